@@ -1,0 +1,9 @@
+"""batchinfer: offline batch inference for DeepSeek-V3/R1-style models.
+
+A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> engine
+(prefill, decode) -> finish (outputs in input order, statistics) -> report.
+"""
+
+from importlib.metadata import version
+
+__version__ = version("batchinfer")

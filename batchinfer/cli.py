@@ -1,0 +1,273 @@
+"""The `batchinfer` command. Each command imports its own function, so that `report` starts without torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchinfer.records import BatchinferError, ExitCode
+
+if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
+    from batchinfer.finish import Finished
+    from batchinfer.rundir import RunDir
+    from batchinfer.session import Session, StopSignal
+
+EXIT_CODES = """
+\b
+Exit codes:
+  0   all rows ok
+  1   internal failure
+  2   bad job, input or usage
+  3   finished, some rows are error rows
+  75  interrupted; the same command goes on where it stopped
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
+@click.version_option(package_name="batchinfer")
+def cli() -> None:
+    """Offline batch inference for DeepSeek-V3/R1-style models: Parquet prompts in, Parquet outputs and statistics out.
+
+    \b
+    Start here:
+      batchinfer run JOB.toml                  plan, compute, write outputs, print the report
+      batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything
+      batchinfer schema                        every key of a job file
+      batchinfer doctor                        what this machine can run
+    """
+
+
+def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--trace", is_flag=True, help="Write trace.json (open it in ui.perfetto.dev) to the run folder."),
+        click.option("--strict", is_flag=True, help="Stop with exit code 2 at the first bad row or unreadable shard."),
+        click.option(
+            "--set",
+            "overrides",
+            metavar="A.B=VALUE",
+            multiple=True,
+            help="Override a key of the job file with a TOML value; a bare word is a string. May be repeated.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("job", type=click.Path(path_type=Path))
+@_job_options
+def plan(job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+    """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
+
+    No model is loaded. Bad rows are reported here, before any accelerator is used.
+    """
+    from batchinfer.config import load_job
+    from batchinfer.session import Session, StopSignal
+
+    StopSignal()
+    with Session("plan") as session:
+        _plan(load_job(job, overrides), session, strict=strict, trace=trace)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
+@_job_options
+def work(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+    """Compute the units of a planned JOB (a .toml file or a run folder) until none is left.
+
+    Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
+    run it again: finished requests are kept.
+    """
+    from batchinfer.engine.controller import planned_run
+    from batchinfer.session import Session, StopSignal
+
+    stop = StopSignal()
+    with Session("work") as session:
+        run, config = planned_run(target, overrides)
+        session.attach(run)
+        _work(run, config, session, stop, trace=trace)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
+@click.option(
+    "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
+)
+@_job_options
+def finish(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool) -> None:
+    """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
+    from batchinfer.engine.controller import planned_run
+    from batchinfer.session import Session, StopSignal
+
+    StopSignal()
+    with Session("finish") as session:
+        run, config = planned_run(target, overrides)
+        session.attach(run)
+        code = _finish(run, config, allow_partial=allow_partial)
+    sys.exit(code)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("job", type=click.Path(path_type=Path))
+@_job_options
+def run(job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+    """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
+
+    Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
+    """
+    from batchinfer.config import load_job
+    from batchinfer.session import Session, StopSignal
+
+    stop = StopSignal()
+    with Session("run") as session:
+        config = load_job(job, overrides)
+        run_dir = _plan(config, session, strict=strict, trace=trace)
+        _work(run_dir, config, session, stop, trace=trace)
+        code = _finish(run_dir, config, allow_partial=False)
+    _print_report([run_dir.root], as_json=False)
+    sys.exit(code)
+
+
+@cli.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option(
+    "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
+)
+def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
+    """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
+
+    \b
+    The views for --sql: outputs, requests, units, steps, experts, nodes, run. For example:
+      batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
+    """
+    if sql is None:
+        _print_report(list(runs), as_json=as_json)
+    else:
+        _print_query(list(runs), sql, as_json=as_json)
+
+
+@cli.command()
+@click.option("--stats", is_flag=True, help="The tables of a run folder and their columns instead.")
+@click.option("--json", "as_json", is_flag=True, help="The job file's JSON Schema.")
+def schema(stats: bool, as_json: bool) -> None:
+    """Print every part and key of a job file with type, default and meaning."""
+    from batchinfer.schema import job_json_schema, job_schema_text, stats_schema_text
+
+    if as_json and not stats:
+        click.echo(json.dumps(job_json_schema(), indent=1))
+    else:
+        click.echo(stats_schema_text() if stats else job_schema_text())
+
+
+@cli.command()
+@click.option("--bench", is_flag=True, help="Also measure this machine: matrix multiplication and memory speed.")
+def doctor(bench: bool) -> None:
+    """Say what this machine can run, which kernels are chosen and why others are not."""
+    from batchinfer.doctor import examine
+
+    click.echo(examine(bench=bench))
+
+
+def _plan(config: JobConfig, session: Session, *, strict: bool, trace: bool) -> RunDir:
+    from batchinfer.plan.planner import format_summary, plan_job, read_summary
+    from batchinfer.progress import note
+    from batchinfer.trace import Tracer
+
+    if config.kv.dir is not None:
+        note(
+            "warning: [kv] dir is set, but this version has no KV store on disk yet; prefixes are shared in memory only"
+        )
+    tracer = Tracer(enabled=trace)
+    with tracer.span("plan", "controller"):
+        run_dir = plan_job(config, session, strict=strict)
+    tracer.write(run_dir.trace)
+    click.echo(format_summary(read_summary(run_dir)), err=session.command == "run")
+    return run_dir
+
+
+def _work(run_dir: RunDir, config: JobConfig, session: Session, stop: StopSignal, *, trace: bool) -> None:
+    from batchinfer.engine.controller import work_on
+    from batchinfer.trace import Tracer
+
+    tracer = Tracer(enabled=trace)
+    try:
+        work_on(run_dir, config, session, stop, tracer)
+    finally:
+        tracer.write(run_dir.trace)
+
+
+def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
+    from batchinfer.finish import finish_run
+
+    result = finish_run(run_dir, config, allow_partial=allow_partial)
+    click.echo(_finished_text(run_dir, result), err=True)
+    return result.exit_code
+
+
+def _finished_text(run_dir: RunDir, result: Finished) -> str:
+    lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
+    if result.num_missing:
+        lines.append(f"partial: {result.num_missing:,} requests were not computed")
+    lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
+    return "\n".join(lines)
+
+
+def _print_report(runs: list[Path], *, as_json: bool) -> None:
+    from batchinfer.report.metrics import report_details, report_metrics
+    from batchinfer.report.table import format_report
+
+    documents = [report_metrics(folder) for folder in runs]
+    if as_json:
+        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+        return
+    panels = [format_report(metrics, report_details(folder)) for metrics, folder in zip(documents, runs, strict=True)]
+    click.echo("\n".join(panels), nl=False)
+
+
+def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
+    from batchinfer.report.rows import format_rows, json_records
+    from batchinfer.report.views import run_query
+
+    if sql.startswith("@"):
+        try:
+            sql = Path(sql[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"cannot read the SQL file {sql[1:]}: {error}") from None
+    columns, rows = run_query(runs, sql)
+    if as_json:
+        click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
+    else:
+        click.echo(format_rows(columns, rows), nl=False)
+
+
+def main() -> None:
+    """Entry point: errors become one sentence on stderr and the exit code that the contract names."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(ExitCode.BAD_JOB)
+    except BatchinferError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped; run the same command to go on", err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # the reader of stdout (head, less) has gone; that is its right
+        sys.stderr.close()
+        sys.exit(ExitCode.OK)
+    except Exception:
+        traceback.print_exc()
+        click.echo("error: batchinfer failed; the lines above say where. What was finished is kept.", err=True)
+        sys.exit(ExitCode.INTERNAL)

@@ -1,0 +1,299 @@
+"""The job file: its schema, every default and every check. Called by the commands; nothing changes a config later."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from batchinfer.records import ConfigError, Sampling
+
+PAGE_TOKENS = 64  # tokens in one page of device KV
+INT64_MAX = 2**63 - 1
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Price = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    """Strict and frozen: unknown keys, wrong types, NaN and infinities are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class InputConfig(_Part):
+    """Where the prompts are and which columns hold what."""
+
+    files: list[Text] = Field(min_length=1, description="Parquet shards: paths or globs (`**` too), in sorted order")
+    id: Text = Field("id", description="column with the row's id (text or integer); ids may repeat or be null")
+    prompt: Text | None = Field(None, description="column with raw prompt text (or messages, or token_ids)")
+    messages: Text | None = Field(
+        None, description="column with a list of {role, content}, put through the chat template"
+    )
+    token_ids: Text | None = Field(None, description="column with ready token ids")
+    sampling: Text | None = Field(None, description="column with a struct that overrides [sampling] row by row")
+
+    @model_validator(mode="after")
+    def _one_prompt_column(self) -> InputConfig:
+        given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            have = " and ".join(given) if given else "none of them"
+            raise ValueError(f"needs exactly one of prompt, messages, token_ids, but has {have}")
+        return self
+
+    @property
+    def prompt_column(self) -> str:
+        return self.prompt or self.messages or self.token_ids or ""
+
+    @property
+    def prompt_kind(self) -> Literal["prompt", "messages", "token_ids"]:
+        return "prompt" if self.prompt else "messages" if self.messages else "token_ids"
+
+
+class OutputConfig(_Part):
+    """Where the run folder is and what goes along to the outputs."""
+
+    dir: Text = Field(description="run folder: plan, durable results, outputs/ and stats/")
+    keep_columns: list[Text] = Field(default=[], description="input columns to copy to the outputs")
+
+    @field_validator("keep_columns")
+    @classmethod
+    def _no_repeats(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if value.count(name) > 1:
+                raise ValueError(f"names {name!r} twice")
+        return value
+
+
+class ModelPart(_Part):
+    """The model folder, as Hugging Face lays it out."""
+
+    path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json, tokenizer_config.json")
+    dtype: Literal["float32", "bfloat16", "fp8"] = Field("bfloat16", description="precision of weights and KV")
+
+    @field_validator("dtype")
+    @classmethod
+    def _no_fp8_yet(cls, value: str) -> str:
+        if value == "fp8":
+            raise ValueError(
+                "cannot be 'fp8' in this version; use 'bfloat16' (FP8 checkpoints load in it) or 'float32'"
+            )
+        return value
+
+
+class SamplingConfig(_Part):
+    """How tokens are picked; a row may override each key."""
+
+    max_tokens: int = Field(ge=1, lt=2**31, description="most new tokens per sample (required: no silent default)")
+    temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
+    top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the top probability")
+    n: int = Field(1, ge=1, le=16384, description="samples per row")
+    seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
+    stop: list[Text] = Field(default=[], description="strings that end the text (not part of it)")
+    stop_token_ids: list[TokenId] = Field(
+        default=[], description="token ids that end the output, beside the model's own"
+    )
+    ignore_eos: bool = Field(False, description="go on after the model's end token")
+    logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
+
+    def to_sampling(self) -> Sampling:
+        values = self.model_dump()
+        return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"])})
+
+
+class ClusterConfig(_Part):
+    """Ranks, memory and how often results become durable."""
+
+    mode: Literal["colocated", "disaggregated"] = Field("colocated", description="same ranks for both phases, or apart")
+    prefill_ranks: Count | None = Field(None, description="expert-parallel size of prefill")
+    decode_ranks: Count | None = Field(None, description="expert-parallel size of decode")
+    redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots")
+    overlap: bool | None = Field(None, description="two micro-batches; unset: when EP size > 1")
+    backend: Text = Field("auto", description="kernels: auto, or a name that `batchinfer doctor` lists")
+    page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
+    commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
+    prefill_tokens: int = Field(
+        2048, ge=1, le=2**20, description="prompt tokens per prefill step (long prompts are cut)"
+    )
+    decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together")
+
+    @model_validator(mode="after")
+    def _one_rank_so_far(self) -> ClusterConfig:
+        if self.mode == "disaggregated":
+            raise ValueError("mode cannot be 'disaggregated' in this version; use 'colocated'")
+        for name in ("prefill_ranks", "decode_ranks"):
+            if (getattr(self, name) or 1) > 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but this version runs one rank; set it to 1")
+        if self.redundant_experts:
+            raise ValueError("redundant_experts needs more than one rank, which this version does not run; set it to 0")
+        return self
+
+
+class KvConfig(_Part):
+    """The KV store on disk (accepted, not used in this version)."""
+
+    dir: Text | None = Field(None, description="folder of the store; unset: no store")
+    max_bytes: Count | None = Field(None, description="size bound of the store")
+    block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
+    persist: Literal["shared", "all", "none"] = Field("shared", description="which blocks are written")
+    reuse: Literal["auto", "always"] = Field("auto", description="auto: stop loading when it is slower than computing")
+    salt: str = Field("", description="part of every block's name: stores with other salts share nothing")
+
+    @field_validator("block_tokens")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % PAGE_TOKENS:
+            raise ValueError(
+                f"is {value}, not a multiple of {PAGE_TOKENS}; use {-(-value // PAGE_TOKENS) * PAGE_TOKENS}"
+            )
+        return value
+
+
+class PricingConfig(_Part):
+    """Prices for the report; what is unset is not reported."""
+
+    gpu_hour: Price | None = Field(None, description="$ per accelerator-hour (per rank on a CPU)")
+    input_hit: Price | None = Field(None, description="$ per million input tokens served from a cache")
+    input_miss: Price | None = Field(None, description="$ per million input tokens computed")
+    output: Price | None = Field(None, description="$ per million output tokens")
+
+
+class JobConfig(_Part):
+    """One job file."""
+
+    input: InputConfig
+    output: OutputConfig
+    model: ModelPart
+    sampling: SamplingConfig
+    cluster: ClusterConfig = ClusterConfig()
+    kv: KvConfig = KvConfig()
+    pricing: PricingConfig = PricingConfig()
+
+
+def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:
+    """Read a job file, apply `--set` overrides, check everything, make all paths absolute.
+
+    Args:
+        path: the TOML file; relative paths in it (and in overrides) count from its folder.
+        overrides: `part.key=value` with a TOML value, or a bare word for a string.
+
+    Raises:
+        ConfigError: one sentence with the file, the key, the value and what it should be.
+    """
+    path = Path(path)
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no job file at {path}; give the path of a .toml file") from None
+    except (OSError, ValueError) as error:
+        # ValueError: not UTF-8, not TOML, or a path with a NUL in it
+        raise ConfigError(f"cannot read the job file {path}: {_first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read the job file {path}: its values are nested too deeply") from None
+    for text in overrides:
+        _apply_override(table, text)
+    try:
+        job = JobConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, path)) from None
+    return _with_absolute_paths(job, path.absolute().parent)
+
+
+def dump_job(job: JobConfig) -> str:
+    """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
+    lines = []
+    for part, values in job.model_dump(exclude_none=True).items():
+        lines.append(f"[{part}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
+    # glob characters in the folder's own name must not act as patterns
+    escaped = _escape_glob(str(folder))
+    files = [os.path.normpath(os.path.join(escaped, pattern)) for pattern in job.input.files]
+    update = {
+        "input": job.input.model_copy(update={"files": files}),
+        "output": job.output.model_copy(update={"dir": os.path.normpath(folder / job.output.dir)}),
+        "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
+    }
+    if job.kv.dir is not None:
+        update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
+    for what, value in [
+        ("input.files", "".join(files)),
+        ("output.dir", job.output.dir),
+        ("model.path", job.model.path),
+    ]:
+        if "\0" in value:
+            raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
+    return job.model_copy(update=update)
+
+
+def _escape_glob(text: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in text)
+
+
+def _apply_override(table: dict[str, Any], text: str) -> None:
+    key, equals, raw = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) != 2 or not all(names):
+        raise ConfigError(f"--set {text!r} is not of the form part.key=value, for example sampling.max_tokens=64")
+    part = table.setdefault(names[0], {})
+    if not isinstance(part, dict):
+        raise ConfigError(f"--set {text!r}: {names[0]} is not a table in the job file; write it as [{names[0]}]")
+    part[names[1]] = _override_value(raw.strip(), text)
+
+
+def _override_value(raw: str, text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:
+            raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
+        return raw
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _sentence(error: ValidationError, path: Path) -> str:
+    """The first problem of a pydantic report as one sentence for the person who wrote the file."""
+    problem = error.errors(include_url=False)[0]
+    names = [str(name) for name in problem["loc"]]
+    where = ".".join(names[:2]) + "".join(f"[{name}]" for name in names[2:] if name.isdigit())
+    kind, value = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        what = "part" if len(names) == 1 else "key"
+        return (
+            f"{path}: {where} is not a known {what}; remove it or correct its name (`batchinfer schema` lists them all)"
+        )
+    if kind == "missing":
+        what = "part" if len(names) == 1 else "key"
+        return f"{path}: the {what} {where} is missing; add it (`batchinfer schema` says what it means)"
+    message = problem["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return f"{path}: {where or 'the file'} {message}"
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"{path}: {where} is {shown}, but {message.replace('Input should', 'it should')}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,78 @@
+"""The column types that input may have, and their values in a common form. Called by validate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.data.parquet import plain_type
+
+_LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def is_id_type(kind: pa.DataType) -> bool:
+    """Text, integer, or nothing at all (every id is null)."""
+    return _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)
+
+
+def is_struct(kind: pa.DataType) -> bool:
+    """A struct."""
+    return pa.types.is_struct(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return isinstance(kind, _LISTS)
+
+
+def _is_token_list(kind: pa.DataType) -> bool:
+    return _is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+
+
+def _is_message_list(kind: pa.DataType) -> bool:
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    parts = {part.name: plain_type(part.type) for part in kind.value_type}
+    found = [parts.get(name, pa.bool_()) for name in ("role", "content")]
+    return all(_is_text(part) or pa.types.is_null(part) for part in found)
+
+
+# what each kind of prompt column must be, as a check and in words
+PROMPT_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "prompt": (_is_text, "text"),
+    "messages": (_is_message_list, "a list of structs with the text fields role and content (not JSON text)"),
+    "token_ids": (_is_token_list, "a list of integers"),
+}
+
+
+def without_dictionary(column: pa.Array) -> pa.Array:
+    """The column with its values in place."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def token_lists(column: pa.Array) -> pa.Array:
+    """Any list layout as pa.list_ of the same integers."""
+    if pa.types.is_list(column.type) and not pa.types.is_null(column.type.value_type):
+        return column
+    kind = pa.int64() if pa.types.is_null(column.type) else column.type.value_type
+    # by way of Python: Arrow's casts from view lists lose values
+    return pa.array(column.to_pylist(), pa.list_(pa.int64() if pa.types.is_null(kind) else kind))
+
+
+def python_values(column: pa.Array) -> list[Any]:
+    """The column as Python values; text that is not UTF-8 gives the UnicodeDecodeError in its place."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        values: list[Any] = []
+        for value in column:
+            try:
+                values.append(value.as_py())
+            except UnicodeDecodeError as error:
+                values.append(error)
+        return values

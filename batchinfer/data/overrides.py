@@ -1,0 +1,48 @@
+"""A row's own sampling: the struct column named by input.sampling, laid over [sampling]. Called by validate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchinfer.config import SamplingConfig
+from batchinfer.records import Sampling, sampling_to_json
+
+MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few distinct ones, or one per row (seeds)
+
+
+class SamplingOverrides:
+    """Resolves overrides; equal ones are checked once."""
+
+    def __init__(self, job: SamplingConfig, column: str) -> None:
+        self._job_values = job.model_dump()
+        self._job_sampling = job.to_sampling()
+        self._column = column
+        self._known: dict[str, tuple[Sampling, str | None] | str] = {}
+
+    def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
+        """The row's sampling and its JSON (None: it is the job's own), or the sentence that says what is wrong."""
+        given = {key: value for key, value in override.items() if value is not None} if override else {}
+        # repr keeps apart what Python calls equal: 1, 1.0 and True
+        text = repr(given)
+        if text not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[text] = self._check(given)
+        return self._known[text]
+
+    def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
+        try:
+            sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
+        except ValidationError as error:
+            return self._sentence(error)
+        return sampling, None if sampling == self._job_sampling else sampling_to_json(sampling)
+
+    def _sentence(self, error: ValidationError) -> str:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(name) for name in (self._column, *problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            return f"{where} is not a sampling key (`batchinfer schema` lists them)"
+        message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
+        return f"{where} is {repr(problem['input'])[:80]}, but {message}"

@@ -1,0 +1,304 @@
+"""Parquet in and out: finding the input shards, reading them in bounded memory, writing whole files or none.
+
+Called by plan (shards, prompts), engine (results) and finish (kept columns, outputs).
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.schemas import OUTPUTS
+from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.rundir import published
+
+MAGIC = b"PAR1"
+BUFFER_BYTES = 1 << 20  # read-ahead per column
+BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
+PROBE_ROWS = 8  # rows decoded first to learn how wide rows are
+# what pyarrow raises for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
+DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
+
+
+def find_shards(patterns: list[str], exclude: Path | None = None) -> list[Shard]:
+    """List the input files with what their footers say; a file that cannot be read is listed with its `problem`.
+
+    Args:
+        patterns: absolute paths or globs (`**` crosses folders); each file counts once, in the order of its path.
+        exclude: the run folder, whose own files a wide pattern must not take for input.
+
+    Raises:
+        ConfigError: a pattern matches no file, names a folder, or two files would share one output file.
+    """
+    paths = _matching_files(patterns, exclude)
+    names = _output_names(paths)
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        return list(pool.map(_inspect, range(len(paths)), paths, names))
+
+
+def shard_schema(shard: Shard) -> pa.Schema:
+    """The shard's Arrow schema, from its footer.
+
+    Raises:
+        InputError: the file is no longer readable.
+    """
+    with _open(shard) as file:
+        return file.schema_arrow
+
+
+def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
+    """The type of a column, dictionaries and views resolved to what they hold; None when it is missing or ambiguous."""
+    index = schema.get_field_index(name)
+    return None if index < 0 else plain_type(schema.field(index).type)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type to store for `kind`: dictionary -> its values, string_view -> string, binary_view -> binary."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def read_batches(shard: Shard, columns: list[str], batch_rows: int = 1024) -> Iterator[pa.RecordBatch]:
+    """Read some columns of a shard in order, a few megabytes at a time however large its row groups are.
+
+    Args:
+        columns: names that the shard has (see `shard_schema`); empty gives batches that only count rows.
+        batch_rows: most rows per batch; wide rows come in smaller batches.
+
+    Raises:
+        InputError: the file is damaged, or does not hold as many rows as its footer says.
+    """
+    num_rows = 0
+    with _open(shard) as file:
+        for batch in _damage_named(shard, _decode(file, columns, batch_rows)):
+            num_rows += batch.num_rows
+            yield batch
+    if num_rows != shard.num_rows:
+        raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
+
+
+@contextmanager
+def table_writer(target: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Write `target` so that it appears whole or not at all; each batch or table handed in is a row group of its own.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    with published(target) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        yield writer
+
+
+def id_type(shards: list[Shard], id_column: str) -> pa.DataType:
+    """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text."""
+    found = [column_type(schema, id_column) for _, schema in _readable(shards)]
+    kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
+    fits = all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds)
+    return pa.int64() if kinds and fits else pa.string()
+
+
+def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
+    """The kept columns as they stand in the outputs: one nullable type each that holds the values of every shard.
+
+    Raises:
+        ConfigError: a column is in no shard, has the name of an output column, or types that do not go together.
+    """
+    for name in keep_columns:
+        if name in OUTPUTS.schema.names:
+            raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
+    schemas = _readable(shards)
+    if not schemas:
+        return [pa.field(name, pa.null()) for name in keep_columns]
+    return [_kept_field(schemas, name) for name in keep_columns]
+
+
+def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
+    kept, kept_from = None, None
+    for shard, schema in schemas:
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise ConfigError(f"output.keep_columns names {name!r}, which {shard.path} has more than once; rename one")
+        kind = column_type(schema, name)
+        if kind is None:
+            continue
+        wider = kind if kept is None else _common_type(kept, kind)
+        if wider is None:
+            raise ConfigError(
+                f"output.keep_columns names {name!r}, which is {kept} in {kept_from} but {kind} in {shard.path}; "
+                "convert one of them"
+            )
+        if wider != kept:
+            kept, kept_from = wider, shard.path
+    if kept is None:
+        raise ConfigError(f"output.keep_columns names {name!r}, which no shard has; remove it or correct the name")
+    return pa.field(name, kept)
+
+
+def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if first == second:
+        return first
+    try:
+        schemas = [pa.schema([("value", kind)]) for kind in (first, second)]
+        wider = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+    # Arrow would also turn text into bytes, and unsigned 64-bit integers into signed ones
+    is_faithful = wider not in (pa.binary(), pa.large_binary()) and pa.uint64() not in (first, second)
+    return wider if is_faithful or pa.null() in (first, second) else None
+
+
+def _readable(shards: list[Shard]) -> list[tuple[Shard, pa.Schema]]:
+    return [(shard, shard_schema(shard)) for shard in shards if shard.problem is None]
+
+
+# ---- finding
+
+
+def _matching_files(patterns: list[str], exclude: Path | None) -> list[str]:
+    outside = f"{os.path.realpath(exclude)}{os.sep}" if exclude is not None else None
+    path_of_file: dict[str, str] = {}
+    for pattern in patterns:
+        # a path that exists is meant as it stands, even when it holds glob characters
+        matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+        files = [os.path.abspath(match) for match in matches if not os.path.isdir(match)]
+        if matches and not files:
+            raise ConfigError(f"input.files names the folder {matches[0]}; write {matches[0].rstrip('/')}/*.parquet")
+        files = [file for file in files if outside is None or not os.path.realpath(file).startswith(outside)]
+        if not files:
+            raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
+        for file in sorted(files):
+            path_of_file.setdefault(os.path.realpath(file), file)
+    return sorted(path_of_file.values())
+
+
+def _output_names(paths: list[str]) -> list[str]:
+    """The name of each shard's output file: its path below the folder that all shards share."""
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    path_of_name: dict[str, str] = {}
+    for path in paths:
+        name = os.path.relpath(path, folder)
+        name = name if name.endswith(".parquet") else f"{name}.parquet"
+        if not _is_utf8(name):
+            raise ConfigError(f"the file name {path!r} is not valid UTF-8; rename the file")
+        if name in path_of_name:
+            raise ConfigError(f"{path_of_name[name]} and {path} would share the output file {name}; rename one of them")
+        path_of_name[name] = path
+    for name, path in path_of_name.items():
+        clash = next((str(parent) for parent in Path(name).parents if str(parent) in path_of_name), None)
+        if clash is not None:
+            raise ConfigError(f"{path_of_name[clash]} and {path} need {clash} as file and folder; rename one of them")
+    return list(path_of_name)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _inspect(index: int, path: str, name: str) -> Shard:
+    try:
+        size_bytes, footer = _read_footer(path)
+        with pq.ParquetFile(path) as file:
+            # the Arrow schema too: a footer can be sound and hold types that Arrow does not know
+            num_rows = file.metadata.num_rows if file.schema_arrow is not None else 0
+    except DAMAGE as error:
+        return Shard(index, path, name, _size(path), "", 0, _reason(error))
+    return Shard(index, path, name, size_bytes, hashlib.blake2b(footer, digest_size=16).hexdigest(), num_rows)
+
+
+def _read_footer(path: str) -> tuple[int, bytes]:
+    # file   PAR1 | data pages ... | footer | length of the footer (4 bytes) | PAR1
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    size_bytes = status.st_size
+    if size_bytes == 0:
+        raise ValueError("it is empty")
+    with open(path, "rb") as file:
+        head = file.read(4)
+        file.seek(max(size_bytes - 8, 0))
+        tail = file.read(8)
+        footer_bytes = int.from_bytes(tail[:4], "little")
+        if tail[4:] == b"PARE":
+            raise ValueError("it is an encrypted Parquet file")
+        if head != MAGIC:
+            raise ValueError("it is not a Parquet file")
+        if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
+            raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
+        file.seek(size_bytes - 8 - footer_bytes)
+        return size_bytes, file.read(footer_bytes)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+# ---- reading
+
+
+def _open(shard: Shard) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(shard.path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+    except DAMAGE as error:
+        raise InputError(f"{shard.path} cannot be read: {_reason(error)}") from None
+
+
+def _decode(file: pq.ParquetFile, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+    if not columns:
+        for first in range(0, file.metadata.num_rows, batch_rows):
+            counted = pa.nulls(min(batch_rows, file.metadata.num_rows - first))
+            yield pa.RecordBatch.from_arrays([counted], names=["rows"])
+        return
+    rows = max(1, min(batch_rows, BATCH_BYTES // _row_bytes(file, columns)))
+    for batch in file.iter_batches(batch_size=rows, columns=columns, use_threads=False):
+        yield batch.select(columns)
+
+
+def _row_bytes(file: pq.ParquetFile, columns: list[str]) -> int:
+    """How wide rows are, by the widest row group and by a look at the first rows.
+
+    The look is for repeated texts, which are short in the file but long in memory.
+    """
+    wanted = set(columns)
+    widest = 1
+    for group in range(file.metadata.num_row_groups):
+        chunks = [file.metadata.row_group(group).column(leaf) for leaf in range(file.metadata.num_columns)]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
+        widest = max(widest, size // max(1, file.metadata.row_group(group).num_rows))
+    for batch in file.iter_batches(batch_size=PROBE_ROWS, columns=columns, use_threads=False):
+        return max(widest, batch.nbytes // max(1, batch.num_rows))
+    return widest
+
+
+def _damage_named(shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    # a loop of its own, so that an error of the consumer is never taken for damage of the shard
+    while True:
+        try:
+            batch = next(batches, None)
+        except DAMAGE as error:
+            raise InputError(f"{shard.path} is damaged: {_reason(error)}") from None
+        if batch is None:
+            return
+        yield batch
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, without its closing full stop."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

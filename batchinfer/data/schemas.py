@@ -1,0 +1,255 @@
+"""The columns of every Parquet table in a run folder, with what they mean: the contract that `schema --stats` prints.
+
+Written by plan, engine and finish; read by report and by people with DuckDB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+TOKEN_IDS = pa.list_(pa.int32())
+LOGPROBS = pa.list_(
+    pa.struct(
+        [
+            ("token_id", pa.int32()),
+            ("logprob", pa.float32()),
+            ("top", pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))),
+        ]
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: name, Arrow type and what it holds (with its unit)."""
+
+    name: str
+    type: pa.DataType
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of the run folder."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([(column.name, column.type) for column in self.columns])
+
+
+def _table(name: str, doc: str, *columns: tuple[str, pa.DataType, str]) -> Table:
+    return Table(name, doc, tuple(Column(*column) for column in columns))
+
+
+_KEY = (
+    ("shard", pa.int32(), "index of the input shard in run.json"),
+    ("row", pa.int64(), "position of the row in its shard, from 0"),
+    ("sample", pa.int32(), "0 .. n - 1"),
+)
+
+# ---- internal tables: plan and results
+
+TOKENS = _table(
+    "tokens",
+    "one file per shard, one row per input row: tokenised and checked",
+    ("row", pa.int64(), "position of the row in its shard"),
+    ("id", pa.string(), "the row's id as text; null when the input has none"),
+    ("n", pa.int32(), "samples asked for (output rows of this input row)"),
+    ("token_ids", TOKEN_IDS, "prompt tokens; null for a bad row"),
+    ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window; 0 for a bad row"),
+    ("sampling", pa.string(), "the row's resolved sampling as JSON; null: the job's own"),
+    ("error", pa.string(), "why the row is bad; null: it is good"),
+)
+REQUESTS = _table(
+    "plan/requests",
+    "one row per request in the order of execution; a unit's rows stand together, in row groups of their own",
+    ("unit", pa.int32(), "work unit"),
+    *_KEY,
+    ("sampling_key", pa.uint64(), "key of the request's random draws"),
+    ("sampling", pa.string(), "resolved sampling as JSON; null: the job's own"),
+    ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window"),
+    ("cached_tokens", pa.int32(), "prompt tokens predicted to be in memory when the request starts"),
+    ("token_ids", TOKEN_IDS, "prompt tokens"),
+)
+DUPLICATES = _table(
+    "plan/duplicates",
+    "greedy requests equal to another one: computed once, delivered to each",
+    *_KEY,
+    ("of_shard", pa.int32(), "shard of the request that is computed"),
+    ("of_row", pa.int64(), "its row"),
+    ("of_sample", pa.int32(), "its sample"),
+)
+PLAN_UNITS = _table(
+    "plan/units",
+    "work units, claimed one by one",
+    ("unit", pa.int32(), "work unit, from 0"),
+    ("first_request", pa.int64(), "its first row in plan/requests"),
+    ("num_requests", pa.int64(), "requests in it"),
+    ("first_row_group", pa.int32(), "its first row group in plan/requests"),
+    ("num_row_groups", pa.int32(), "row groups it spans"),
+    ("prompt_tokens", pa.int64(), "prompt tokens of its requests"),
+    ("new_tokens", pa.int64(), "prompt tokens predicted to be computed"),
+    ("max_output_tokens", pa.int64(), "sum of max_tokens"),
+)
+PLAN_SUMMARY = _table(
+    "plan/summary",
+    "one row: what the plan predicts",
+    ("input_rows", pa.int64(), "rows in readable shards"),
+    ("rows", pa.int64(), "output rows (input rows x n)"),
+    ("bad_rows", pa.int64(), "output rows that are error rows already"),
+    ("requests", pa.int64(), "requests to compute"),
+    ("duplicates", pa.int64(), "greedy requests answered by another one"),
+    ("units", pa.int64(), "work units"),
+    ("input_tokens", pa.int64(), "prompt tokens of good output rows, counted per sample"),
+    ("duplicate_tokens", pa.int64(), "of these, prompt tokens of duplicates"),
+    ("computed_tokens", pa.int64(), "prompt tokens predicted to be computed"),
+    ("distinct_tokens", pa.int64(), "prompt tokens of all distinct prefixes: no plan computes fewer without a store"),
+    ("max_output_tokens", pa.int64(), "most output tokens that the requests may produce"),
+    ("plan_s", pa.float64(), "seconds the planning took"),
+    ("rows_per_s", pa.float64(), "input rows planned per second"),
+)
+RESULTS = _table(
+    "results",
+    "units/<unit>/<claim>/part-*.parquet: finished requests, durable once the file stands",
+    *_KEY,
+    ("unit", pa.int32(), "work unit"),
+    ("status", pa.string(), "'ok' or 'error'"),
+    ("error", pa.string(), "why it failed; null when ok"),
+    ("text", pa.string(), "generated text"),
+    ("token_ids", TOKEN_IDS, "generated tokens, the end token included"),
+    ("finish_reason", pa.string(), "'stop', 'length' or 'error'"),
+    ("stop_reason", pa.string(), "the stop string, or the stop token's id; null at the model's own end token"),
+    ("prompt_tokens", pa.int32(), "prompt tokens"),
+    ("cached_memory_tokens", pa.int32(), "of these, KV found in memory"),
+    ("cached_disk_tokens", pa.int32(), "of these, KV loaded from the store on disk"),
+    ("completion_tokens", pa.int32(), "generated tokens"),
+    ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
+    ("logprobs", LOGPROBS, "per generated token, when asked for"),
+    ("admitted_s", pa.float64(), "Unix time when its prefill was admitted"),
+    ("first_token_s", pa.float64(), "Unix time of its first new token"),
+    ("finished_s", pa.float64(), "Unix time of its last token"),
+)
+
+# ---- outputs and statistics: what people query
+
+OUTPUTS = _table(
+    "outputs",
+    "one file per input shard, its rows in its order, each n times; kept input columns follow",
+    ("id", pa.string(), "the row's id (integer when all shards have integer ids)"),
+    ("row", pa.int64(), "position of the row in its shard"),
+    ("sample", pa.int32(), "0 .. n - 1"),
+    ("status", pa.string(), "'ok' or 'error'"),
+    ("error", pa.string(), "why the row failed; null when ok"),
+    ("text", pa.string(), "generated text; null for an error row"),
+    ("token_ids", TOKEN_IDS, "generated tokens, the end token included; null for an error row"),
+    ("finish_reason", pa.string(), "'stop', 'length' or 'error'"),
+    ("stop_reason", pa.string(), "the stop string, or the stop token's id; null at the model's own end token"),
+    ("prompt_tokens", pa.int32(), "prompt tokens (hit + miss); 0 for an error row"),
+    ("cached_tokens", pa.int32(), "prompt tokens whose KV was not computed for this row (memory, disk or duplicate)"),
+    ("completion_tokens", pa.int32(), "generated tokens"),
+    ("logprobs", LOGPROBS, "per generated token, when asked for"),
+)
+STATS_REQUESTS = _table(
+    "requests",
+    "one row per output row",
+    *_KEY,
+    ("unit", pa.int32(), "work unit; null for error rows of the plan"),
+    ("status", pa.string(), "'ok' or 'error'"),
+    ("prompt_tokens", pa.int32(), "prompt tokens; 0 for an error row"),
+    ("cached_memory_tokens", pa.int32(), "prompt tokens whose KV was in memory"),
+    ("cached_disk_tokens", pa.int32(), "prompt tokens whose KV came from the store on disk"),
+    ("cached_duplicate_tokens", pa.int32(), "prompt tokens of a duplicate: answered by another request"),
+    ("completion_tokens", pa.int32(), "output tokens delivered"),
+    ("generated_tokens", pa.int32(), "output tokens generated for this row (0 for a duplicate)"),
+    ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
+    ("admitted_s", pa.float64(), "Unix time when its prefill was admitted; null when not run itself"),
+    ("first_token_s", pa.float64(), "Unix time of its first new token; null when not run itself"),
+    ("finished_s", pa.float64(), "Unix time of its last token; null when not run itself"),
+)
+STATS_UNITS = _table(
+    "units",
+    "one row per work unit",
+    ("unit", pa.int32(), "work unit"),
+    ("num_requests", pa.int64(), "requests in it"),
+    ("prompt_tokens", pa.int64(), "prompt tokens"),
+    ("new_tokens", pa.int64(), "prompt tokens the plan predicted to be computed"),
+    ("computed_tokens", pa.int64(), "prompt tokens computed"),
+    ("completion_tokens", pa.int64(), "tokens generated"),
+    ("num_claims", pa.int32(), "how often it was claimed; more than 1 after an interrupt or a failure"),
+    ("claim", pa.string(), "the claim whose results count"),
+    ("started_s", pa.float64(), "Unix time when its first request was admitted"),
+    ("finished_s", pa.float64(), "Unix time of its last token"),
+)
+STATS_STEPS = _table(
+    "steps",
+    "one row per model step",
+    ("session", pa.string(), "session (see nodes)"),
+    ("rank", pa.int32(), "rank that ran it"),
+    ("step", pa.int64(), "number of the step in its session, from 0"),
+    ("kind", pa.string(), "'prefill' or 'decode'"),
+    ("start_s", pa.float64(), "Unix time of its start"),
+    ("duration_s", pa.float64(), "seconds, sampling included"),
+    ("num_requests", pa.int32(), "requests in it"),
+    ("new_tokens", pa.int32(), "tokens run through the model"),
+    ("cached_tokens", pa.int32(), "prompt tokens of requests admitted in it whose KV was there already"),
+    ("output_tokens", pa.int32(), "tokens sampled"),
+    ("kv_tokens", pa.int64(), "sum over requests of the KV length attended to"),
+    ("pages_used", pa.int32(), "KV pages in use, cached prefixes included"),
+)
+STATS_EXPERTS = _table(
+    "experts",
+    "tokens per expert",
+    ("session", pa.string(), "session (see nodes)"),
+    ("rank", pa.int32(), "rank that counted them"),
+    ("phase", pa.string(), "'prefill' or 'decode'"),
+    ("layer", pa.int32(), "decoder layer"),
+    ("expert", pa.int32(), "logical expert"),
+    ("tokens", pa.int64(), "tokens sent to it"),
+)
+STATS_NODES = _table(
+    "nodes",
+    "one row per session: one command on one machine",
+    ("session", pa.string(), "name of the session"),
+    ("command", pa.string(), "'plan', 'work', 'finish' or 'run'"),
+    ("node", pa.string(), "host name"),
+    ("num_ranks", pa.int32(), "ranks (accelerators, or processes on a CPU) held; 0 for plan and finish"),
+    ("device", pa.string(), "'cpu' or the accelerator's name; null for plan and finish"),
+    ("start_s", pa.float64(), "Unix time when the process started"),
+    ("first_prefill_s", pa.float64(), "Unix time of the first prefill step; null when there was none"),
+    ("end_s", pa.float64(), "Unix time of its end (or of its last sign of life)"),
+    ("state", pa.string(), "'done', 'interrupted', 'failed' or 'running' (killed)"),
+)
+STATS_RUN = _table(
+    "run",
+    "one row: the job",
+    ("run", pa.string(), "name of the run folder"),
+    ("version", pa.string(), "version of batchinfer"),
+    ("model", pa.string(), "model folder"),
+    ("dtype", pa.string(), "precision"),
+    ("finished_s", pa.float64(), "Unix time when finish wrote the outputs"),
+    ("num_shards", pa.int64(), "input shards"),
+    ("unreadable_shards", pa.int64(), "of these, not readable"),
+    ("input_rows", pa.int64(), "rows in readable shards"),
+    ("rows", pa.int64(), "output rows (input rows x n)"),
+    ("distinct_tokens", pa.int64(), "prompt tokens of all distinct prefixes"),
+    ("replicated_tokens", pa.int64(), "prefix tokens computed on more than one rank on purpose"),
+    ("predicted_computed_tokens", pa.int64(), "prompt tokens the plan predicted to be computed"),
+    ("gpu_hour", pa.float64(), "$ per accelerator-hour; null when unset"),
+    ("input_hit", pa.float64(), "$ per million input tokens served from a cache"),
+    ("input_miss", pa.float64(), "$ per million input tokens computed"),
+    ("output", pa.float64(), "$ per million output tokens"),
+)
+
+STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_RUN)
+
+
+def output_schema(id_type: pa.DataType, kept: list[pa.Field]) -> pa.Schema:
+    """The outputs' schema: fixed before row one, the same for every shard of a job."""
+    columns = [pa.field("id", id_type), *list(OUTPUTS.schema)[1:]]
+    return pa.schema([*columns, *kept])

@@ -1,0 +1,102 @@
+"""What this machine can run. Called by `batchinfer doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+
+import torch
+from batchinfer_kernels import backend
+
+from batchinfer import __version__
+from batchinfer.engine.worker import free_memory_bytes
+
+LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
+BENCH_SIZE = 2048
+BENCH_BYTES = 2**28
+REPEATS = 5
+
+
+def examine(*, bench: bool) -> str:
+    """The whole report as text; with `bench` also measured limits (about ten seconds)."""
+    lines = [
+        f"batchinfer {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
+        f"processor   {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch",
+        f"memory      {free_memory_bytes() / 2**30:.1f} GiB free",
+        f"GPU         {_gpu()}",
+        f"invariance  {_invariance()}",
+        "",
+        "kernels     (chosen ones marked *)",
+        *_kernel_lines(),
+    ]
+    if bench:
+        lines += ["", f"measured    (medians of {REPEATS})", *_bench_lines()]
+    return "\n".join(lines)
+
+
+def rows_are_invariant() -> bool:
+    """Whether a row of a float32 matrix product here is the same bit for bit whatever rows stand beside it."""
+    generator = torch.Generator().manual_seed(0)
+    for inner, outer in [(64, 96), (256, 512), (1024, 384)]:
+        weight = torch.randn(inner, outer, generator=generator)
+        rows = torch.randn(128, inner, generator=generator)
+        whole = rows @ weight
+        if any(not torch.equal(rows[:count] @ weight, whole[:count]) for count in range(8, 129, 8)):
+            return False
+    return True
+
+
+def _kernel_lines() -> list[str]:
+    return [
+        f"  {'*' if row.chosen else ' '} {row.op:<18} {row.candidate:<10} {row.reason or ''}".rstrip()
+        for row in backend.explain()
+    ]
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or 'unknown'} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none that this torch can use"
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _invariance() -> str:
+    if rows_are_invariant():
+        return "float32 results do not depend on what is batched together"
+    return "WARNING: float32 matrix rows here depend on the rows beside them; outputs may vary in rare ties"
+
+
+def _bench_lines() -> list[str]:
+    lines = []
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.randn(BENCH_SIZE, BENCH_SIZE).to(dtype)
+        gflops = 2 * BENCH_SIZE**3 / _median_seconds(partial(torch.mm, square, square)) / 1e9
+        lines.append(f"  matrix product {str(dtype).removeprefix('torch.'):<9} {gflops:10,.0f} GFLOP/s")
+    block = torch.zeros(BENCH_BYTES // 4)
+    target = torch.empty_like(block)
+    seconds = _median_seconds(partial(target.copy_, block))
+    lines.append(f"  memory copy (read + write) {2 * BENCH_BYTES / seconds / 1e9:8,.1f} GB/s")
+    return lines
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

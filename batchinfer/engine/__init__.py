@@ -1,0 +1,1 @@
+"""Engine: planned requests in; completions, durable on disk, out. The controller commits, the worker computes."""

@@ -1,0 +1,179 @@
+"""Work units: claimed by one worker at a time, taken over when their worker is gone. Called by the controller.
+
+    units/000007/0000/lease.json      who works on it: host, process, a counter that grows while it lives
+    units/000007/0000/claim.json      result files of earlier claims that count for this one
+    units/000007/0000/part-00000.parquet
+    units/000007/done                 the name of the claim whose results count; created once
+
+A claim folder appears whole by one rename. A worker that was taken over and wakes up again writes into its own old
+claim, whose later files nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, create_exclusively, publish_json, read_json
+
+HEARTBEAT_S = 5.0
+LEASE_S = 60.0  # a lease whose counter stood still this long, by the watcher's own clock, has expired
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A unit held by this process."""
+
+    unit: int
+    folder: Path
+    inherited: tuple[Path, ...]  # result files of earlier claims
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+class Claims:
+    """Takes units for this process and keeps their leases alive."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._held: dict[int, Claim] = {}
+        self._seen: dict[Path, tuple[int, float]] = {}  # lease -> counter, when it was first seen so
+        self._counter = 0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
+
+    def __enter__(self) -> Claims:
+        self._heart.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._heart.join()
+        for claim in list(self._held.values()):
+            self.release(claim)
+
+    def try_claim(self, unit: int) -> Claim | None:
+        """Take a unit unless it is done or somebody alive holds it."""
+        if self._run.done(unit).exists():
+            return None
+        earlier = _claim_folders(self._run.unit(unit))
+        if earlier and self._is_alive(earlier[-1]):
+            return None
+        inherited = result_files(earlier[-1]) if earlier else []
+        target = self._run.claim(unit, f"{len(earlier):04d}")
+        with self._lock:
+            claim = self._publish(unit, target, inherited)
+            if claim is not None:
+                self._held[unit] = claim
+        return claim
+
+    def complete(self, claim: Claim) -> None:
+        """Mark the unit done with this claim's results; the first claim to say so counts."""
+        create_exclusively(self._run.done(claim.unit), claim.name)
+        with self._lock:
+            self._held.pop(claim.unit, None)
+
+    def release(self, claim: Claim) -> None:
+        """Give a unit back; what is committed in its claim stays and counts."""
+        with self._lock:
+            self._held.pop(claim.unit, None)
+            publish_json(claim.folder / "lease.json", self._lease(released=True))
+
+    def _publish(self, unit: int, target: Path, inherited: list[Path]) -> Claim | None:
+        self._run.unit(unit).mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".claim-", dir=self._run.unit(unit)))
+        publish_json(made / "lease.json", self._lease(released=False))
+        publish_json(made / "claim.json", {"inherited": [str(path.relative_to(self._run.root)) for path in inherited]})
+        made.chmod(0o755)
+        try:
+            # fails when another process was quicker: its claim folder is not empty
+            made.rename(target)
+        except OSError:
+            shutil.rmtree(made)
+            return None
+        return Claim(unit, target, tuple(inherited))
+
+    def _lease(self, *, released: bool) -> dict[str, object]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": _process_identity(os.getpid()),
+            "counter": self._counter,
+            "released": released,
+        }
+
+    def _is_alive(self, claim: Path) -> bool:
+        lease = read_json(claim / "lease.json")
+        if lease["released"]:
+            return False
+        if lease["host"] == socket.gethostname() and _process_identity(lease["pid"]) != lease["process"]:
+            return False
+        counter, since = self._seen.get(claim, (None, 0.0))
+        if counter != lease["counter"]:
+            self._seen[claim] = (lease["counter"], time.monotonic())
+            return True
+        return time.monotonic() - since < LEASE_S
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_S):
+            with self._lock:
+                self._counter += 1
+                for claim in self._held.values():
+                    try:
+                        publish_json(claim.folder / "lease.json", self._lease(released=False))
+                    except ConfigError as error:
+                        # the lease may run out and another worker take over; results stay correct
+                        note(f"warning: cannot renew the lease of unit {claim.unit}: {error}")
+
+
+def result_files(claim: Path) -> list[Path]:
+    """All result files that count for a claim: inherited ones first, then its own in order."""
+    run_root = claim.parent.parent.parent
+    inherited = [run_root / name for name in read_json(claim / "claim.json")["inherited"]]
+    return inherited + sorted(claim.glob("part-*.parquet"))
+
+
+def winning_claim(run: RunDir, unit: int) -> Path | None:
+    """The claim folder whose results count, or None while the unit is not done."""
+    try:
+        name = run.done(unit).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    return run.claim(unit, name)
+
+
+def last_claim(run: RunDir, unit: int) -> Path | None:
+    """The newest claim folder of a unit, or None when nobody has claimed it."""
+    folders = _claim_folders(run.unit(unit))
+    return folders[-1] if folders else None
+
+
+def num_claims(run: RunDir, unit: int) -> int:
+    """How often the unit was claimed."""
+    return len(_claim_folders(run.unit(unit)))
+
+
+def _claim_folders(unit: Path) -> list[Path]:
+    return sorted(path for path in unit.glob("[0-9]*") if path.is_dir())
+
+
+def _process_identity(pid: int) -> str | None:
+    """Names one process for ever, also after its number is used again: boot and start time; None when it is gone."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # a zombie has ended already: it only waits to be collected
+    return None if fields[0] in ("Z", "X") else f"{boot}:{fields[19]}"

@@ -1,0 +1,140 @@
+"""Prefill: admits requests whose pages fit, shares what is in memory, cuts long prompts. Called by the worker."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.engine.batch import Chunk
+from batchinfer.engine.sequence import Sequence, pages_needed
+from batchinfer.kv.pages import PagePool, pages_for
+from batchinfer.kv.prefix_tree import Match, PrefixTree
+from batchinfer.records import Request, RequestTimes
+
+NO_MATCH = Match((), None, 0)
+
+
+class PrefillQueue:
+    """Requests in the plan's order, and the one prompt that may be cut in the middle."""
+
+    def __init__(
+        self, pool: PagePool, tokenizer: PromptTokenizer, *, max_step_tokens: int, share_prefixes: bool = True
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self._pool = pool
+        self._tree = PrefixTree(pool)
+        self._tokenizer = tokenizer
+        self._max_step_tokens = max_step_tokens
+        self._share_prefixes = share_prefixes
+        self._cut: Sequence | None = None  # its prompt goes on in the next step
+        self._copied_pages: list[int] = []  # held until the step that copies from them is over
+        self._num_running = 0
+
+    @property
+    def has_cut_prompt(self) -> bool:
+        return self._cut is not None
+
+    def can_admit(self) -> bool:
+        """Whether the first waiting request's pages can be had now."""
+        if not self.waiting:
+            return False
+        return self._match_with_room(self.waiting[0]) is not None
+
+    def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
+        """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences.
+
+        Requests are admitted strictly in order; the first that does not fit waits and so do those behind it. A prompt
+        may share pages that are written in this very step: every layer writes all latents before attention reads any.
+
+        Returns:
+            The chunks, and the KV slots to copy (to -> from) where prompts branch inside a page.
+        """
+        chunks: list[Chunk] = []
+        copies: dict[int, int] = {}
+        budget = self._max_step_tokens
+        if self._cut is not None:
+            chunks.append(self._next_chunk(self._cut, budget))
+            budget -= chunks[0].end - chunks[0].start
+        while budget > 0 and num_slots > 0 and self.waiting and self._cut is None:
+            sequence = self._admit(self.waiting[0], copies)
+            if sequence is None:
+                break
+            self.waiting.popleft()
+            num_slots -= 1
+            chunk = self._next_chunk(sequence, budget)
+            budget -= chunk.end - chunk.start
+            chunks.append(chunk)
+        return chunks, copies
+
+    def end_step(self) -> None:
+        """The step has run: pages that were copied from need not be held any longer."""
+        for page in self._copied_pages:
+            self._pool.release(page)
+        self._copied_pages.clear()
+
+    def release(self, sequence: Sequence) -> None:
+        """Give a finished sequence's pages back; prompt pages known to the tree stay until room is needed."""
+        for page in sequence.pages:
+            self._pool.release(page)
+        self._num_running -= 1
+
+    def _admit(self, request: Request, copies: dict[int, int]) -> Sequence | None:
+        match = self._match_with_room(request)
+        if match is None:
+            return None
+        held = self._tree.hold(match)
+        pages = held + self._pool.reserve(pages_needed(request) - len(held))
+        if match.branch is not None:
+            self._copy_branch(match, pages[len(held)], copies)
+        self._num_running += 1
+        return Sequence(
+            request=request,
+            pages=pages,
+            num_computed=match.num_tokens,
+            times=RequestTimes(admitted_s=time.time()),
+            stream=self._tokenizer.stream() if request.sampling.stop else None,
+        )
+
+    def _match_with_room(self, request: Request) -> Match | None:
+        """What the request shares, with the rest of its pages made free; None when it has to wait."""
+        match = self._tree.match(request.token_ids) if self._share_prefixes else NO_MATCH
+        if self._make_room(request, match):
+            return match
+        # with nothing running no page will come free: do without the page that would be copied from
+        without_branch = Match(match.full, None, 0)
+        if self._num_running == 0 and match.branch is not None and self._make_room(request, without_branch):
+            return without_branch
+        return None
+
+    def _make_room(self, request: Request, match: Match) -> bool:
+        for node in match.full:  # held meanwhile, so that making room cannot give them away
+            self._pool.share(node.page)
+        has_room = self._tree.make_room(pages_needed(request) - len(match.full), keep=match.branch)
+        for node in match.full:
+            self._pool.release(node.page)
+        return has_room
+
+    def _copy_branch(self, match: Match, target: int, copies: dict[int, int]) -> None:
+        assert match.branch is not None
+        source = match.branch.page
+        self._pool.share(source)
+        self._copied_pages.append(source)
+        for offset in range(match.num_branch_tokens):
+            slot = source * PAGE_TOKENS + offset
+            # the source may itself be filled by a copy in this step: then take it from where that one does
+            copies[target * PAGE_TOKENS + offset] = copies.get(slot, slot)
+
+    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        start = sequence.num_computed
+        end = min(sequence.num_prompt_tokens, start + budget)
+        sequence.num_computed = end
+        sequence.num_prefill_steps += 1
+        is_complete = end == sequence.num_prompt_tokens
+        self._cut = None if is_complete else sequence
+        # of a cut prompt only whole pages are made known: the last one is still being filled
+        known = end if is_complete else end // PAGE_TOKENS * PAGE_TOKENS
+        if self._share_prefixes:
+            self._tree.insert(sequence.request.token_ids[:known], sequence.pages[: pages_for(known)])
+        return Chunk(sequence, start, end)

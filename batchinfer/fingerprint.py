@@ -1,0 +1,127 @@
+"""What makes two runs the same job: digests of model, tokenizer, inputs and settings. Called by plan and work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from batchinfer import __version__
+from batchinfer.config import JobConfig
+from batchinfer.records import ModelError, RunMismatchError, Shard
+
+SAMPLE_BYTES = 128
+SAMPLES_PER_TENSOR = 4
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+Fingerprint = dict[str, Any]
+
+
+def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) -> Fingerprint:
+    """Everything that can change an output row, as small JSON values by name.
+
+    Ranks, page budget, prices and commit interval are left out: results do not depend on them.
+
+    Raises:
+        ModelError: config.json or a weight file cannot be read.
+    """
+    folder = Path(job.model.path)
+    return {
+        "model.config": config_digest(folder),
+        "model.weights": weights_digest(folder),
+        "model.dtype": job.model.dtype,
+        "tokenizer and template": tokenizer_digest,
+        "sampling": job.sampling.model_dump(),
+        "input columns": job.input.model_dump(exclude={"files"}),
+        "output.keep_columns": job.output.keep_columns,
+        "input shards": [[shard.name, shard.size_bytes, shard.footer] for shard in shards],
+        "version of batchinfer": __version__,
+    }
+
+
+def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path) -> None:
+    """Refuse to go on in a run folder that another job made.
+
+    Raises:
+        RunMismatchError: names the first field that differs, with both values when they are short.
+    """
+    for field in current:
+        name, old, new = field, recorded.get(field), current[field]
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+            name, old, new = f"{name}.{key}", old.get(key), new.get(key)
+        elif name == "input shards":
+            old, new = _first_difference(old or [], new)
+        raise RunMismatchError(
+            f"the run folder {folder} belongs to another job: {name} was {_short(old)} and is now {_short(new)}; "
+            "choose another output.dir, restore what changed, or delete that folder"
+        )
+
+
+def config_digest(folder: Path) -> str:
+    """Digest of config.json in canonical form (key order and white space do not count)."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    return _digest(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of all safetensors files: names, sizes, headers and strided samples of every tensor.
+
+    Reads about half a kilobyte per tensor, so that 700 GB take seconds rather than minutes.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(
+            f"no *.safetensors file in {folder}; give a Hugging Face model folder with safetensors weights"
+        )
+    for path in paths:
+        try:
+            _hash_safetensors(path, hasher)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ModelError(f"cannot read the weights {path}: {error}; is the file complete?") from None
+    return hasher.hexdigest()
+
+
+def _hash_safetensors(path: Path, hasher: hashlib.blake2b) -> None:
+    # file layout: header length (8 bytes, little endian), JSON header with byte ranges, tensor data
+    size = path.stat().st_size
+    hasher.update(f"{path.name}\0{size}\0".encode())
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(size, MAX_HEADER_BYTES):
+            raise ValueError(f"its header claims {header_bytes} bytes")
+        header = file.read(header_bytes)
+        hasher.update(header)
+        tensors = json.loads(header)
+        for name in sorted(tensors):
+            if name == "__metadata__":
+                continue
+            start, end = (int(value) for value in tensors[name]["data_offsets"])
+            stride = max((end - start) // SAMPLES_PER_TENSOR, SAMPLE_BYTES)
+            for offset in range(start, end, stride):
+                hasher.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - offset), 8 + header_bytes + offset))
+
+
+def _first_difference(old: list[Any], new: list[Any]) -> tuple[Any, Any]:
+    for left, right in zip(old, new, strict=False):
+        if left != right:
+            return left, right
+    return f"{len(old)} shards", f"{len(new)} shards"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    return text if len(text) <= 100 else text[:97] + "..."

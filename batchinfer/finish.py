@@ -1,0 +1,358 @@
+"""From durable results to outputs and statistics: every input row once, in input order. Called by finish and run."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer import __version__
+from batchinfer.config import JobConfig
+from batchinfer.data.parquet import column_type, find_shards, kept_fields, read_batches, shard_schema, table_writer
+from batchinfer.data.schemas import RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
+from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
+from batchinfer.progress import Progress, note
+from batchinfer.records import ConfigError, ExitCode, IncompleteRunError, RunMismatchError, Shard
+from batchinfer.rundir import RunDir, publish_json, published, read_json
+
+SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
+BATCH_ROWS = 4096
+NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What finish wrote."""
+
+    num_rows: int
+    num_errors: int
+    num_missing: int  # rows not computed, with --allow-partial
+    unreadable: tuple[str, ...]  # paths of shards without outputs
+
+    @property
+    def exit_code(self) -> int:
+        return ExitCode.ROW_ERRORS if self.num_errors or self.unreadable else ExitCode.OK
+
+
+def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> Finished:
+    """Check that no row is missing or double, then write outputs/ and stats/.
+
+    Raises:
+        IncompleteRunError: rows are missing (without `allow_partial`), or a result stands twice.
+        RunMismatchError: an input shard is not the file that was planned.
+    """
+    state = read_json(run.run_json)
+    if state["state"] == "planning":
+        raise ConfigError(f"the plan in {run.root} is not complete; run `batchinfer plan` again first")
+    shards = [Shard(**shard) for shard in state["shards"]]
+    with _scratch(run):
+        if state["state"] == "finished" and _is_written(run, shards):
+            return Finished(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
+        _check_unchanged(job, run, shards)
+        claims = _claims(run, allow_partial)
+        connection = _open(run)
+        num_missing = _load_results(connection, run, shards, claims)
+        if num_missing and not allow_partial:
+            raise IncompleteRunError(
+                f"{num_missing} of the planned requests have no result in {run.root}; run work again"
+            )
+        num_rows, num_errors = _write_outputs(connection, run, job, shards, pa.type_for_alias(state["id_type"]))
+        _write_stats(connection, run, job, shards, claims)
+        connection.close()
+        unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
+        result = Finished(num_rows, num_errors, num_missing, unreadable)
+        publish_json(
+            run.run_json,
+            {
+                **state,
+                "state": "partial" if num_missing else "finished",
+                "finished": {
+                    "num_rows": num_rows,
+                    "num_errors": num_errors,
+                    "num_missing": num_missing,
+                    "unreadable": list(unreadable),
+                },
+            },
+        )
+    return result
+
+
+@contextmanager
+def _scratch(run: RunDir) -> Iterator[None]:
+    """One finish at a time, with an empty scratch folder that is gone afterwards."""
+    with open(run.lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
+        except OSError as error:
+            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run twice at once")
+        shutil.rmtree(run.work, ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(run.work, ignore_errors=True)
+
+
+def _is_written(run: RunDir, shards: list[Shard]) -> bool:
+    outputs = all(run.output(shard.name).exists() for shard in shards if shard.problem is None)
+    return outputs and all(run.stats_file(table).exists() for table in ("requests", "units", "run"))
+
+
+def _check_unchanged(job: JobConfig, run: RunDir, shards: list[Shard]) -> None:
+    """Refuse to put results beside rows of a file that was replaced after planning."""
+    now = {shard.path: shard for shard in find_shards([shard.path for shard in shards if shard.problem is None])}
+    for shard in shards:
+        found = now.get(shard.path)
+        if found is not None and (found.size_bytes, found.footer) != (shard.size_bytes, shard.footer):
+            raise RunMismatchError(
+                f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
+            )
+
+
+def _claims(run: RunDir, allow_partial: bool) -> dict[int, Path]:
+    """The claim that counts for each unit."""
+    claims, missing = {}, []
+    units = pq.read_table(run.units, columns=["unit"])["unit"].to_pylist()
+    for unit in units:
+        claim = winning_claim(run, unit)
+        if claim is None:
+            missing.append(unit)
+            claim = last_claim(run, unit) if allow_partial else None
+        if claim is not None:
+            claims[unit] = claim
+    if missing and not allow_partial:
+        raise IncompleteRunError(
+            f"{len(missing)} of {len(units)} work units in {run.root} are not done; run `batchinfer work {run.root}`, "
+            "or finish with --allow-partial"
+        )
+    return claims
+
+
+def _open(run: RunDir) -> duckdb.DuckDBPyConnection:
+    run.work.mkdir(parents=True, exist_ok=True)
+    connection = duckdb.connect(config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.work / "spill")})
+    connection.execute("SET preserve_insertion_order = true")
+    return connection
+
+
+def _load_results(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], claims: dict[int, Path]
+) -> int:
+    """Make the sorted view `delivered` (one row per computed or duplicate request); returns how many are missing."""
+    files = [path for claim in claims.values() for path in result_files(claim)]
+    if files:
+        connection.execute(f"CREATE VIEW results AS SELECT * FROM {_parquet(*files)}")
+    else:
+        connection.register("no_results", RESULTS.schema.empty_table())
+        connection.execute("CREATE VIEW results AS SELECT * FROM no_results")
+    connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {_parquet(run.requests)}")
+    connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {_parquet(run.duplicates)}")
+    missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
+    surplus = _number(connection, "SELECT count(*) - count(DISTINCT (shard, row, sample)) FROM results")
+    unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
+    if surplus or unplanned:
+        raise IncompleteRunError(
+            f"{surplus} results in {run.root} stand twice and {unplanned} were never planned; please report this fault"
+        )
+    target = run.work / "delivered.parquet"
+    connection.execute(
+        f"""
+        COPY (
+            SELECT *, false AS is_duplicate FROM results
+            UNION ALL BY NAME
+            SELECT results.* REPLACE (duplicates.shard AS shard, duplicates.row AS row, duplicates.sample AS sample),
+                   true AS is_duplicate
+            FROM duplicates JOIN results
+              ON results.shard = of_shard AND results.row = of_row AND results.sample = of_sample
+            ORDER BY shard, row, sample
+        ) TO {_literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)
+        """
+    )
+    connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {_parquet(target)}")
+    tokens = [
+        f"SELECT {shard.index}::INTEGER AS shard, row, id, n, error FROM {_parquet(run.tokens(shard.index))}"
+        for shard in shards
+        if shard.problem is None
+    ]
+    connection.execute(f"CREATE VIEW input_rows AS {' UNION ALL '.join(tokens)}")
+    connection.execute(
+        f"""
+        CREATE VIEW output_rows AS
+        SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
+               coalesce(delivered.status, 'error') AS status,
+               coalesce(wanted.error, delivered.error,
+                        CASE WHEN delivered.status IS NULL THEN {_literal(NOT_COMPUTED)} END) AS error,
+               delivered.text, delivered.token_ids, coalesce(delivered.finish_reason, 'error') AS finish_reason,
+               delivered.stop_reason, coalesce(delivered.prompt_tokens, 0) AS prompt_tokens,
+               CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_memory_tokens, 0) END AS cached_memory_tokens,
+               CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_disk_tokens, 0) END AS cached_disk_tokens,
+               CASE WHEN is_duplicate THEN delivered.prompt_tokens ELSE 0 END AS cached_duplicate_tokens,
+               coalesce(delivered.completion_tokens, 0) AS completion_tokens,
+               CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
+               CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
+               delivered.logprobs, delivered.unit,
+               CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
+               CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
+               CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s
+        FROM (SELECT *, unnest(range(n))::INTEGER AS sample FROM input_rows) AS wanted
+        LEFT JOIN delivered USING (shard, row, sample)
+        """
+    )
+    return missing
+
+
+def _write_outputs(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shards: list[Shard], id_type: pa.DataType
+) -> tuple[int, int]:
+    """Write outputs/<name> for every readable shard; returns the number of rows and of error rows."""
+    readable = [shard for shard in shards if shard.problem is None]
+    kept = kept_fields(shards, job.output.keep_columns)
+    schema = output_schema(id_type, kept)
+    expected = _number(connection, "SELECT coalesce(sum(n), 0) FROM input_rows")
+    num_rows = num_errors = 0
+    with Progress("finish", expected, "rows") as progress:
+        for shard in readable:
+            reader = _output_reader(connection, shard, schema, kept)
+            kept_rows = KeptRows(shard, kept)
+            with (
+                published(run.output(shard.name), scratch=run.work) as temporary,
+                pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+            ):
+                for batch in reader:
+                    rows = batch["row"]
+                    table = pa.table([*batch.columns, *kept_rows.take(rows)], schema=schema)
+                    writer.write_table(table)
+                    num_rows += len(table)
+                    num_errors += sum(status == "error" for status in batch["status"].to_pylist())
+                    progress.advance(len(table))
+    if num_rows != expected:
+        raise IncompleteRunError(f"{expected} rows were asked for, but {num_rows} written; please report this fault")
+    return num_rows, num_errors
+
+
+def _output_reader(
+    connection: duckdb.DuckDBPyConnection, shard: Shard, schema: pa.Schema, kept: list[pa.Field]
+) -> Iterator[pa.RecordBatch]:
+    """One shard's output rows in order, without the kept columns."""
+    own = pa.schema(list(schema)[: len(schema) - len(kept)])
+    reader = connection.sql(
+        f"""
+        SELECT {"id::BIGINT" if own.field("id").type == pa.int64() else "id"} AS id, row, sample, status, error, text,
+               token_ids, finish_reason, stop_reason, prompt_tokens,
+               cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens,
+               completion_tokens, logprobs
+        FROM output_rows WHERE shard = {shard.index} ORDER BY row, sample
+        """
+    ).to_arrow_reader(BATCH_ROWS)
+    for batch in reader:
+        yield batch.cast(own)
+
+
+class KeptRows:
+    """The kept columns of one shard, read once from start to end beside its outputs."""
+
+    def __init__(self, shard: Shard, kept: list[pa.Field]) -> None:
+        self._schema = pa.schema(kept)
+        present = shard_schema(shard) if kept else pa.schema([])
+        self._names = [field.name for field in kept if column_type(present, field.name) is not None]
+        self._batches = read_batches(shard, self._names) if self._names else iter(())
+        self._buffer = self._schema.empty_table()
+        self._base = 0  # row of the buffer's first line
+
+    def take(self, rows: pa.Array) -> list[pa.ChunkedArray]:
+        """The kept values of some rows; calls come in the order of the rows."""
+        if len(self._schema) == 0 or len(rows) == 0:
+            return [pa.chunked_array([], field.type) for field in self._schema]
+        first, last = rows[0].as_py(), rows[-1].as_py()
+        if not self._names:
+            return [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._schema]
+        self._buffer = self._buffer.slice(first - self._base)
+        self._base = first
+        parts = [self._buffer]
+        while self._base + sum(len(part) for part in parts) <= last:
+            parts.append(self._conform(next(self._batches)))
+        self._buffer = pa.concat_tables(parts)
+        picked = self._buffer.take(pa.compute.subtract(rows, self._base))
+        return list(picked.columns)
+
+    def _conform(self, batch: pa.RecordBatch) -> pa.Table:
+        columns = [
+            batch[field.name].cast(field.type) if field.name in self._names else pa.nulls(len(batch), field.type)
+            for field in self._schema
+        ]
+        return pa.table(columns, schema=self._schema)
+
+
+def _write_stats(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shards: list[Shard], claims: dict[int, Path]
+) -> None:
+    """Write stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
+    names = ", ".join(STATS_REQUESTS.schema.names)
+    with published(run.stats_file("requests"), scratch=run.work) as temporary:
+        connection.execute(
+            f"COPY (SELECT {names} FROM output_rows ORDER BY shard, row, sample) "
+            f"TO {_literal(temporary)} (FORMAT parquet)"
+        )
+    claim_rows = [
+        {"unit": unit, "claim": claim.name, "num_claims": num_claims(run, unit)} for unit, claim in claims.items()
+    ]
+    claim_schema = pa.schema([STATS_UNITS.schema.field(name) for name in ("unit", "claim", "num_claims")])
+    connection.register("claims", pa.Table.from_pylist(claim_rows, schema=claim_schema))
+    rows = connection.sql(
+        f"""
+        SELECT unit, any_value(planned.num_requests) AS num_requests, any_value(planned.prompt_tokens) AS prompt_tokens,
+               any_value(planned.new_tokens) AS new_tokens,
+               coalesce(sum(results.prompt_tokens - cached_memory_tokens - cached_disk_tokens), 0) AS computed_tokens,
+               coalesce(sum(completion_tokens), 0) AS completion_tokens,
+               coalesce(any_value(num_claims), 0) AS num_claims, any_value(claim) AS claim,
+               min(admitted_s) AS started_s, max(finished_s) AS finished_s
+        FROM {_parquet(run.units)} AS planned LEFT JOIN claims USING (unit) LEFT JOIN results USING (unit)
+        GROUP BY unit ORDER BY unit
+        """
+    ).to_arrow_table()
+    with table_writer(run.stats_file("units"), STATS_UNITS.schema) as writer:
+        writer.write_table(rows.select(STATS_UNITS.schema.names).cast(STATS_UNITS.schema))
+    with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
+        writer.write_table(pa.Table.from_pylist([_run_row(run, job, shards)], schema=STATS_RUN.schema))
+
+
+def _run_row(run: RunDir, job: JobConfig, shards: list[Shard]) -> dict[str, Any]:
+    summary = pq.read_table(run.summary).to_pylist()[0]
+    return {
+        "run": run.root.name,
+        "version": __version__,
+        "model": job.model.path,
+        "dtype": job.model.dtype,
+        "finished_s": time.time(),
+        "num_shards": len(shards),
+        "unreadable_shards": sum(shard.problem is not None for shard in shards),
+        "input_rows": summary["input_rows"],
+        "rows": summary["rows"],
+        "distinct_tokens": summary["distinct_tokens"],
+        "replicated_tokens": 0,  # one rank computes every prefix
+        "predicted_computed_tokens": summary["computed_tokens"],
+        **job.pricing.model_dump(),
+    }
+
+
+def _parquet(*paths: Path) -> str:
+    return f"read_parquet([{', '.join(map(_literal, paths))}], hive_partitioning = false)"
+
+
+def _literal(value: str | Path) -> str:
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _number(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
+    # fetched to the end: an unfinished result would block the connection
+    return int(connection.execute(sql).fetchall()[0][0])

@@ -1,0 +1,9 @@
+"""The model: DeepSeek-V3/R1 and V2 (MLA attention, many small routed experts) over paged latents.
+
+In: a Hugging Face folder (config.json, *.safetensors) and, step by step, tokens with their positions and the pages
+they may read and write. Out: float32 logits of the rows that were asked for, and how many tokens each expert got.
+Allocating pages, choosing batches and sampling belong to the engine; moving rows between ranks to `parallel`.
+
+config.py reads and checks config.json (without torch, so planning can use it), weights.py the tensors; mla.py and
+moe.py are the two halves of a layer, transformer.py puts them together.
+"""

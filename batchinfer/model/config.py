@@ -1,0 +1,351 @@
+"""What config.json says about the model, checked once; read by the planner (no torch here) and by model loading.
+
+Two families are understood: DeepSeek-V3 (also R1, V3.1) and DeepSeek-V2 (also V2-Lite, V2.5), each as written by
+the original release (`rope_theta`, `rope_scaling`) and by newer libraries (`rope_parameters`, `num_mtp_layers`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from batchinfer.model.config_reader import ConfigReader, read_json_object
+from batchinfer.records import ModelError
+
+Family = Literal["deepseek_v3", "deepseek_v2"]
+
+_FAMILY_OF_MODEL_TYPE: dict[str, Family] = {"deepseek_v3": "deepseek_v3", "deepseek_v2": "deepseek_v2"}
+_FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+}
+_TOPK_METHODS: dict[Family, tuple[str, ...]] = {
+    "deepseek_v3": ("noaux_tc",),
+    "deepseek_v2": ("greedy", "group_limited_greedy"),
+}
+_SCORING_FUNC: dict[Family, str] = {"deepseek_v3": "sigmoid", "deepseek_v2": "softmax"}
+
+# The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
+_MAX_LAYERS = 1000
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding; the YaRN fields (arXiv 2309.00071) count only when `rope_type` is "yarn"."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def cos_sin_scale(self) -> float:
+        """Factor on cos and sin: the stated attention factor, else mscale ÷ mscale_all_dim, else YaRN's own."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
+        return _yarn_mscale(self.factor, 1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """Factor on the attention scores: the square of YaRN's mscale over all dimensions."""
+        if self.rope_type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and numerics of one model, with the key names of config.json where it has them."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    rope_interleave: bool
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    # mixture of experts; n_routed_experts is 0 for a model of dense layers only
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    scoring_func: str
+    topk_method: str
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    # layers after the last one that predict further tokens; their weights are not read
+    num_mtp_layers: int
+    # rows and columns of one FP8 scale, None when the weights are not quantised
+    fp8_block: tuple[int, int] | None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one head's query and key: the part without position, then the rotary part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Values kept per token and layer: the compressed key-value latent, then the rotary key all heads share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on query · key, with YaRN's correction."""
+        return self.qk_head_dim**-0.5 * self.rope.softmax_factor
+
+    @property
+    def max_positions(self) -> int:
+        """The window: most tokens, prompt and output together, that one request may have."""
+        return self.max_position_embeddings
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether this layer routes to experts (otherwise it has one dense MLP)."""
+        return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers route to experts."""
+        return sum(self.is_moe_layer(layer) for layer in range(self.num_hidden_layers))
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
+        return self.num_hidden_layers * self.latent_dim * bytes_per_value
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read and check `folder`/config.json.
+
+    Raises:
+        ModelError: the file is missing, is no JSON object, lacks a needed key, or asks for something that is not
+            supported or contradicts itself; the sentence names the file, the key, its value and what is supported.
+    """
+    path = Path(folder) / "config.json"
+    reader = ConfigReader(path, read_json_object(path))
+    family = _read_family(reader)
+    heads = reader.size("num_attention_heads")
+    reader.expect("num_key_value_heads", heads, "equal to num_attention_heads, since MLA has no grouped heads")
+    reader.expect("hidden_act", "silu", '"silu"')
+    layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
+    moe = _read_moe(reader, family, layers)
+    rope_dim = reader.size("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
+    nope_dim = reader.size("qk_nope_head_dim")
+    reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
+    vocab_size = reader.size("vocab_size")
+    max_positions = reader.size("max_position_embeddings")
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=reader.size("hidden_size"),
+        intermediate_size=reader.size("intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        q_lora_rank=reader.optional_size("q_lora_rank"),
+        kv_lora_rank=reader.size("kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=reader.size("v_head_dim"),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
+        rope=_read_rope(reader, max_positions),
+        rope_interleave=_read_flag(reader, "rope_interleave", default=True, fixed=family == "deepseek_v2"),
+        attention_bias=reader.flag("attention_bias", default=False),
+        mlp_bias=_read_flag(reader, "mlp_bias", default=False, fixed=family == "deepseek_v3"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
+        eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
+        **moe,
+        num_mtp_layers=reader.size(
+            "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0, maximum=_MAX_LAYERS
+        ),
+        fp8_block=_read_fp8_block(reader),
+    )
+
+
+def _read_family(reader: ConfigReader) -> Family:
+    """The family named by `model_type` or, when that is unknown or missing, by `architectures`."""
+    model_type = reader.text("model_type", default="")
+    by_type = _FAMILY_OF_MODEL_TYPE.get(model_type)
+    architectures = reader.texts("architectures")
+    by_name = {_FAMILY_OF_ARCHITECTURE[name] for name in architectures if name in _FAMILY_OF_ARCHITECTURE}
+    if by_type:
+        by_name.add(by_type)
+    if len(by_name) > 1:
+        raise reader.unsupported(
+            "model_type", model_type, f"one that agrees with architectures, which is {architectures}"
+        )
+    if not by_name:
+        supported = 'deepseek_v3 and deepseek_v2 ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM" in architectures)'
+        raise reader.unsupported("model_type", model_type or None, supported)
+    return by_name.pop()
+
+
+def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
+    """The mixture-of-experts fields of ModelConfig; zeros where the model has dense layers only."""
+    dense_layers = reader.size("first_k_dense_replace", default=0, minimum=0)
+    if dense_layers > num_layers:
+        raise reader.unsupported("first_k_dense_replace", dense_layers, f"at most num_hidden_layers = {num_layers}")
+    num_experts = reader.size(
+        "n_routed_experts", "num_local_experts", "num_experts", minimum=0, maximum=_MAX_EXPERTS, null=0
+    )
+    topk_method, scoring_func = _read_gate(reader, family)
+    fields = {
+        "n_routed_experts": num_experts,
+        "n_shared_experts": 0,
+        "num_experts_per_tok": 0,
+        "moe_intermediate_size": 0,
+        "first_k_dense_replace": dense_layers,
+        "moe_layer_freq": reader.size("moe_layer_freq", default=1),
+        "scoring_func": scoring_func,
+        "topk_method": topk_method,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": reader.flag("norm_topk_prob", default=family == "deepseek_v3"),
+        "routed_scaling_factor": 1.0,
+    }
+    if num_experts:
+        fields |= {
+            "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=_MAX_EXPERTS),
+            "moe_intermediate_size": reader.size("moe_intermediate_size"),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", None, above=0.0),
+        }
+        fields |= _read_groups(reader, num_experts, topk_method)
+    return fields
+
+
+def _read_gate(reader: ConfigReader, family: Family) -> tuple[str, str]:
+    """How experts are chosen and scored; the original V2 and V3 differ and cannot be mixed."""
+    methods = _TOPK_METHODS[family]
+    topk_method = reader.text("topk_method", default=methods[0])
+    if topk_method not in methods:
+        raise reader.unsupported("topk_method", topk_method, f"{' or '.join(methods)} for {family}")
+    scoring_func = reader.text("scoring_func", default=_SCORING_FUNC[family])
+    if scoring_func != _SCORING_FUNC[family]:
+        supported = f"{_SCORING_FUNC[family]} for {family} with topk_method {topk_method}"
+        raise reader.unsupported("scoring_func", scoring_func, supported)
+    return topk_method, scoring_func
+
+
+def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
+    """Expert groups and top-k, checked so that the gate always finds enough experts."""
+    group_default = None if topk_method == "group_limited_greedy" else 1
+    num_groups = reader.size("n_group", default=group_default, maximum=_MAX_EXPERTS)
+    topk_group = reader.size("topk_group", default=group_default, maximum=_MAX_EXPERTS)
+    topk = reader.size("num_experts_per_tok", maximum=_MAX_EXPERTS)
+    if num_experts % num_groups:
+        raise reader.unsupported("n_group", num_groups, f"a divisor of n_routed_experts = {num_experts}")
+    if topk_group > num_groups:
+        raise reader.unsupported("topk_group", topk_group, f"at most n_group = {num_groups}")
+    group_size = num_experts // num_groups
+    if topk_method == "noaux_tc" and num_groups > 1 and group_size < 2:
+        supported = f"groups of at least 2 of the {num_experts} experts, since a group scores by its best two"
+        raise reader.unsupported("n_group", num_groups, supported)
+    choosable = num_experts if topk_method == "greedy" else topk_group * group_size
+    if topk > choosable:
+        supported = f"at most the {choosable} experts that can be chosen from"
+        raise reader.unsupported("num_experts_per_tok", topk, supported)
+    return {"n_group": num_groups, "topk_group": topk_group, "num_experts_per_tok": topk}
+
+
+def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
+    """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree."""
+    ropes = {
+        key: _parse_rope(reader, section, max_positions)
+        for key in ("rope_parameters", "rope_scaling")
+        if (section := reader.section(key)) is not None
+    }
+    if len(set(ropes.values())) > 1:
+        raise ModelError(f"{reader.path}: rope_parameters and rope_scaling say different things; keep one of them.")
+    if ropes:
+        return next(iter(ropes.values()))
+    return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
+
+
+def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> RopeConfig:
+    rope_type = rope.text("rope_type", "type", default="default")
+    if rope_type not in ("default", "yarn"):
+        raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
+    outer_theta = reader.number("rope_theta", None, above=1.0, optional=True)
+    theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
+    if outer_theta is not None and theta != outer_theta:
+        raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
+    for holder in (reader, rope):
+        partial = holder.number("partial_rotary_factor", 1.0)
+        if partial != 1.0:
+            raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    original = rope.size("original_max_position_embeddings")
+    reader.expect("original_max_position_embeddings", original, f"the same as in {rope.prefix}")
+    if original > max_positions:
+        supported = f"at most max_position_embeddings = {max_positions}"
+        raise rope.unsupported("original_max_position_embeddings", original, supported)
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0.0), rope.number("beta_slow", 1.0, above=0.0)
+    if beta_fast < beta_slow:
+        raise rope.unsupported("beta_fast", beta_fast, f"at least beta_slow = {beta_slow}")
+    return RopeConfig(
+        rope_type="yarn",
+        theta=theta,
+        factor=rope.number("factor", None, above=0.0, at_least=1.0),
+        original_max_positions=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        mscale=rope.number("mscale", None, at_least=0.0, optional=True),
+        mscale_all_dim=rope.number("mscale_all_dim", None, at_least=0.0, optional=True),
+        attention_factor=rope.number("attention_factor", None, above=0.0, optional=True),
+        truncate=rope.flag("truncate", default=True),
+    )
+
+
+def _read_fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
+    """Block of one scale in an FP8 checkpoint (DeepSeek-V3 report section 3.3.2), None without quantisation."""
+    section = reader.section("quantization_config")
+    if section is None:
+        return None
+    section.expect("quant_method", "fp8", '"fp8" with blocks of [128, 128], or no quantization_config', needed=True)
+    section.expect("fmt", "e4m3", '"e4m3"')
+    section.expect("activation_scheme", "dynamic", '"dynamic"')
+    section.expect("weight_block_size", [128, 128], "[128, 128]", needed=True)
+    return 128, 128
+
+
+def _read_flag(reader: ConfigReader, key: str, *, default: bool, fixed: bool) -> bool:
+    """A flag that one of the families does not have: there it must stay at its default."""
+    if fixed:
+        reader.expect(key, default, f"{str(default).lower()} for this model_type")
+        return default
+    return reader.flag(key, default=default)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention temperature with the stretch of the window (arXiv 2309.00071 section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,223 @@
+"""Typed access to the keys of a JSON file that somebody else wrote; model/config.py reads config.json through it.
+
+Every getter either returns a value of the stated kind or raises ModelError with one sentence that names the file,
+the key, the value found and what is supported. JSON null counts as a missing key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, overload
+
+from batchinfer.records import ModelError
+
+# No dimension of a real model comes near this; larger values are typing errors that would overflow later.
+_MAX_SIZE = 2**31 - 1
+_MAX_SHOWN = 120
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; NaN and Infinity, which JSON does not have, are refused.
+
+    Raises:
+        ModelError: no such file, unreadable, not JSON, or not an object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {_show(value)}, but a JSON object is needed.")
+    return value
+
+
+class ConfigReader:
+    """One JSON object of a file; `prefix` is the way from the top of the file to it, for messages."""
+
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = ""):
+        self.path = path
+        self.prefix = prefix
+        self._values = values
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value other than null."""
+        return self._values.get(key) is not None
+
+    def unsupported(self, key: str, value: object, supported: str) -> ModelError:
+        """The error for a value that cannot be used."""
+        return ModelError(f"{self.path}: {self._name(key)} is {_show(value)}, but supported is {supported}.")
+
+    def size(
+        self,
+        *keys: str,
+        default: int | None = None,
+        null: int | None = None,
+        minimum: int = 1,
+        maximum: int = _MAX_SIZE,
+    ) -> int:
+        """A whole number under any of several names, which must agree; `null` is what an explicit null stands for."""
+        if null is not None and not any(self.has(key) for key in keys) and any(key in self._values for key in keys):
+            return null
+        key, value = self._first(keys)
+        if value is None:
+            if default is None:
+                raise self._missing(keys[0], f"a whole number of at least {minimum}")
+            return default
+        return self._whole(key, value, minimum, maximum)
+
+    def optional_size(self, key: str) -> int | None:
+        """A whole number of at least 1, or None when the key is missing or null."""
+        return self.size(key) if self.has(key) else None
+
+    @overload
+    def number(
+        self,
+        key: str,
+        default: float | None,
+        *,
+        above: float = ...,
+        at_least: float = ...,
+        at_most: float = ...,
+        optional: bool,
+    ) -> float | None: ...
+
+    @overload
+    def number(
+        self, key: str, default: float | None, *, above: float = ..., at_least: float = ..., at_most: float = ...
+    ) -> float: ...
+
+    def number(
+        self,
+        key: str,
+        default: float | None,
+        *,
+        above: float = -math.inf,
+        at_least: float = -math.inf,
+        at_most: float = math.inf,
+        optional: bool = False,
+    ) -> float | None:
+        """A finite number within bounds; without a default it is needed, unless it is `optional`."""
+        value = self._values.get(key)
+        bounds = _describe_bounds(above, at_least, at_most)
+        if value is None:
+            if default is None and not optional:
+                raise self._missing(key, bounds)
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.unsupported(key, value, bounds)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self.unsupported(key, value, bounds) from None
+        if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
+            raise self.unsupported(key, value, bounds)
+        return number
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """true or false (0 and 1 are not accepted)."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.unsupported(key, value, "true or false")
+        return value
+
+    def text(self, *keys: str, default: str) -> str:
+        """A string under any of several names, which must agree."""
+        key, value = self._first(keys)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.unsupported(key, value, "a string")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty when the key is missing."""
+        value = self._values.get(key, None)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.unsupported(key, value, "a list of strings")
+        return value
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them, each inside the vocabulary; empty when the key is missing."""
+        value = self._values.get(key)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(self._whole(key, item, 0, vocab_size - 1) for item in items))
+
+    def section(self, key: str) -> ConfigReader | None:
+        """A nested object, None when the key is missing, null or an empty object."""
+        value = self._values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.unsupported(key, value, "a JSON object")
+        return ConfigReader(self.path, value, self._name(key))
+
+    def expect(self, key: str, expected: object, supported: str, *, needed: bool = False) -> None:
+        """Raise unless the key, where it is given (or always, when `needed`), has this one value of this JSON type."""
+        value = self._values.get(key)
+        if value is None:
+            if needed:
+                raise self._missing(key, supported)
+            return
+        if value != expected or _json_kind(value) != _json_kind(expected):
+            raise self.unsupported(key, value, supported)
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}.{key}" if self.prefix else key
+
+    def _first(self, keys: tuple[str, ...]) -> tuple[str, Any]:
+        """The first name that has a value; another name with another value is a contradiction."""
+        found = [(key, self._values[key]) for key in keys if self.has(key)]
+        if not found:
+            return keys[0], None
+        for key, value in found[1:]:
+            if value != found[0][1]:
+                raise self.unsupported(key, value, f"the same as {self._name(found[0][0])} = {_show(found[0][1])}")
+        return found[0]
+
+    def _missing(self, key: str, supported: str) -> ModelError:
+        return ModelError(f"{self.path}: {self._name(key)} is missing or null, but needed is {supported}.")
+
+    def _whole(self, key: str, value: object, minimum: int, maximum: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.unsupported(key, value, f"a whole number from {minimum} to {maximum}")
+        return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _json_kind(value: object) -> object:
+    """Values that Python compares as equal but JSON writes differently (true and 1) are of different kinds."""
+    if isinstance(value, list):
+        return [_json_kind(item) for item in value]
+    return type(value)
+
+
+def _show(value: object) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a very large value"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _describe_bounds(above: float, at_least: float, at_most: float) -> str:
+    parts = [
+        f"above {above:g}" if above > -math.inf and above >= at_least else "",
+        f"at least {at_least:g}" if at_least > -math.inf and at_least > above else "",
+        f"at most {at_most:g}" if at_most < math.inf else "",
+    ]
+    return " ".join(["a finite number", *filter(None, parts)])

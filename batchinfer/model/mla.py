@@ -1,0 +1,158 @@
+"""Multi-head latent attention (DeepSeek-V2 report section 2.1) over paged latents; called by every layer.
+
+Per token and layer only a latent is kept: the normed key-value compression (C values) and one rotary key for all
+heads (R values). Attention reads it back from the pages, also for the step's own tokens, so that a token's result
+does not depend on where its prompt was cut. Two forms give the same numbers up to rounding, each the other's oracle:
+the plain one builds keys and values per head (few large chunks: prefill), the absorbed one multiplies the query into
+latent space instead (one query per request: decode).
+"""
+
+# T tokens of a step, B requests, P pages, D hidden, H heads, N query/key width without position, R rotary width
+# A = N + R, C latent width, W = C + R, V value width, Z = N + V
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.model.config import ModelConfig, RopeConfig
+from batchinfer.model.ops import Ops
+from batchinfer.model.weights import AttentionWeights
+
+# The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
+_LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """One request's chunk inside a prefill step."""
+
+    start: int  # first row of this chunk in the step
+    num_tokens: int  # rows
+    context_tokens: int  # tokens in the pages after this chunk: position of its last token + 1
+    page_ids: torch.Tensor  # [ceil(context_tokens / 64)] int64, the request's pages in order
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What attention needs to know about a step, the same for all layers; decode steps have a page table."""
+
+    cos: torch.Tensor  # [T, R / 2] float32
+    sin: torch.Tensor
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64, page id * 64 + offset
+    prefill: tuple[PrefillSpan, ...]
+    page_table: torch.Tensor | None  # [B, P] int64
+    kv_tokens: torch.Tensor | None  # [B] int64
+    copy_from: torch.Tensor | None = None  # [N] int64 slots: prompts that branch inside a page take the common part over
+    copy_to: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Multi-head latent attention of one layer; `pages` are always this layer's, [num_pages, 64, C + R]."""
+
+    ops: Ops
+    config: ModelConfig
+    weights: AttentionWeights
+
+    def project(self, x_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Everything before core attention: queries [T, H, N + R], rotary part last, from normed hidden states.
+
+        The tokens' latents are written to the pages at the step's slots; then the step's copies are made, so that a
+        prompt can take over latents which another one computes in this very step.
+        """
+        ops, config, weights = self.ops, self.config, self.weights
+        queries = x_TD
+        if weights.q_down is not None:
+            queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, _LATENT_NORM_EPS)
+        q_THA = ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        q_nope_THN, q_rope_THR = q_THA.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        q_rope_THR = ops.rope(q_rope_THR, step.cos, step.sin, interleaved=config.rope_interleave)
+
+        down_TW = ops.linear(x_TD, *weights.kv_down)
+        latent_TC, k_rope_TR = down_TW.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        latent_TC = ops.rms_norm(latent_TC, weights.kv_norm, _LATENT_NORM_EPS)
+        k_rope_TR = ops.rope(k_rope_TR, step.cos, step.sin, interleaved=config.rope_interleave)
+        slots_W = pages.view(-1, config.latent_dim)
+        slots_W[step.slots] = torch.cat([latent_TC, k_rope_TR], dim=-1)
+        if step.copy_from is not None and step.copy_to is not None:
+            slots_W[step.copy_to] = slots_W[step.copy_from]
+        return torch.cat([q_nope_THN, q_rope_THR], dim=-1)
+
+    def attend(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Core attention and output projection: [T, D]."""
+        form = self._attend_plain if step.page_table is None else self._attend_absorbed
+        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out)
+
+    def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Request by request with keys and values per head: [T, H, V]."""
+        out_THV = q_THA.new_empty(*q_THA.shape[:2], self.config.v_head_dim)
+        for span in step.prefill:
+            rows = slice(span.start, span.start + span.num_tokens)
+            out_THV[rows] = self.ops.mla_prefill(
+                q_THA[rows],
+                pages,
+                span.page_ids,
+                step.positions[rows],
+                self.weights.kv_up_HZC,
+                context_tokens=span.context_tokens,
+                v_dim=self.config.v_head_dim,
+                scale=self.config.softmax_scale,
+            )
+        return out_THV
+
+    def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """All requests at once in latent space: [T, H, V].
+
+        q · (U c) = (Uᵀ q) · c moves the key up-projection U to the query; the value up-projection follows the sum.
+        """
+        config = self.config
+        q_nope_THN, q_rope_THR = q_THA.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        key_up_HNC, value_up_HVC = self.weights.kv_up_HZC.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        q_latent_HTC = self.ops.batched_matmul(q_nope_THN.transpose(0, 1), key_up_HNC)
+        out_THC = self.ops.mla_decode(
+            torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1),
+            pages,
+            step.page_table,
+            step.kv_tokens,
+            step.positions,
+            latent_dim=config.kv_lora_rank,
+            scale=config.softmax_scale,
+        )
+        out_HTV = self.ops.batched_matmul(out_THC.transpose(0, 1), value_up_HVC.transpose(1, 2))
+        return out_HTV.transpose(0, 1)
+
+
+def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
+    """Angle per position of each rotary pair, [R / 2] float32; with YaRN (arXiv 2309.00071 section 3.2).
+
+    YaRN leaves pairs that turn often within the original window as they are, slows those that turn rarely by
+    `factor`, and goes from one to the other linearly in between.
+    """
+    steps = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
+    periods = rope.theta**steps
+    if rope.rope_type != "yarn":
+        return 1.0 / periods
+    first, last = (
+        rope_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    slowed = ((torch.arange(rope_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return (1.0 / (rope.factor * periods)) * slowed + (1.0 / periods) * (1 - slowed)
+
+
+def rope_cos_sin(
+    positions: torch.Tensor, frequencies: torch.Tensor, rope: RopeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each position's angles, each [T, R / 2] float32; angles in float32 as in training."""
+    angles = (positions.float()[:, None] * frequencies).double()
+    scale = rope.cos_sin_scale
+    return (angles.cos() * scale).float(), (angles.sin() * scale).float()

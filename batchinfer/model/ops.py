@@ -1,0 +1,40 @@
+"""The operations a model was built with, chosen once; every layer calls them through this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from batchinfer_kernels import backend
+
+from batchinfer.records import ModelError
+
+TensorOp = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation per operation; signatures and shapes are those of `batchinfer_kernels.reference`."""
+
+    linear: TensorOp
+    batched_matmul: TensorOp
+    rms_norm: TensorOp
+    silu_mul: TensorOp
+    rope: TensorOp
+    gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    grouped_mlp: TensorOp
+    mla_prefill: TensorOp
+    mla_decode: TensorOp
+
+    @classmethod
+    def select(cls, choice: str = backend.AUTO) -> Ops:
+        """The best implementation that runs here ("auto"), or the one named for all operations.
+
+        Raises:
+            ModelError: the named one does not exist or cannot run here, with its reason.
+        """
+        try:
+            return cls(**{field.name: backend.select(field.name, choice).run for field in fields(cls)})
+        except backend.BackendError as error:
+            raise ModelError(f"backend {choice!r}: {error}") from error

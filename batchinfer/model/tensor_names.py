@@ -1,0 +1,155 @@
+"""Which tensors a checkpoint must have for its config.json, and the check that it has them; used by weights.py.
+
+Only headers are looked at, so the check covers the whole checkpoint, also the tensors a rank will not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchinfer.model.checkpoint import Checkpoint
+from batchinfer.model.config import ModelConfig
+from batchinfer.records import ModelError
+
+SCALE_SUFFIX = "_scale_inv"
+
+_FP8 = "F8_E4M3"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Left in some checkpoints by the code that saved them; computed from config.json instead.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_MAX_LISTED = 10
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Compare names, shapes and formats of a whole checkpoint with what `config` implies; no data is read.
+
+    Raises:
+        ModelError: with the first offending tensors by name and how many more there are.
+    """
+    folder = checkpoint.folder
+    expected = dict(expected_tensors(config))
+    unknown: list[str] = []
+    scales: list[str] = []
+    for name in checkpoint:
+        if name in expected or _is_ignored(name, config):
+            continue
+        is_scale = name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in expected
+        (scales if is_scale else unknown).append(name)
+    missing = [name for name in expected if name not in checkpoint]
+    complaints = [
+        f"{len(names)} {what}: {_listed(names)}"
+        for names, what in ((missing, "missing"), (unknown, "unknown"))
+        if names
+    ]
+    if complaints:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; {'; '.join(complaints)}.")
+
+    wrong = [
+        f"{name} is {list(checkpoint.info(name).shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if checkpoint.info(name).shape != shape
+    ]
+    if wrong:
+        raise ModelError(f"{folder}: {len(wrong)} tensors with a wrong shape: {_listed(wrong)}.")
+    for name in expected:
+        _check_format(checkpoint, config, name)
+    for name in scales:
+        _check_scale(checkpoint, config, name)
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a checkpoint, scales and multi-token-prediction layers left out."""
+    hidden = config.hidden_size
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield from _expected_attention(config, f"{prefix}.self_attn")
+        if config.is_moe_layer(layer):
+            yield from _expected_moe(config, f"{prefix}.mlp")
+        else:
+            yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+
+
+def _expected_attention(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.q_lora_rank is None:
+        yield f"{prefix}.q_proj.weight", (heads * config.qk_head_dim, hidden)
+    else:
+        yield from _expected_linear(f"{prefix}.q_a_proj", config.q_lora_rank, hidden, config.attention_bias)
+        yield f"{prefix}.q_a_layernorm.weight", (config.q_lora_rank,)
+        yield f"{prefix}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank)
+    yield from _expected_linear(f"{prefix}.kv_a_proj_with_mqa", config.latent_dim, hidden, config.attention_bias)
+    yield f"{prefix}.kv_a_layernorm.weight", (config.kv_lora_rank,)
+    yield f"{prefix}.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
+    yield from _expected_linear(f"{prefix}.o_proj", hidden, heads * config.v_head_dim, config.attention_bias)
+
+
+def _expected_moe(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    yield f"{prefix}.gate.weight", (config.n_routed_experts, hidden)
+    if config.topk_method == "noaux_tc":
+        yield f"{prefix}.gate.e_score_correction_bias", (config.n_routed_experts,)
+    for expert in range(config.n_routed_experts):
+        yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=False)
+    if config.n_shared_experts:
+        yield from _expected_mlp(
+            f"{prefix}.shared_experts", hidden, width * config.n_shared_experts, bias=config.mlp_bias
+        )
+
+
+def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _expected_linear(f"{prefix}.gate_proj", width, hidden, bias)
+    yield from _expected_linear(f"{prefix}.up_proj", width, hidden, bias)
+    yield from _expected_linear(f"{prefix}.down_proj", hidden, width, bias)
+
+
+def _expected_linear(prefix: str, num_out: int, num_in: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.weight", (num_out, num_in)
+    if bias:
+        yield f"{prefix}.bias", (num_out,)
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that may be there and are not used."""
+    if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return True
+    parts = name.split(".")
+    first = config.num_hidden_layers
+    if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
+        return False
+    return first <= int(parts[2]) < first + config.num_mtp_layers
+
+
+def _check_format(checkpoint: Checkpoint, config: ModelConfig, name: str) -> None:
+    """A weight is of a float format, or FP8 with a scale per block."""
+    info = checkpoint.info(name)
+    has_scale = name + SCALE_SUFFIX in checkpoint
+    if info.dtype == _FP8:
+        if config.fp8_block is None:
+            raise ModelError(f"{info.path}: {name} is FP8, but config.json has no quantization_config.")
+        if not has_scale or len(info.shape) != 2:
+            raise ModelError(f"{info.path}: {name} is FP8, but there is no {name}{SCALE_SUFFIX} for its blocks.")
+    elif info.dtype not in _FLOATS:
+        raise ModelError(f"{info.path}: {name} is {info.dtype}; supported are {', '.join(_FLOATS)} and {_FP8}.")
+    elif has_scale:
+        raise ModelError(f"{info.path}: {name}{SCALE_SUFFIX} is a scale, but {name} is {info.dtype} and not {_FP8}.")
+
+
+def _check_scale(checkpoint: Checkpoint, config: ModelConfig, name: str) -> None:
+    """A scale is float32, one per block; the blocks at the edges may be smaller than the others."""
+    info = checkpoint.info(name)
+    rows, columns = config.fp8_block or (1, 1)
+    num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape
+    needed = (-(-num_out // rows), -(-num_in // columns))
+    if info.shape != needed or info.dtype != "F32":
+        raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of F32 {list(needed)}.")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

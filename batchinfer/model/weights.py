@@ -1,0 +1,199 @@
+"""The model's tensors as the layers use them, read from a checkpoint; called when a rank loads its model.
+
+The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
+block) are multiplied out to the run's dtype here.
+"""
+
+# D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
+# C latent width, Z = N + V
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from batchinfer_kernels import backend
+
+from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
+from batchinfer.records import ModelError
+
+
+class Projection(NamedTuple):
+    """A linear map: weight [out, in] and bias [out] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """MLA of one layer. Without query compression `q_down` and `q_norm` are None and `q` takes the hidden state."""
+
+    q_down: Projection | None
+    q_norm: torch.Tensor | None
+    q: Projection  # [H * (N + R), q_lora_rank or D]
+    kv_down: Projection  # [C + R, D]
+    kv_norm: torch.Tensor  # [C]
+    kv_up_HZC: torch.Tensor  # from latent to per-head key (first N rows) and value (last V)
+    out: Projection  # [D, H * V]
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """SwiGLU: `gate_up` [2 * F, D] has the gate projection above the up projection, `down` is [D, F]."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """Router in float32, the routed experts this rank holds, and the shared expert that sees every token."""
+
+    router_ED: torch.Tensor
+    router_bias_E: torch.Tensor | None
+    gate_up_EFD: torch.Tensor  # [held, 2 * F, D]
+    down_EDF: torch.Tensor  # [held, D, F]
+    shared: MlpWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: torch.Tensor
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All of the model that this rank holds; `expert_ids` are the routed experts behind the E dim of MoeWeights."""
+
+    embedding: torch.Tensor  # [vocabulary, D]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    lm_head: torch.Tensor  # [vocabulary, D]
+    expert_ids: tuple[int, ...]
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    expert_ids: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> ModelWeights:
+    """Check the checkpoint in `folder` against `config`, then read it.
+
+    Args:
+        dtype: of everything but the router, which stays float32.
+        expert_ids: the routed experts to read, in the order of the E dim; None for all of them.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    check_tensors(checkpoint, config)
+    held = tuple(range(config.n_routed_experts) if expert_ids is None else expert_ids)
+    if held and not 0 <= min(held) <= max(held) < config.n_routed_experts:
+        raise ModelError(f"expert_ids {held} are not all below n_routed_experts = {config.n_routed_experts}.")
+    loader = _Loader(checkpoint, config, dtype, torch.device(device), held)
+    embedding = loader.tensor("model.embed_tokens.weight")
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
+        norm=loader.tensor("model.norm.weight"),
+        lm_head=embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight"),
+        expert_ids=held,
+    )
+
+
+class _Loader:
+    """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        expert_ids: tuple[int, ...],
+    ):
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.expert_ids = expert_ids
+        self._dequantize = backend.select("dequantize_fp8_block").run
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor in the run's dtype or the one given."""
+        out = torch.empty(self.checkpoint.info(name).shape, dtype=dtype or self.dtype, device=self.device)
+        self._read_into(out, name)
+        return out
+
+    def layer(self, layer: int) -> LayerWeights:
+        prefix = f"model.layers.{layer}"
+        return LayerWeights(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            attention=self._attention(f"{prefix}.self_attn"),
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        compressed = self.config.q_lora_rank is not None
+        kv_up = self.tensor(f"{prefix}.kv_b_proj.weight")
+        return AttentionWeights(
+            q_down=self._projection(f"{prefix}.q_a_proj") if compressed else None,
+            q_norm=self.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
+            q=self._projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
+            kv_down=self._projection(f"{prefix}.kv_a_proj_with_mqa"),
+            kv_norm=self.tensor(f"{prefix}.kv_a_layernorm.weight"),
+            kv_up_HZC=kv_up.unflatten(0, (self.config.num_attention_heads, -1)),
+            out=self._projection(f"{prefix}.o_proj"),
+        )
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        num_held, hidden, width = len(self.expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
+        gate_up = torch.empty(num_held, 2 * width, hidden, dtype=self.dtype, device=self.device)
+        down = torch.empty(num_held, hidden, width, dtype=self.dtype, device=self.device)
+        for place, expert in enumerate(self.expert_ids):
+            self._read_into(gate_up[place, :width], f"{prefix}.experts.{expert}.gate_proj.weight")
+            self._read_into(gate_up[place, width:], f"{prefix}.experts.{expert}.up_proj.weight")
+            self._read_into(down[place], f"{prefix}.experts.{expert}.down_proj.weight")
+        bias_name = f"{prefix}.gate.e_score_correction_bias"
+        return MoeWeights(
+            router_ED=self.tensor(f"{prefix}.gate.weight", torch.float32),
+            router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
+            gate_up_EFD=gate_up,
+            down_EDF=down,
+            shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
+        )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        gate, up = self._projection(f"{prefix}.gate_proj"), self._projection(f"{prefix}.up_proj")
+        bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
+        return MlpWeights(
+            gate_up=Projection(torch.cat([gate.weight, up.weight]), bias), down=self._projection(f"{prefix}.down_proj")
+        )
+
+    def _projection(self, prefix: str) -> Projection:
+        bias_name = f"{prefix}.bias"
+        bias = self.tensor(bias_name) if bias_name in self.checkpoint else None
+        return Projection(self.tensor(f"{prefix}.weight"), bias)
+
+    def _read_into(self, out: torch.Tensor, name: str) -> None:
+        stored = self.checkpoint.read(name)
+        if stored.dtype == torch.float8_e4m3fn:
+            scale = self.checkpoint.read(name + SCALE_SUFFIX)
+            stored = self._dequantize(stored, scale, out.dtype, self.config.fp8_block)
+        out.copy_(stored)

@@ -1,0 +1,38 @@
+"""Cuts the ordered requests into work units of equal work. Called by the planner."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MIN_UNIT_TOKENS = 65_536  # below this, claiming and committing would cost more than they protect
+MAX_UNIT_TOKENS = 4_000_000  # minutes on one node; what is lost with a unit stays small
+TARGET_UNITS = 256  # enough for many groups to end at about the same time
+
+
+def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+    """Where each unit begins, keeping the order.
+
+    The work of a request is counted as prompt tokens to compute plus tokens it may generate. A unit ends with the
+    request that reaches the target, so that no unit is larger than the target plus one request.
+
+    Args:
+        new_tokens: [Q] prompt tokens to compute per request, in the order of execution.
+        max_tokens: [Q] most tokens each may generate.
+
+    Returns:
+        [U + 1] int64 first request of each unit, and Q at the end; [0] when there are no requests.
+    """
+    if len(new_tokens) == 0:
+        return np.zeros(1, dtype=np.int64)
+    work = np.cumsum(new_tokens.astype(np.int64) + max_tokens)
+    target = int(np.clip(work[-1] // TARGET_UNITS, MIN_UNIT_TOKENS, MAX_UNIT_TOKENS))
+    starts = [0]
+    done = 0
+    while True:
+        # the first request at which this unit's work reaches the target is its last
+        last = int(np.searchsorted(work, done + target))
+        if last + 1 >= len(work):
+            break
+        starts.append(last + 1)
+        done = int(work[last])
+    return np.array([*starts, len(work)], dtype=np.int64)

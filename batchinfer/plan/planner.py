@@ -1,0 +1,286 @@
+"""From job file to plan: read, check and tokenise every row, order the requests, cut work units, predict.
+
+Called by `batchinfer plan` and `batchinfer run`. No model is loaded. Every file is published whole, so that an
+interrupted plan goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
+from batchinfer.data.parquet import find_shards, id_type, kept_fields, table_writer
+from batchinfer.data.schemas import DUPLICATES, PLAN_SUMMARY, PLAN_UNITS, REQUESTS
+from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.validate import PromptLimits, tokenize_shard
+from batchinfer.fingerprint import check_same, job_fingerprint
+from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.plan.packing import cut_units
+from batchinfer.plan.requests import PlannedRequests, RowTable, load_rows, plan_requests, sampling_keys
+from batchinfer.progress import Progress, note
+from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
+from batchinfer.session import Session
+
+ROW_GROUP_REQUESTS = 4096
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
+    """Make (or find) the plan of a job in its run folder.
+
+    Raises:
+        ConfigError, ModelError: the job, its files or its model cannot work.
+        InputError: no shard can be read; or `strict` and a shard or row is bad.
+        RunMismatchError: the run folder belongs to another job.
+    """
+    started = time.monotonic()
+    model = load_model_config(Path(job.model.path))
+    tokenizer = load_tokenizer(Path(job.model.path))
+    shards = find_shards(job.input.files, exclude=Path(job.output.dir))
+    _check_shards(shards, strict)
+    kept_fields(shards, job.output.keep_columns)  # raises when outputs could not be written later
+    fingerprint = job_fingerprint(job, shards, tokenizer.digest)
+    run = RunDir(Path(job.output.dir))
+    with _locked(run):
+        if run.run_json.exists():
+            state = read_json(run.run_json)
+            check_same(state["fingerprint"], fingerprint, run.root)
+            session.attach(run)
+            publish_text(run.job, dump_job(job))  # what is not part of the fingerprint may have changed
+            if state["state"] != "planning":
+                note(f"{run.root} is planned already; going on with that plan")
+                return run
+        else:
+            publish_text(run.job, dump_job(job))
+            state = {
+                "state": "planning",
+                "fingerprint": fingerprint,
+                "shards": [asdict(shard) for shard in shards],
+                "id_type": str(id_type(shards, job.input.id)),
+            }
+            publish_json(run.run_json, state)
+            session.attach(run)
+        shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
+        rows = load_rows(run, shards)
+        planned = plan_requests(rows, job.sampling.to_sampling())
+        _check_memory(job, model, rows, shards)
+        num_units = _write_plan(job, run, shards, rows, planned)
+        summary = _summary(rows, planned, num_units, time.monotonic() - started)
+        _write_rows(run.summary, PLAN_SUMMARY.schema, summary)
+        publish_json(run.run_json, {**state, "state": "planned", "shards": [asdict(shard) for shard in shards]})
+    return run
+
+
+def read_summary(run: RunDir) -> dict[str, Any]:
+    """The plan's predictions by name (schemas.PLAN_SUMMARY)."""
+    return dict(pq.read_table(run.summary).to_pylist()[0])
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The predictions as a few lines for a person."""
+    saved = summary["input_tokens"] - summary["computed_tokens"]
+    share = saved / summary["input_tokens"] if summary["input_tokens"] else 0.0
+    return "\n".join(
+        [
+            f"rows        {summary['input_rows']:>14,} in, {summary['rows']:,} out, {summary['bad_rows']:,} bad",
+            f"requests    {summary['requests']:>14,} to compute in {summary['units']:,} units, "
+            f"{summary['duplicates']:,} duplicates",
+            f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared",
+            f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
+            f"({summary['distinct_tokens']:,} distinct: the least possible)",
+            f"to generate {summary['max_output_tokens']:>14,} tokens at most",
+            f"planned in  {summary['plan_s']:>14,.1f} s ({summary['rows_per_s']:,.0f} rows/s)",
+        ]
+    )
+
+
+@contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Only one plan at a time in a run folder; the lock goes with the process, however that ends."""
+    try:
+        if run.root.is_dir() and not run.run_json.exists() and any(path != run.lock for path in run.root.iterdir()):
+            raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
+        run.root.mkdir(parents=True, exist_ok=True)
+        file = open(run.lock, "a")  # noqa: SIM115  (held until the plan is written)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write output.dir {run.root}: {error.strerror or error}; choose another folder"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is planning in {run.root}; wait for it or stop it") from None
+        except OSError as error:
+            note(f"no file locks in {run.root} ({error.strerror}); do not plan this job twice at once")
+        yield
+
+
+def _check_shards(shards: list[Shard], strict: bool) -> None:
+    bad = [shard for shard in shards if shard.problem is not None]
+    for shard in bad:
+        note(f"warning: {shard.path} cannot be read: {shard.problem}")
+    if bad and strict:
+        raise InputError(f"{bad[0].path} cannot be read: {bad[0].problem}; repair it, or run without --strict")
+    if len(bad) == len(shards):
+        raise InputError(
+            f"none of the {len(shards)} input shards can be read; the first: {bad[0].path}: {bad[0].problem}"
+        )
+
+
+def _tokenize(
+    job: JobConfig, run: RunDir, shards: list[Shard], tokenizer: PromptTokenizer, model: ModelConfig, *, strict: bool
+) -> list[Shard]:
+    """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
+    limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
+    checked = []
+    num_capped = 0
+    with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows") as progress:
+        for shard in shards:
+            if shard.problem is not None or run.tokens(shard.index).exists():
+                progress.advance(shard.num_rows)
+                checked.append(shard)
+                continue
+            try:
+                found = tokenize_shard(shard, job, tokenizer, limits, run.tokens(shard.index), progress.advance)
+            except InputError as error:
+                if strict:
+                    raise
+                note(f"warning: {error}")
+                checked.append(_with_problem(shard, str(error)))
+                continue
+            num_capped += found.num_capped
+            if found.num_bad:
+                note(f"warning: {found.num_bad:,} bad rows in {shard.name}; the first: {found.first_error}")
+            if found.num_bad and strict:
+                run.tokens(shard.index).unlink()  # so that a strict rerun finds the row again
+                raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
+            if found.id_missing:
+                note(f"warning: {shard.name} has no column {job.input.id!r}; its rows have null ids")
+            checked.append(shard)
+    if num_capped:
+        note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
+    return checked
+
+
+def _with_problem(shard: Shard, problem: str) -> Shard:
+    return Shard(**{**asdict(shard), "problem": problem})
+
+
+def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: list[Shard]) -> None:
+    """Refuse a page budget in which the largest request could never run."""
+    if job.cluster.page_bytes is None or len(rows.row) == 0:
+        return
+    # the last generated token is never attended to, so it needs no KV
+    tokens = rows.num_tokens + rows.max_tokens - 1
+    largest = int(np.argmax(tokens))
+    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(DTYPE_BYTES[job.model.dtype])
+    needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
+    if needed > job.cluster.page_bytes:
+        name = next(shard.name for shard in shards if shard.index == rows.shard[largest])
+        raise ConfigError(
+            f"cluster.page_bytes is {job.cluster.page_bytes}, but row {rows.row[largest]} of {name} needs {needed} "
+            f"bytes of KV for {tokens[largest]} tokens; raise it to at least {needed}, or lower max_tokens"
+        )
+
+
+def _write_plan(job: JobConfig, run: RunDir, shards: list[Shard], rows: RowTable, planned: PlannedRequests) -> int:
+    """Write plan/{requests,units,duplicates}.parquet; returns the number of units."""
+    new_tokens = rows.num_tokens[planned.row_index] - planned.cached_tokens
+    starts = cut_units(new_tokens, rows.max_tokens[planned.row_index])
+    keys = sampling_keys(rows, planned, shards, job.sampling.to_sampling())
+    units = []
+    num_row_groups = 0
+    with table_writer(run.requests, REQUESTS.schema) as writer:
+        for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            first_row_group = num_row_groups
+            for begin in range(first, end, ROW_GROUP_REQUESTS):
+                part = slice(begin, min(begin + ROW_GROUP_REQUESTS, end))
+                writer.write_table(_request_table(rows, planned, keys, unit, part))
+                num_row_groups += 1
+            index = planned.row_index[first:end]
+            units.append(
+                {
+                    "unit": unit,
+                    "first_request": first,
+                    "num_requests": end - first,
+                    "first_row_group": first_row_group,
+                    "num_row_groups": num_row_groups - first_row_group,
+                    "prompt_tokens": int(rows.num_tokens[index].sum()),
+                    "new_tokens": int(new_tokens[first:end].sum()),
+                    "max_output_tokens": int(rows.max_tokens[index].sum()),
+                }
+            )
+    _write_rows(run.units, PLAN_UNITS.schema, *units)
+    with table_writer(run.duplicates, DUPLICATES.schema) as writer:
+        writer.write_table(_duplicate_table(rows, planned))
+    return len(units)
+
+
+def _request_table(rows: RowTable, planned: PlannedRequests, keys: np.ndarray, unit: int, part: slice) -> pa.Table:
+    index = planned.row_index[part]
+    starts, lengths = rows.offsets[index], rows.num_tokens[index]
+    flat = np.concatenate([rows.token_ids[start : start + n] for start, n in zip(starts, lengths, strict=True)])
+    overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    columns = {
+        "unit": np.full(len(index), unit, dtype=np.int32),
+        "shard": rows.shard[index],
+        "row": rows.row[index],
+        "sample": planned.sample[part],
+        "sampling_key": keys[part],
+        "sampling": pa.array(overrides, pa.string()),
+        "max_tokens": rows.max_tokens[index],
+        "cached_tokens": planned.cached_tokens[part].astype(np.int32),
+        "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat)),
+    }
+    return pa.table(columns, schema=REQUESTS.schema)
+
+
+def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:
+    copies, originals = planned.duplicate_row, planned.original_row
+    columns = {
+        "shard": rows.shard[copies],
+        "row": rows.row[copies],
+        "sample": planned.duplicate_sample,
+        "of_shard": rows.shard[originals],
+        "of_row": rows.row[originals],
+        "of_sample": np.zeros(len(originals), dtype=np.int32),
+    }
+    return pa.table(columns, schema=DUPLICATES.schema)
+
+
+def _summary(rows: RowTable, planned: PlannedRequests, num_units: int, seconds: float) -> dict[str, Any]:
+    lengths = rows.num_tokens
+    duplicate_tokens = int(lengths[planned.duplicate_row].sum())
+    return {
+        "input_rows": rows.num_input_rows,
+        "rows": int(rows.n.sum()) + rows.num_bad,
+        "bad_rows": rows.num_bad,
+        "requests": len(planned.row_index),
+        "duplicates": len(planned.duplicate_row),
+        "units": num_units,
+        "input_tokens": int((lengths * rows.n).sum()),
+        "duplicate_tokens": duplicate_tokens,
+        "computed_tokens": int((lengths[planned.row_index] - planned.cached_tokens).sum()),
+        "distinct_tokens": planned.distinct_tokens,
+        "max_output_tokens": int(rows.max_tokens[planned.row_index].sum()),
+        "plan_s": seconds,
+        "rows_per_s": rows.num_input_rows / seconds,
+    }
+
+
+def _write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
+    with table_writer(target, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))

@@ -1,0 +1,101 @@
+"""The global prefix plan in memory: the order in which each distinct prefix is computed once. Called by the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK_TOKENS = 4_000_000  # tokens compared at once; bounds the scratch memory
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """An order of requests and what it shares.
+
+    Attributes:
+        order: [N] int64, order[k] is the k-th request to run.
+        cached_tokens: [N] int64 by request, tokens of its prompt that an earlier one in the order has computed;
+            always less than its length, since the last token must run to give logits.
+        shared_tokens: [N] int64 by request, the same without that limit (equal to the length for a repeated prompt).
+        distinct_tokens: edges of the token trie over all prompts; no order can compute fewer.
+    """
+
+    order: np.ndarray
+    cached_tokens: np.ndarray
+    shared_tokens: np.ndarray
+    distinct_tokens: int
+
+
+def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: int) -> PrefixPlan:
+    """Order prompts so that those with a common prefix run one after the other.
+
+    Lexicographic order walks the token trie depth first: the longest prefix that a prompt shares with any earlier one
+    is the one it shares with its predecessor. So each edge of the trie is computed once, and only the pages on the
+    path to the current prompt must be kept. Equal prompts keep their input order.
+
+    Args:
+        token_ids: flat [num_tokens] integers, all prompts one after the other.
+        offsets: [N + 1] int64, prompt i is token_ids[offsets[i]:offsets[i + 1]].
+        block_tokens: tokens per block of the store on disk, at least 1 (in memory sharing is by token).
+
+    Raises:
+        ValueError: offsets do not describe token_ids, or block_tokens < 1.
+    """
+    offsets = np.asarray(offsets, dtype=np.int64)
+    _check(token_ids, offsets, block_tokens)
+    num_prompts = len(offsets) - 1
+    # big-endian bytes of non-negative integers sort like the integers
+    big_endian = np.ascontiguousarray(token_ids).astype(">u4")
+    keys = [big_endian[offsets[i] : offsets[i + 1]].tobytes() for i in range(num_prompts)]
+    order = np.array(sorted(range(num_prompts), key=keys.__getitem__), dtype=np.int64)
+    del keys, big_endian
+    shared = np.zeros(num_prompts, dtype=np.int64)
+    shared[order] = _shared_with_predecessor(np.asarray(token_ids), offsets, order)
+    lengths = np.diff(offsets)
+    return PrefixPlan(
+        order=order,
+        cached_tokens=np.minimum(shared, np.maximum(lengths - 1, 0)),
+        shared_tokens=shared,
+        distinct_tokens=int((lengths - shared).sum()),
+    )
+
+
+def _check(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens is {block_tokens}, but a block has at least one token")
+    if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(token_ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"offsets must rise from 0 to the number of tokens, {len(token_ids)}")
+    if len(token_ids) and (np.min(token_ids) < 0 or np.max(token_ids) >= 2**32):
+        raise ValueError("token ids must be between 0 and 2**32 - 1")
+
+
+def _shared_with_predecessor(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """[N] length of the common prefix of the k-th and the (k - 1)-th prompt in the order; 0 for the first."""
+    lengths = np.diff(offsets)[order]
+    starts = offsets[:-1][order]
+    shared = np.zeros(len(order), dtype=np.int64)
+    # compared: how many leading tokens of prompt k its predecessor has at all
+    compared = np.minimum(lengths[1:], lengths[:-1])
+    ends = np.cumsum(compared)
+    first = 0
+    while first < len(compared):
+        base = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, base + CHUNK_TOKENS, side="right")), first + 1)
+        counts = compared[first:last]
+        position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        here = token_ids[np.repeat(starts[1 + first : 1 + last], counts) + position]
+        before = token_ids[np.repeat(starts[first:last], counts) + position]
+        shared[1 + first : 1 + last] = _first_mismatch(here != before, counts)
+        first = last
+    return shared
+
+
+def _first_mismatch(differs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[M] for each run of `counts` flags, the place of its first True, or its length when there is none."""
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    places = np.flatnonzero(differs)
+    next_place = np.searchsorted(places, starts)
+    padded = np.append(places, len(differs))
+    return np.minimum(padded[next_place], ends) - starts

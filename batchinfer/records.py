@@ -1,0 +1,175 @@
+"""The nouns of batchinfer and its errors; every room speaks in these. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+
+
+class ExitCode:
+    """What the shell sees when a command ends."""
+
+    OK = 0
+    INTERNAL = 1
+    BAD_JOB = 2
+    ROW_ERRORS = 3
+    INTERRUPTED = 75
+
+
+class BatchinferError(Exception):
+    """A failure that is told to the user as one sentence; `exit_code` says how the command ends."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+class ConfigError(BatchinferError):
+    """The job file, an option or a path is wrong."""
+
+    exit_code = ExitCode.BAD_JOB
+
+
+class InputError(BatchinferError):
+    """An input shard cannot be used (and the job was told to be strict, or no shard can)."""
+
+    exit_code = ExitCode.BAD_JOB
+
+
+class ModelError(BatchinferError):
+    """The model folder is missing something, contradicts itself or is not supported."""
+
+    exit_code = ExitCode.BAD_JOB
+
+
+class RunMismatchError(BatchinferError):
+    """The run folder belongs to another job, or an input changed under a running one."""
+
+    exit_code = ExitCode.BAD_JOB
+
+
+class IncompleteRunError(BatchinferError):
+    """`finish` was asked for while rows are still missing."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+class InterruptedRunError(BatchinferError):
+    """A signal stopped the run; what was finished is kept and the same command goes on from there."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One input file as it stood when the job was planned."""
+
+    index: int
+    path: str  # absolute
+    name: str  # below the common folder of all shards, without a leading slash; outputs/<name> mirrors it
+    size_bytes: int
+    footer: str  # hex digest of the Parquet footer; "" when the file could not be read
+    num_rows: int
+    problem: str | None = None  # why the file cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request picks its tokens; the defaults live in config.SamplingConfig."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int  # 0: off
+    min_p: float
+    n: int
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None  # number of alternatives to report beside the chosen token; None: no logprobs
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """What results are keyed by: never the id, which may repeat."""
+
+    shard: int
+    row: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt x one sample, ready to run."""
+
+    key: RequestKey
+    unit: int
+    token_ids: list[int]
+    sampling: Sampling
+    sampling_key: int  # 64 bits from (seed, id, occurrence, sample), see `sampling_key`
+    cached_tokens: int = 0  # prompt tokens that the plan has computed by an earlier request
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Unix seconds of a request's milestones; 0.0 until reached."""
+
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token's log-probability under the raw logits, and the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine hands back for one request."""
+
+    key: RequestKey
+    unit: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # 'stop' | 'length' | 'error'
+    stop_reason: str | None  # the stop string, or the stop token id in digits
+    prompt_tokens: int
+    cached_memory_tokens: int
+    cached_disk_tokens: int
+    kv_tokens_sum: int  # sum over output tokens of the KV length each one attended to
+    times: RequestTimes = field(default_factory=RequestTimes)
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
+    """The 64-bit key of one request's random draws: it depends on the row and the seed only.
+
+    Args:
+        seed: the job's or the row's seed.
+        row_id: the row's id as text; `<shard name>:<row>` when the id is null.
+        occurrence: how many rows with the same id stand before this one in input order.
+        sample: 0 .. n - 1.
+    """
+    text = f"{seed}\x1f{row_id}\x1f{occurrence}\x1f{sample}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def sampling_to_json(sampling: Sampling) -> str:
+    """One row's resolved sampling as it is stored in the plan; equal samplings give equal text."""
+    return json.dumps(asdict(sampling), sort_keys=True)
+
+
+def sampling_from_json(text: str) -> Sampling:
+    """The sampling that `sampling_to_json` stored."""
+    values = json.loads(text)
+    return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"])})

@@ -1,0 +1,26 @@
+-- speeds: one row, rates over generated tokens.
+--   output_tokens_per_s_per_request  mean over generated requests of two or more tokens of
+--                                    (generated tokens - 1) / (time of the last token - time of the first)
+--   mean_kv_tokens_per_output_token  KV length attended to, averaged over generated tokens
+--   prefill_tokens_per_s_per_node    prompt tokens (cached ones included) of prefill steps, per second in these steps
+--   decode_tokens_per_s_per_node     output tokens of decode steps, per second in these steps
+-- A node's ranks work side by side: tokens per rank-second times the ranks that a node held on average.
+WITH per_request AS (
+    SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) AS tokens_per_s
+    FROM requests
+    WHERE status = 'ok' AND generated_tokens >= 2 AND finished_s > first_token_s
+),
+per_rank AS (
+    SELECT
+        sum(new_tokens + cached_tokens) FILTER (kind = 'prefill')
+            / nullif(sum(duration_s) FILTER (kind = 'prefill'), 0) AS prefill_tokens_per_s,
+        sum(output_tokens) FILTER (kind = 'decode')
+            / nullif(sum(duration_s) FILTER (kind = 'decode'), 0) AS decode_tokens_per_s
+    FROM steps
+)
+SELECT
+    per_request.tokens_per_s AS output_tokens_per_s_per_request,
+    tokens.kv_tokens / nullif(tokens.generated_tokens, 0) AS mean_kv_tokens_per_output_token,
+    per_rank.prefill_tokens_per_s * held.ranks_per_node AS prefill_tokens_per_s_per_node,
+    per_rank.decode_tokens_per_s * held.ranks_per_node AS decode_tokens_per_s_per_node
+FROM per_request, per_rank, tokens, held

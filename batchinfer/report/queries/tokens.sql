@@ -1,0 +1,34 @@
+-- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample.
+--   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's
+--   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes
+--   output_tokens          delivered, duplicates included
+--   generated_tokens       of these, run through the model
+--   computed_tokens        prompt tokens of requests that were run, without what was found in memory or on disk
+WITH ok AS (
+    SELECT *, cached_memory_tokens + cached_disk_tokens AS found_tokens FROM requests WHERE status = 'ok'
+),
+sums AS (
+    SELECT
+        coalesce(sum(prompt_tokens), 0) AS input_tokens,
+        coalesce(sum(found_tokens + cached_duplicate_tokens), 0) AS cached_tokens,
+        coalesce(sum(completion_tokens), 0) AS output_tokens,
+        coalesce(sum(generated_tokens), 0) AS generated_tokens,
+        coalesce(sum(prompt_tokens - found_tokens) FILTER (generated_tokens > 0), 0) AS computed_tokens,
+        count(*) FILTER (generated_tokens > 0) AS num_generated,
+        coalesce(sum(kv_tokens_sum) FILTER (generated_tokens > 0), 0) AS kv_tokens
+    FROM ok
+)
+SELECT
+    (SELECT count(*) FROM requests) AS rows,
+    (SELECT count(*) FROM ok) AS rows_ok,
+    (SELECT count(*) FROM requests WHERE status <> 'ok') AS rows_error,
+    input_tokens,
+    cached_tokens,
+    cached_tokens / nullif(input_tokens, 0) AS cache_hit_rate,
+    greatest(0, input_tokens - (SELECT sum(distinct_tokens) FROM run)) AS optimal_cached_tokens,
+    output_tokens,
+    generated_tokens,
+    computed_tokens,
+    num_generated,
+    kv_tokens
+FROM sums

@@ -1,0 +1,101 @@
+"""Rows of a query for a terminal and for JSON. Called by `batchinfer report --sql`."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import math
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from itertools import islice
+from typing import Any
+
+from batchinfer.report.terminal import display_width, fit
+
+CELL_WIDTH = 40
+NUMERIC = int | float | Decimal
+
+
+def format_rows(
+    columns: list[str], rows: Iterable[tuple[Any, ...]], max_rows: int = 40, count_rows: int = 100_000
+) -> str:
+    """A result as an aligned table: numbers to the right, null for null, long cells cut, control characters escaped.
+
+    Args:
+        columns: column names.
+        rows: the rows; taken to their end only as far as needed.
+        max_rows: rows to show.
+        count_rows: how far to count the rows that are not shown; beyond, the last line says "more than".
+    """
+    rows = iter(rows)
+    shown = list(islice(rows, max_rows))
+    num_more = sum(1 for _ in islice(rows, count_rows + 1))
+    table = [[fit(name, CELL_WIDTH) for name in columns], *([_cell(value) for value in row] for row in shown)]
+    widths = [max(map(display_width, cells)) for cells in zip(*table, strict=True)]
+    is_number = [
+        any(_is_number(value) for value in cells) and all(value is None or _is_number(value) for value in cells)
+        for cells in (zip(*shown, strict=True) if shown else ((),) * len(columns))
+    ]
+    table.insert(1, ["-" * width for width in widths])
+    lines = [
+        "  ".join(
+            _pad(cell, width, right) for cell, width, right in zip(cells, widths, is_number, strict=True)
+        ).rstrip()
+        for cells in table
+    ]
+    if num_more > count_rows:
+        lines.append(f"… more than {count_rows:,} more rows")
+    elif num_more:
+        lines.append(f"… {num_more:,} more row{'s' if num_more > 1 else ''}")
+    elif not shown:
+        lines.append("(no rows)")
+    return "\n".join(lines) + "\n"
+
+
+def json_records(columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Rows as JSON objects; a column name that comes again gets _2, _3, …"""
+    names: list[str] = []
+    for column in columns:
+        name, count = column, 1
+        while name in names:
+            count += 1
+            name = f"{column}_{count}"
+        names.append(name)
+    for row in rows:
+        yield dict(zip(names, map(json_value, row), strict=True))
+
+
+def json_value(value: Any) -> Any:
+    """A query's value as JSON has it: times as ISO 8601, bytes as base64, NaN as null, other things as text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return json_value(int(value) if value == value.to_integral_value() else float(value))
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, dict):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [json_value(item) for item in value]
+    return str(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.1f}"
+    return fit(value if isinstance(value, str) else str(value), CELL_WIDTH)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, NUMERIC) and not isinstance(value, bool)
+
+
+def _pad(text: str, width: int, right: bool) -> str:
+    blanks = " " * (width - display_width(text))
+    return blanks + text if right else text + blanks

@@ -1,0 +1,156 @@
+"""The panel of a finished run for a terminal. Called by `batchinfer report` and `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from batchinfer.report.metrics import Figure, RunDetails
+from batchinfer.report.terminal import fit
+
+PANEL_WIDTH = 80
+LABEL_WIDTH = 26
+VALUE_WIDTH = 18
+
+
+def format_report(metrics: dict[str, Figure], details: RunDetails | None = None) -> str:
+    """The report as grouped lines with units, at most 80 columns wide; '-' with the reason for what is not known.
+
+    Args:
+        metrics: from report_metrics.
+        details: from report_details; adds the run's name, the prediction, unreadable shards and the commonest errors.
+    """
+    sections = [
+        ("Rows", _row_lines(metrics)),
+        ("Tokens", _token_lines(metrics, details)),
+        ("Speed", _speed_lines(metrics)),
+        ("Time", _time_lines(metrics)),
+        ("Money", _money_lines(metrics, details)),
+    ]
+    lines = []
+    if details is not None:
+        lines.append(fit(f"{details.run}   ({details.model}, {details.dtype})", PANEL_WIDTH))
+    for title, body in sections:
+        lines += [title, *body]
+    if details is not None:
+        lines += _shard_lines(details) + _error_lines(details)
+    return "\n".join(lines) + "\n"
+
+
+def _row_lines(m: dict[str, Figure]) -> list[str]:
+    return [
+        _line("output rows", _count(m["rows"])),
+        _line("ok", _count(m["rows_ok"])),
+        _line("error", _count(m["rows_error"])),
+    ]
+
+
+def _token_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
+    hit_rate = m["cache_hit_rate"]
+    hit_note = None if hit_rate is None else f"{hit_rate:.1%} of input"
+    lines = [
+        _line("input", _count(m["input_tokens"]), "tokens"),
+        _line("from a cache", _count(m["cached_tokens"]), "tokens", hit_note),
+        _line("at best from a cache", _count(m["optimal_cached_tokens"]), "tokens"),
+    ]
+    if details is not None:
+        predicted = details.predicted_computed_tokens
+        note = None if predicted is None else f"planned {predicted:,}"
+        lines.append(_line("computed", _count(details.computed_tokens), "tokens", note))
+    return [
+        *lines,
+        _line("output", _count(m["output_tokens"]), "tokens"),
+        _line("replicated on purpose", _count(m["replicated_tokens"]), "tokens"),
+        _line("wasted", _count(m["wasted_tokens"]), "tokens"),
+    ]
+
+
+def _speed_lines(m: dict[str, Figure]) -> list[str]:
+    prefill, decode = m["prefill_tokens_per_s_per_node"], m["decode_tokens_per_s_per_node"]
+    per_request, kv_tokens = m["output_tokens_per_s_per_request"], m["mean_kv_tokens_per_output_token"]
+    hidden = m["hidden_comm_share"]
+    return [
+        _line("prefill per node", _rate(prefill), "tok/s", "cached tokens included", "no prefill step"),
+        _line("decode per node", _rate(decode), "tok/s", None, "no decode step"),
+        _line("output per request", _rate(per_request), "tok/s", None, "no request of two tokens"),
+        _line("mean KV per output token", _rate(kv_tokens), "tokens", None, "nothing was generated"),
+        _line("communication hidden", _percent(hidden), "%", None, "there was none"),
+    ]
+
+
+def _time_lines(m: dict[str, Figure]) -> list[str]:
+    return [
+        _line("wall", _rate(m["wall_s"]), "s", _duration(m["wall_s"])),
+        _line("busy", _rate(m["busy_s"]), "s", "mean over ranks"),
+        _line("idle", _rate(m["idle_s"]), "s", "mean over ranks"),
+        _line("start-up", _rate(m["startup_s"]), "s", "mean over ranks"),
+        _line("nodes, peak", _count(m["peak_nodes"])),
+        _line("nodes, mean", _rate(m["mean_nodes"]), "", None, "no node held ranks"),
+        _line("GPU-hours", _hours(m["gpu_hours"]), "h"),
+    ]
+
+
+def _money_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
+    no_cost = "no gpu_hour price in the job"
+    no_revenue = "no token prices in the job"
+    no_margin = "needs cost and token prices"
+    if m["cost_usd"] is not None and m["revenue_usd"] is not None:
+        no_margin = "nothing was spent or earned"
+    elif details is not None:
+        # the one price that is missing, when the other one is there
+        no_margin = no_cost if details.has_token_prices else no_revenue if details.has_gpu_price else no_margin
+    return [
+        _line("cost", _dollars(m["cost_usd"]), "$", None, no_cost),
+        _line("revenue at list prices", _dollars(m["revenue_usd"]), "$", None, no_revenue),
+        _line("cost profit margin", _percent(m["cost_profit_margin"]), "%", "profit / cost", no_margin),
+        _line("gross margin", _percent(m["gross_margin"]), "%", "profit / revenue", no_margin),
+    ]
+
+
+def _shard_lines(details: RunDetails) -> list[str]:
+    shards = details.unreadable_shards
+    if not shards:
+        return []
+    lines = [f"Unreadable shards ({len(shards):,})"]
+    for path, problem in shards[:10]:
+        lines += [f"  {fit(path, PANEL_WIDTH - 2, keep_end=True)}", f"    {fit(problem, PANEL_WIDTH - 4)}"]
+    if len(shards) > 10:
+        lines.append(f"  and {len(shards) - 10:,} more")
+    return lines
+
+
+def _error_lines(details: RunDetails) -> list[str]:
+    if not details.errors:
+        return []
+    lines = ["Errors"]
+    for error, num_rows in details.errors:
+        lines.append(f"{num_rows:>12,} x {fit(error, PANEL_WIDTH - 15)}")
+    num_more = details.num_error_texts - len(details.errors)
+    if num_more > 0:
+        lines.append(f"{'':>12}   and {num_more:,} other texts (column error of the outputs)")
+    return lines
+
+
+def _line(label: str, value: str | None, unit: str = "", note: str | None = None, why_not: str = "not known") -> str:
+    if value is None:
+        return f"  {label:<{LABEL_WIDTH}}{'-':>{VALUE_WIDTH}} {why_not}"
+    text = f"  {label:<{LABEL_WIDTH}}{value:>{VALUE_WIDTH}} {unit:<6} {note or ''}".rstrip()
+    return text if len(text) <= PANEL_WIDTH else text[: PANEL_WIDTH - 1] + "…"
+
+
+def _known(form: Callable[[float], str]) -> Callable[[Figure], str | None]:
+    return lambda value: None if value is None else form(value)
+
+
+_count = _known(lambda value: f"{value:,.0f}" if isinstance(value, float) else f"{value:,}")
+_rate = _known(lambda value: f"{value:,.0f}" if value >= 10_000 else f"{value:,.2f}")
+_percent = _known(lambda value: f"{100 * value:,.1f}")
+_hours = _known(lambda value: f"{value:,.2f}" if value >= 1 else f"{value:.6f}")
+_dollars = _known(lambda value: f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.6f}")
+
+
+def _duration(seconds: Figure) -> str | None:
+    """'2 h 05 min' for what is longer than two minutes."""
+    if seconds is None or seconds < 120:
+        return None
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"

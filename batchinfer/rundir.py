@@ -1,0 +1,195 @@
+"""Every path in a run folder, and how files are published in it. Called by plan, engine, finish and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.records import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run folder.
+
+    job.toml  run.json  tokens/<shard>.parquet
+    plan/{units,requests,duplicates,summary}.parquet
+    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
+    outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes}/<session>*.parquet
+    """
+
+    root: Path
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.toml"
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def requests(self) -> Path:
+        return self.root / "plan" / "requests.parquet"
+
+    @property
+    def duplicates(self) -> Path:
+        return self.root / "plan" / "duplicates.parquet"
+
+    @property
+    def units(self) -> Path:
+        return self.root / "plan" / "units.parquet"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "plan" / "summary.parquet"
+
+    @property
+    def outputs(self) -> Path:
+        return self.root / "outputs"
+
+    @property
+    def stats(self) -> Path:
+        return self.root / "stats"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "plan.lock"
+
+    @property
+    def work(self) -> Path:
+        """Scratch space of `finish`; emptied by it."""
+        return self.root / "work"
+
+    def tokens(self, shard: int) -> Path:
+        return self.root / "tokens" / f"{shard:05d}.parquet"
+
+    def unit(self, unit: int) -> Path:
+        return self.root / "units" / f"{unit:06d}"
+
+    def claim(self, unit: int, claim: str) -> Path:
+        return self.unit(unit) / claim
+
+    def done(self, unit: int) -> Path:
+        return self.unit(unit) / "done"
+
+    def output(self, shard_name: str) -> Path:
+        return self.outputs / shard_name
+
+    def stats_file(self, table: str) -> Path:
+        return self.stats / f"{table}.parquet"
+
+    def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
+        suffix = "" if part is None else f"-{part:05d}"
+        return self.stats / table / f"{session}{suffix}.parquet"
+
+
+@contextmanager
+def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
+    """A temporary path beside `target`; on success synced to disk and renamed, so that `target` is whole or absent.
+
+    Args:
+        scratch: folder for the temporary file instead, on the same file system (for folders that users list).
+
+    Raises:
+        ConfigError: the folder cannot be written (read only, full); the message names it.
+    """
+    try:
+        for folder in (target.parent, scratch or target.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=scratch or target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
+        ) from None
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        sync_file(temporary)
+        temporary.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish_text(target: Path, text: str) -> None:
+    """Write a small text file atomically."""
+    with published(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def publish_json(target: Path, value: Any) -> None:
+    """Write a JSON document atomically."""
+    publish_text(target, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document that `publish_json` wrote.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
+
+
+def create_exclusively(path: Path, text: str) -> bool:
+    """Create `path` with `text` in it unless it exists; True for the one process that did.
+
+    The content is complete when the name appears: it is written beside and linked (link fails when the name is taken).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(name, path)
+        except FileExistsError:
+            return False
+        sync_folder(path.parent)
+        return True
+    finally:
+        os.unlink(name)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's content to disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's names to disk, so that a rename survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    # the only way to read the umask is to set it
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,75 @@
+"""The job file's keys and the run folder's tables as text, from their definitions. Called by `batchinfer schema`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from batchinfer.config import JobConfig
+from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
+
+WIDTH = 110
+TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true | false"}
+
+
+def job_json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file, for editors that check TOML."""
+    return JobConfig.model_json_schema()
+
+
+def job_schema_text() -> str:
+    """Every part and key with type, default and meaning."""
+    blocks = [
+        "A job file is TOML. Relative paths count from its folder. Keys without a default are required;",
+        "unknown keys are errors. `--set part.key=value` overrides a key.",
+    ]
+    for name, field in JobConfig.model_fields.items():
+        part = field.annotation
+        assert isinstance(part, type)
+        assert issubclass(part, BaseModel)
+        blocks.append(f"\n[{name}]  {(part.__doc__ or '').strip()}")
+        for key, info in part.model_fields.items():
+            if info.is_required():
+                default = "required"
+            else:
+                default = "unset" if info.default is None else f"default {_toml(info.default)}"
+            blocks.append(_entry(key, f"{_type_name(info.annotation)}, {default}", info.description or ""))
+    return "\n".join(blocks)
+
+
+def stats_schema_text() -> str:
+    """The views that `report --sql` offers: columns, types, meaning."""
+    blocks = ["Views of `batchinfer report RUN --sql`, and the Parquet files behind them in outputs/ and stats/:"]
+    for table in (OUTPUTS, *STATS_TABLES):
+        blocks.append(f"\n{table.name}: {table.doc}")
+        for column in table.columns:
+            blocks.append(_entry(column.name, str(column.type), column.doc))
+    return "\n".join(blocks)
+
+
+def _entry(name: str, kind: str, doc: str) -> str:
+    kind = "list of {token_id, logprob, top}" if len(kind) > 40 and "token_id" in kind else kind
+    head = f"  {name:<24} {kind:<34} "
+    return textwrap.fill(doc, WIDTH, initial_indent=head, subsequent_indent=" " * 62)
+
+
+def _type_name(annotation: Any) -> str:
+    """`list[str]`, `float`, `"a" | "b"` for what pydantic has as Optional, Annotated and Literal."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(f'"{value}"' for value in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(argument) for argument in arguments if argument is not type(None))
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    return TYPE_NAMES[annotation]
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,101 @@
+"""One command on one machine: its times in stats/nodes, and the signals that stop it. Called by the commands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import pyarrow as pa
+
+from batchinfer.data.parquet import table_writer
+from batchinfer.data.schemas import STATS_NODES
+from batchinfer.records import InterruptedRunError
+from batchinfer.rundir import RunDir
+
+
+class Session:
+    """Keeps one row of stats/nodes up to date from the process's start to its end, whatever the end is.
+
+    The row says 'running' until the session closes, so a killed session is seen as one.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.node = socket.gethostname()
+        self.start_s = process_start_s()
+        self.name = f"{int(self.start_s * 1000):013d}-{self.node}-{os.getpid()}"
+        self.num_ranks = 0
+        self.device: str | None = None
+        self.first_prefill_s: float | None = None
+        self._run: RunDir | None = None
+
+    def attach(self, run: RunDir) -> None:
+        """Start recording, once the run folder is known to be this job's."""
+        self._run = run
+        self.record("running")
+
+    def record(self, state: str) -> None:
+        """Publish the row with the end set to now."""
+        if self._run is None:
+            return
+        row = {
+            "session": self.name,
+            "command": self.command,
+            "node": self.node,
+            "num_ranks": self.num_ranks,
+            "device": self.device,
+            "start_s": self.start_s,
+            "first_prefill_s": self.first_prefill_s,
+            "end_s": time.time(),
+            "state": state,
+        }
+        with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
+            writer.write_table(pa.Table.from_pylist([row], schema=STATS_NODES.schema))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+        if self._run is not None and self._run.root.is_dir():
+            self.record("interrupted" if interrupted else "failed" if error is not None else "done")
+
+
+class StopSignal:
+    """SIGINT, SIGTERM and SIGUSR1 as one wish to stop.
+
+    While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
+    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.graceful = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested
+        self.requested = True
+        if not self.graceful or again:
+            raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
+
+
+def process_start_s() -> float:
+    """Unix time when this process started (its first Python line where /proc is missing)."""
+    try:
+        # field 22 of stat, counted after the parenthesised name, is the start in clock ticks since boot
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_LINE_S
+    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_FIRST_LINE_S = time.time()

@@ -1,0 +1,63 @@
+"""Spans of a run as Chrome/Perfetto JSON (`--trace`); a no-op when off. Called by the engine's loops."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from batchinfer.rundir import publish_text
+
+MAX_EVENTS = 200_000  # about 30 MB of JSON; later spans are dropped and counted
+
+
+class Tracer:
+    """Collects complete events ("ph": "X", microseconds) on named lanes."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._events: list[dict[str, Any]] = []
+        self._lanes: dict[str, int] = {}
+        self._dropped = 0
+
+    @contextmanager
+    def span(self, name: str, lane: str, **args: Any) -> Iterator[None]:
+        """Time the block as one event called `name` on `lane`."""
+        if not self.enabled:
+            yield
+            return
+        start = time.time()
+        try:
+            yield
+        finally:
+            self._add(name, lane, start, time.time() - start, args)
+
+    def write(self, path: Path) -> None:
+        """Publish everything collected so far; open it in ui.perfetto.dev."""
+        if not self.enabled:
+            return
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
+            for lane, tid in self._lanes.items()
+        ]
+        document = {"traceEvents": names + self._events, "otherData": {"dropped_events": self._dropped}}
+        publish_text(path, json.dumps(document))
+
+    def _add(self, name: str, lane: str, start_s: float, duration_s: float, args: dict[str, Any]) -> None:
+        if len(self._events) >= MAX_EVENTS:
+            self._dropped += 1
+            return
+        tid = self._lanes.setdefault(lane, len(self._lanes))
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": start_s * 1e6,
+            "dur": duration_s * 1e6,
+            "pid": 0,
+            "tid": tid,
+            "args": args,
+        }
+        self._events.append(event)

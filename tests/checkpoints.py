@@ -1,0 +1,173 @@
+"""Tiny random models in Hugging Face format, made with transformers' own save_pretrained; shared by several tests.
+
+Every weight is random and none is trivial (norms are not ones, the router's bias is not zero), so that a term left
+out or applied twice shows up in the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 512,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+V3 = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+V2 = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_shared_experts": 2}
+
+# name -> (family, what differs from BASE)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v3": ("deepseek_v3", V3),
+    "v3-no-q-lora": ("deepseek_v3", V3 | {"q_lora_rank": None, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "v3-groups": (
+        "deepseek_v3",
+        V3 | {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2},
+    ),
+    "v3-yarn": ("deepseek_v3", V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "v3-yarn-mscale": (
+        "deepseek_v3",
+        V3 | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+    ),
+    "v3-odd-sizes": (
+        "deepseek_v3",
+        V3
+        | {
+            "hidden_size": 45,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 7,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 5,
+            "moe_intermediate_size": 9,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "v3-wide": (
+        "deepseek_v3",
+        V3
+        | {
+            "hidden_size": 128,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 64,
+            "v_head_dim": 32,
+            "n_routed_experts": 32,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "v2-greedy": ("deepseek_v2", V2 | {"q_lora_rank": None}),
+    "v2-groups": (
+        "deepseek_v2",
+        V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "mlp_bias": True},
+    ),
+    "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+}
+
+
+def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **overrides: Any) -> torch.nn.Module:
+    """Write the named model to `folder` and return transformers' own float32 model of it."""
+    family, fields = MODELS[name]
+    fields = BASE | fields | overrides
+    torch.manual_seed(seed)
+    if family == "deepseek_v3":
+        model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
+    else:
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**fields))
+    model = model.float().eval()
+    model.set_experts_implementation("eager")  # the default one needs sizes that are multiples of 4
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in key:
+                tensor.copy_(_random_values(key, tensor, generator))
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json; a value of None removes the key."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not None:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that is one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the file of a checkpoint that is one file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def split_into_shards(folder: Path, num_shards: int) -> None:
+    """Replace model.safetensors by several files and their index."""
+    tensors = read_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for shard in range(num_shards):
+        file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = names[shard::num_shards]
+        save_file({name: tensors[name].contiguous() for name in part}, folder / file_name)
+        weight_map |= dict.fromkeys(part, file_name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _random_values(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(tensor.shape, generator=generator)
+    if "norm" in key:
+        return 1 + 0.2 * values
+    if "e_score_correction_bias" in key:
+        return 0.1 * values
+    if key.endswith("bias"):
+        return 0.1 * values
+    if "embed_tokens" in key:
+        return values
+    return values * 1.2 / tensor.shape[-1] ** 0.5

@@ -1,0 +1,221 @@
+"""Job files: defaults, checks, overrides, and that nothing a person can write ends in anything but a ConfigError."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.config import JobConfig, dump_job, load_job
+from batchinfer.records import ConfigError, sampling_from_json, sampling_to_json
+
+VALID = {
+    "input": {"files": ["in/*.parquet"], "id": "id", "prompt": "prompt"},
+    "output": {"dir": "run", "keep_columns": ["task"]},
+    "model": {"path": "model", "dtype": "float32"},
+    "sampling": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n\n"], "stop_token_ids": [7], "n": 2},
+    "cluster": {"mode": "colocated", "prefill_ranks": 1, "overlap": False, "commit_seconds": 5.0},
+    "kv": {"block_tokens": 128, "persist": "all"},
+    "pricing": {"gpu_hour": 2.0},
+}
+SMALLEST = """
+[input]
+files = ["a.parquet"]
+prompt = "text"
+[output]
+dir = "run"
+[model]
+path = "model"
+[sampling]
+max_tokens = 4
+"""
+
+
+def toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + "".join(f"\\U{ord(char):08X}" for char in value) + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml(key)} = {toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def write_job(folder: Path, table: dict) -> Path:
+    path = folder / "job.toml"
+    path.write_text("\n".join(f"{toml(key)} = {toml(value)}" for key, value in table.items()), encoding="utf-8")
+    return path
+
+
+def load_or_refuse(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig | None:
+    """The job, or None when it is refused in one line; any other exception fails the test."""
+    try:
+        return load_job(path, overrides)
+    except ConfigError as error:
+        assert str(error).strip()
+        assert "\n" not in str(error)
+        return None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("jobs")
+
+
+def test_the_smallest_job_gets_the_documented_defaults(tmp_path):
+    (tmp_path / "job.toml").write_text(SMALLEST)
+    job = load_job(tmp_path / "job.toml")
+    assert (job.input.id, job.input.prompt_kind, job.input.prompt_column) == ("id", "prompt", "text")
+    assert job.model.dtype == "bfloat16"
+    sampling = job.sampling.to_sampling()
+    assert sampling.is_greedy
+    assert (sampling.n, sampling.top_p, sampling.top_k, sampling.stop, sampling.logprobs) == (1, 1.0, 0, (), None)
+    assert (job.cluster.mode, job.kv.block_tokens, job.pricing.gpu_hour) == ("colocated", 64, None)
+
+
+def test_relative_paths_count_from_the_job_file(tmp_path):
+    home = tmp_path / "a [odd] folder"
+    home.mkdir()
+    job = load_job(write_job(home, VALID))
+    assert job.output.dir == str(home / "run")
+    assert job.model.path == str(home / "model")
+    # brackets of the folder must not act as a glob
+    assert job.input.files == [str(tmp_path / "a [[]odd] folder" / "in/*.parquet")]
+
+
+def test_a_dumped_job_reads_back_the_same(tmp_path):
+    table = copy.deepcopy(VALID)
+    table["sampling"]["stop"] = ['quote " and \\', "tab\t", "\x7f", "snow ☃"]
+    job = load_job(write_job(tmp_path, table))
+    (tmp_path / "again.toml").write_text(dump_job(job), encoding="utf-8")
+    assert load_job(tmp_path / "again.toml") == job
+
+
+def test_set_takes_toml_values_and_bare_words(tmp_path):
+    path = write_job(tmp_path, VALID)
+    overrides = ["sampling.max_tokens=99", "model.dtype=bfloat16", 'sampling.stop=["x", "y"]', "output.dir = other"]
+    job = load_job(path, overrides)
+    assert (job.sampling.max_tokens, job.model.dtype, job.sampling.stop) == (99, "bfloat16", ["x", "y"])
+    assert job.output.dir == str(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sampling.max_tokens=0", "sampling.max_tokens"),
+        ("sampling.max_tokens=16.0", "sampling.max_tokens"),
+        ("sampling.max_tokens=true", "sampling.max_tokens"),
+        ("sampling.temperature=nan", "sampling.temperature"),
+        ("sampling.temperature=-1", "sampling.temperature"),
+        ("sampling.top_p=0", "sampling.top_p"),
+        ("sampling.stop=['']", "sampling.stop"),
+        ("sampling.tempreature=1", "sampling.tempreature is not a known key"),
+        ("smapling.n=1", "smapling is not a known part"),
+        ("input.messages=m", "exactly one of prompt, messages, token_ids"),
+        ("input.files=[]", "input.files"),
+        ("output.keep_columns=['a', 'a']", "'a' twice"),
+        ("model.dtype=float16", "model.dtype"),
+        ("kv.block_tokens=100", "use 128"),
+        ("cluster.decode_ranks=4", "decode_ranks is 4"),
+        ("cluster.overlap=1", "cluster.overlap"),
+        ("pricing.gpu_hour=-1", "pricing.gpu_hour"),
+        ("n=1", "part.key=value"),
+        ("sampling.n", "part.key=value"),
+        ("sampling.stop=['a'", "not valid TOML"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, override, told):
+    with pytest.raises(ConfigError) as failure:
+        load_job(write_job(tmp_path, VALID), [override])
+    assert told in str(failure.value)
+
+
+def test_max_tokens_has_no_silent_default(tmp_path):
+    (tmp_path / "job.toml").write_text(SMALLEST.replace("max_tokens = 4", ""))
+    with pytest.raises(ConfigError, match=r"sampling.max_tokens is missing"):
+        load_job(tmp_path / "job.toml")
+
+
+def test_a_job_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no job file at .*missing.toml"):
+        load_job(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_job(tmp_path)
+
+
+def test_sampling_survives_json(tmp_path):
+    sampling = load_job(write_job(tmp_path, VALID)).sampling.to_sampling()
+    assert sampling_from_json(sampling_to_json(sampling)) == sampling
+
+
+# ---- whatever is written
+
+fuzz = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+scalars = (
+    st.none().map(lambda _: {})
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+parts = st.sampled_from(list(VALID))
+keys = st.sampled_from(
+    sorted({key for part in VALID.values() for key in part} | {"messages", "token_ids", "dir", "seed"})
+)
+
+
+@st.composite
+def mutated_jobs(draw):
+    table = copy.deepcopy(VALID)
+    for _ in range(draw(st.integers(1, 3))):
+        part = draw(parts)
+        how = draw(st.sampled_from(["value", "value", "value", "drop part", "drop key", "replace part", "new key"]))
+        if how == "drop part":
+            table.pop(part, None)
+        elif how == "replace part":
+            table[part] = draw(values)
+        elif isinstance(table.get(part), dict) and how == "drop key":
+            table[part].pop(draw(keys), None)
+        elif isinstance(table.get(part), dict):
+            key = (
+                draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)) if how == "new key" else draw(keys)
+            )
+            table[part][key] = draw(values)
+    return table
+
+
+@fuzz
+@given(table=mutated_jobs())
+def test_a_mutated_job_loads_or_is_refused(folder, table):
+    job = load_or_refuse(write_job(folder, table))
+    if job is not None:
+        (folder / "dumped.toml").write_text(dump_job(job), encoding="utf-8")
+        assert load_job(folder / "dumped.toml") == job
+
+
+@fuzz
+@given(content=st.binary(max_size=200) | st.text(alphabet="[]{}=\"\n.#abc012'\\", max_size=60).map(str.encode))
+@example(content=b"a = " + b"[" * 5000)
+@example(content=b"\xff\xfe")
+@example(content=b"[input]\nfiles = 1979-05-27\n")
+def test_random_bytes_as_a_job_are_refused(folder, content):
+    path = folder / "random.toml"
+    path.write_bytes(content)
+    assert load_or_refuse(path) is None
+
+
+@fuzz
+@given(
+    override=st.text(max_size=40) | st.builds("{}.{}={}".format, parts, keys, values.map(toml) | st.text(max_size=20))
+)
+@example(override="sampling.max_tokens=" + "9" * 5000)
+@example(override="sampling.n=" + "[" * 5000)
+@example(override="output.dir=\0")
+def test_any_override_loads_or_is_refused(folder, override):
+    load_or_refuse(write_job(folder, VALID), (override,))
