@@ -256,7 +256,8 @@ def _apply_override(table: dict[str, Any], text: str) -> None:
 def _override_value(raw: str, text: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
+        # ValueError: not TOML, or a number of thousands of digits
         if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:
             raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
         return raw
@@ -276,7 +277,8 @@ def _toml_value(value: Any) -> str:
 def _sentence(error: ValidationError, path: Path) -> str:
     """The first problem of a pydantic report as one sentence for the person who wrote the file."""
     problem = error.errors(include_url=False)[0]
-    names = [str(name) for name in problem["loc"]]
+    # a key with a line break in it must not break the message
+    names = [str(name) if str(name).isprintable() else repr(name) for name in problem["loc"]]
     where = ".".join(names[:2]) + "".join(f"[{name}]" for name in names[2:] if name.isdigit())
     kind, value = problem["type"], problem.get("input")
     if kind == "extra_forbidden":

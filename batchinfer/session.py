@@ -23,11 +23,15 @@ class Session:
     The row says 'running' until the session closes, so a killed session is seen as one.
     """
 
+    _sessions = 0  # of this process
+
     def __init__(self, command: str) -> None:
         self.command = command
         self.node = socket.gethostname()
-        self.start_s = process_start_s()
-        self.name = f"{int(self.start_s * 1000):013d}-{self.node}-{os.getpid()}"
+        # the first session of a process began with it: starting Python and importing count as well
+        self.start_s = time.time() if Session._sessions else process_start_s()
+        self.name = f"{int(time.time() * 1000):013d}-{self.node}-{os.getpid()}-{Session._sessions}"
+        Session._sessions += 1
         self.num_ranks = 0
         self.device: str | None = None
         self.first_prefill_s: float | None = None

@@ -57,9 +57,9 @@ def load_or_refuse(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig | N
     try:
         return load_job(path, overrides)
     except ConfigError as error:
-        assert str(error).strip()
-        assert "\n" not in str(error)
-        return None
+        lines = str(error).splitlines()
+    assert len(lines) == 1
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("n=1", "part.key=value"),
         ("sampling.n", "part.key=value"),
         ("sampling.stop=['a'", "not valid TOML"),
+        ("sampling.n=" + "9" * 5000, "sampling.n"),
     ],
 )
 def test_a_wrong_value_is_named(tmp_path, override, told):
@@ -155,7 +156,9 @@ def test_sampling_survives_json(tmp_path):
 
 # ---- whatever is written
 
-fuzz = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 scalars = (
     st.none().map(lambda _: {})
     | st.booleans()

@@ -212,8 +212,8 @@ def _inspect(index: int, path: str, name: str) -> Shard:
     try:
         size_bytes, footer = _read_footer(path)
         with pq.ParquetFile(path) as file:
-            # the Arrow schema too: a footer can be sound and hold types that Arrow does not know
-            num_rows = file.metadata.num_rows if file.schema_arrow is not None else 0
+            # the schema is asked for because a footer can be sound and hold types that Arrow does not know
+            num_rows, _ = file.metadata.num_rows, file.schema_arrow
     except DAMAGE as error:
         return Shard(index, path, name, _size(path), "", 0, _reason(error))
     return Shard(index, path, name, size_bytes, hashlib.blake2b(footer, digest_size=16).hexdigest(), num_rows)

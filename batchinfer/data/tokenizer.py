@@ -198,7 +198,7 @@ def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, i
         if place > first and (alone or chars + length > ENCODE_CHARS):
             yield first, place
             first, chars = place, 0
-        chars += ENCODE_CHARS if alone else length
+        chars += ENCODE_CHARS + 1 if alone else length
     if first < len(lengths):
         yield first, len(lengths)
 

@@ -46,7 +46,9 @@ class AttentionStep:
     prefill: tuple[PrefillSpan, ...]
     page_table: torch.Tensor | None  # [B, P] int64
     kv_tokens: torch.Tensor | None  # [B] int64
-    copy_from: torch.Tensor | None = None  # [N] int64 slots: prompts that branch inside a page take the common part over
+    copy_from: torch.Tensor | None = (
+        None  # [N] int64 slots: prompts that branch inside a page take the common part over
+    )
     copy_to: torch.Tensor | None = None
 
 

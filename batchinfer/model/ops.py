@@ -15,7 +15,7 @@ TensorOp = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation per operation; signatures and shapes are those of `batchinfer_kernels.reference`."""
+    """One implementation per operation; shapes as in `batchinfer_kernels.reference` and `reference_mla`."""
 
     linear: TensorOp
     batched_matmul: TensorOp

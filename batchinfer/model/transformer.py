@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from batchinfer_kernels.reference import PAGE_TOKENS
+from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import reference, reference_mla
 
 AUTO = "auto"
 
@@ -53,8 +53,8 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.rope,
         reference.gate,
         reference.grouped_mlp,
-        reference.mla_prefill,
-        reference.mla_decode,
+        reference_mla.mla_prefill,
+        reference_mla.mla_decode,
         reference.quantize_fp8_block,
         reference.dequantize_fp8_block,
     )

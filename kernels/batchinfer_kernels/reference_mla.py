@@ -1,0 +1,162 @@
+"""Latent attention over pages in plain PyTorch, both forms; the oracle for faster versions like the rest of reference.
+
+Sums over keys go page by page in ascending order (64 keys at a time), so that a page of masked keys behind a row adds
+exactly nothing and a row's result does not depend on how far the pages of its neighbours reach.
+"""
+
+# T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
+# C latent width, W = C + R, B requests (or heads), Q query tokens per request, L rows per batch
+# P pages, S = 64 tokens per page, X = P * S keys
+
+from __future__ import annotations
+
+import torch
+
+from batchinfer_kernels.reference import ROW_MULTIPLE, batched_matmul, linear
+
+PAGE_TOKENS = 64
+
+# Most attention scores held at once (float32: 16 MB); decides how many queries or requests go into one piece.
+_MAX_SCORES = 4 * 2**20
+_MAX_QUERY_TILE = 128
+_MAX_DECODE_VALUES = 8 * 2**20
+
+
+def mla_prefill(
+    q_THA: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids_P: torch.Tensor,
+    positions_T: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    *,
+    context_tokens: int,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of one request's chunk in the plain form: per-head keys and values from the latents.
+
+    DeepSeek-V2 report section 2.1. The chunk's own latents must already stand in the pages.
+
+    Args:
+        q_THA: [T, H, N + R], rotary part last.
+        pages: [num_pages, S, C + R], one layer.
+        page_ids_P: [ceil(context_tokens / S)] int64, the request's pages in order.
+        positions_T: [T] int64; a token sees the keys at its own position and before.
+        kv_b_HZC: [H, N + V, C], from latent to key (N rows), then value (V rows).
+        context_tokens: tokens in the pages, this chunk included; what stands behind them is ignored.
+        v_dim: V.
+        scale: factor on the scores.
+
+    Returns:
+        [T, H, V] in the dtype of q.
+    """
+    num_tokens, num_heads, _ = q_THA.shape
+    latent_dim, rope_dim = kv_b_HZC.shape[-1], pages.shape[-1] - kv_b_HZC.shape[-1]
+    latent_XW = pages[page_ids_P].flatten(0, 1)
+    latent_XW[context_tokens:] = 0  # leftovers of earlier owners; even inf must not reach a product
+    kv_XHZ = linear(latent_XW[:, :latent_dim], kv_b_HZC.flatten(0, 1)).unflatten(-1, (num_heads, -1)).float()
+    k_nope_XHN, v_XHV = kv_XHZ.split([kv_XHZ.shape[-1] - v_dim, v_dim], dim=-1)
+    k_rope_XHR = latent_XW[:, None, latent_dim:].float().expand(-1, num_heads, rope_dim)
+    k_HXA = torch.cat([k_nope_XHN, k_rope_XHR], dim=-1).transpose(0, 1).contiguous()
+    v_HPSV = v_XHV.transpose(0, 1).contiguous().unflatten(1, (-1, PAGE_TOKENS))
+
+    out_THV = q_THA.new_empty(num_tokens, num_heads, v_dim)
+    tile = _query_tile(num_heads * k_HXA.shape[1])
+    for start in range(0, num_tokens, tile):
+        rows = slice(start, min(start + tile, num_tokens))
+        # The tile's own positions bound its pages, in host arithmetic: a chunk is a run of consecutive positions.
+        num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
+        q_HTA = q_THA[rows].transpose(0, 1).float()
+        seen_TX = _key_positions(num_keys, pages.device) <= positions_T[rows, None]
+        out_HTV = _attend(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
+        out_THV[rows] = out_HTV.transpose(0, 1).to(q_THA.dtype)
+    return out_THV
+
+
+def mla_decode(
+    q_THW: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    kv_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of many requests in the absorbed form: queries meet the latents directly.
+
+    DeepSeek-V2 report section 2.1.2: one shared key of width C + R per token, whose first C values are the value too.
+
+    Args:
+        q_THW: [B * Q, H, C + R], request-major, queries already multiplied by the key up-projection.
+        pages: [num_pages, S, C + R], one layer.
+        page_table_BP: [B, P] int64, pages of each request in order; padding is any valid page.
+        kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included.
+        positions_T: [B * Q] int64; a token sees the keys at its own position and before.
+        latent_dim: C.
+        scale: factor on the scores.
+
+    Returns:
+        [B * Q, H, C] in the dtype of q, to be multiplied by the value up-projection.
+    """
+    num_requests, num_pages = page_table_BP.shape
+    num_rows, num_heads, width = q_THW.shape
+    out_THC = q_THW.new_empty(num_rows, num_heads, latent_dim)
+    if num_requests == 0:
+        return out_THC
+    num_queries = num_rows // num_requests
+    num_keys = num_pages * PAGE_TOKENS
+    keys_X = _key_positions(num_keys, pages.device)
+    piece = max(1, _MAX_DECODE_VALUES // (num_keys * (width + num_queries * num_heads)))
+    for start in range(0, num_requests, piece):
+        stop = min(start + piece, num_requests)
+        rows = slice(start * num_queries, stop * num_queries)
+        latent_BXW = pages[page_table_BP[start:stop]].flatten(1, 2)
+        latent_BXW.masked_fill_((keys_X >= kv_tokens_B[start:stop, None])[..., None], 0)
+        latent_BXW = latent_BXW.float()
+        # all heads of a request share its keys, so they are rows of one product
+        q_BLW = q_THW[rows].unflatten(0, (-1, num_queries)).flatten(1, 2).float()
+        seen_BQX = keys_X <= positions_T[rows].view(-1, num_queries, 1)
+        seen_BLX = seen_BQX[:, :, None].expand(-1, -1, num_heads, -1).flatten(1, 2)
+        v_BPSC = latent_BXW[..., :latent_dim].unflatten(1, (num_pages, PAGE_TOKENS))
+        out_BLC = _attend(q_BLW, latent_BXW, v_BPSC, seen_BLX, scale)
+        out_THC[rows] = out_BLC.reshape(-1, num_heads, latent_dim).to(q_THW.dtype)
+    return out_THC
+
+
+def _attend(
+    q_BLA: torch.Tensor, k_BXA: torch.Tensor, v_BPSV: torch.Tensor, seen_LX: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries.
+
+    Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]; returns [B, L, V].
+    """
+    num_pages = v_BPSV.shape[1]
+    scores_BLX = batched_matmul(q_BLA, k_BXA.transpose(1, 2)) * scale
+    scores_BLX.masked_fill_(~seen_LX, -torch.inf)
+    peak_BL1 = scores_BLX.amax(-1, keepdim=True)
+    weights_BLX = scores_BLX.double().sub_(peak_BL1).exp_().float()
+
+    weights_BLPS = weights_BLX.unflatten(-1, (num_pages, PAGE_TOKENS))
+    totals_BLP = weights_BLPS.sum(-1, dtype=torch.float64)
+    weights_PBLS = weights_BLPS.permute(2, 0, 1, 3).contiguous()
+    total_BL = torch.zeros_like(totals_BLP[:, :, 0])
+    out_BLV = total_BL.new_zeros(*total_BL.shape, v_BPSV.shape[-1])
+    for page in range(num_pages):
+        total_BL += totals_BLP[:, :, page]
+        out_BLV += batched_matmul(weights_PBLS[page], v_BPSV[:, page])
+    return (out_BLV / total_BL[..., None]).float()
+
+
+def _query_tile(scores_per_query: int) -> int:
+    """Queries worked on together: as many as the bound on scores allows, in whole steps of the row multiple."""
+    fitting = _MAX_SCORES // max(1, scores_per_query) // ROW_MULTIPLE * ROW_MULTIPLE
+    return min(max(fitting, ROW_MULTIPLE), _MAX_QUERY_TILE)
+
+
+def _whole_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+def _key_positions(num_keys: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(num_keys, device=device)

@@ -1,0 +1,96 @@
+"""The least an engine does, for tests of the model: gives each request shuffled pages and builds its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, StepOutput, Transformer
+
+
+class PagedRequests:
+    """Some requests with pages in shuffled order; `logits[i]` collects what was computed for request i."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[torch.Tensor],
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        garbage: float = 0.0,
+    ):
+        self.model = model
+        self.tokens = [prompt.tolist() for prompt in prompts]
+        self.num_done = [0] * len(prompts)
+        self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+        num_pages = [-(-(len(prompt) + max_new_tokens) // PAGE_TOKENS) for prompt in prompts]
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = torch.randperm(sum(num_pages) + 3, generator=generator)
+        self.page_ids = list(shuffled[: sum(num_pages)].split(num_pages))
+        self.pages = model.new_pages(len(shuffled))
+        if garbage:
+            self.pages.normal_(generator=generator).mul_(garbage)
+
+    def prefill(self, order: Sequence[int], chunks: Sequence[int]) -> None:
+        """Compute all prompts, several requests per step, the k-th step of request i with chunk (i + k) of `chunks`."""
+        round_index = 0
+        while pending := [i for i in order if self.num_done[i] < len(self.tokens[i])]:
+            sizes = {
+                i: min(chunks[(i + round_index) % len(chunks)], len(self.tokens[i]) - self.num_done[i]) for i in pending
+            }
+            self.prefill_step(pending, sizes)
+            round_index += 1
+
+    def prefill_step(self, order: Sequence[int], sizes: dict[int, int]) -> StepOutput:
+        """One step that computes the next `sizes[i]` tokens of each request in `order`."""
+        spans, rows, start = [], [], 0
+        for i in order:
+            context = self.num_done[i] + sizes[i]
+            spans.append(PrefillSpan(start, sizes[i], context, self.page_ids[i][: -(-context // PAGE_TOKENS)]))
+            rows += [(i, position) for position in range(self.num_done[i], context)]
+            start += sizes[i]
+        output = self.model.forward(self._step(rows, prefill=tuple(spans)), self.pages)
+        self._keep(order, sizes, output)
+        return output
+
+    def decode_step(self, order: Sequence[int], num_queries: int = 1) -> StepOutput:
+        """One step that computes the next `num_queries` tokens (already in `tokens`) of each request in `order`."""
+        rows = [(i, self.num_done[i] + query) for i in order for query in range(num_queries)]
+        width = max((len(self.page_ids[i]) for i in order), default=1)
+        table = torch.zeros(len(order), width, dtype=torch.int64)
+        for row, i in enumerate(order):
+            table[row, : len(self.page_ids[i])] = self.page_ids[i]
+        kv_tokens = torch.tensor([self.num_done[i] + num_queries for i in order], dtype=torch.int64)
+        output = self.model.forward(self._step(rows, page_table=table, kv_tokens=kv_tokens), self.pages)
+        self._keep(order, dict.fromkeys(order, num_queries), output)
+        return output
+
+    def decode_greedily(self, order: Sequence[int], num_tokens: int) -> None:
+        """Append the best token and compute it, `num_tokens` times for all requests in `order`."""
+        for _ in range(num_tokens):
+            for i in order:
+                self.tokens[i].append(int(self.logits[i][-1][-1].argmax()))
+            self.decode_step(order)
+
+    def all_logits(self, i: int) -> torch.Tensor:
+        """[tokens so far, vocabulary] float32."""
+        return torch.cat(self.logits[i])
+
+    def _step(self, rows: list[tuple[int, int]], **kind) -> StepInput:
+        return StepInput(
+            tokens=torch.tensor([self.tokens[i][position] for i, position in rows], dtype=torch.int64),
+            positions=torch.tensor([position for _, position in rows], dtype=torch.int64),
+            slots=torch.tensor([self._slot(i, position) for i, position in rows], dtype=torch.int64),
+            logit_rows=torch.arange(len(rows)),
+            **kind,
+        )
+
+    def _slot(self, i: int, position: int) -> int:
+        return int(self.page_ids[i][position // PAGE_TOKENS]) * PAGE_TOKENS + position % PAGE_TOKENS
+
+    def _keep(self, order: Sequence[int], sizes: dict[int, int], output: StepOutput) -> None:
+        for i, part in zip(order, output.logits.split([sizes[i] for i in order]), strict=True):
+            self.logits[i].append(part)
+            self.num_done[i] += sizes[i]

@@ -1,0 +1,134 @@
+"""The import rule: which room may import which, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "batchinfer"
+
+# What a module (or every module of a room) may import from batchinfer besides its own room.
+BASE = {"records"}
+FILES = {"records", "config", "rundir"}
+RUN = FILES | {"session", "progress", "trace", "fingerprint"}
+ALLOWED = {
+    "records": set(),
+    "config": BASE,
+    "rundir": BASE,
+    "progress": set(),
+    "trace": FILES,
+    "fingerprint": FILES,
+    "session": FILES | {"data"},
+    "schema": FILES | {"data"},
+    "data": FILES,
+    "plan": RUN | {"data", "balance", "model.config"},
+    "parallel": BASE,
+    "model": BASE | {"parallel"},
+    "kv": FILES,
+    "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
+    "finish": RUN | {"data", "engine.claims"},
+    "report": FILES | {"data"},
+    "doctor": FILES | {"engine"},
+    "cli": None,  # one function per command, checked below
+}
+MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor"}
+NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema"} | {
+    "data",
+    "plan",
+    "report",
+    "finish",
+}
+STANDARD_LIBRARY_ONLY = {"records"}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        if name:
+            yield name, path
+
+
+def imports_of(path):
+    """Every imported module by full name, those under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def room_of(name):
+    return name.split(".")[0]
+
+
+MODULES = dict(modules())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_room_imports_only_what_the_rule_allows(name):
+    room = room_of(name)
+    assert room in ALLOWED, f"{name}: say in this test what the room {room} may import"
+    allowed = ALLOWED[room]
+    for imported in imports_of(MODULES[name]):
+        if imported == "batchinfer_kernels" or imported.startswith("batchinfer_kernels."):
+            assert room in MAY_IMPORT_KERNELS, f"{name} imports {imported}"
+        if not imported.startswith("batchinfer."):
+            continue
+        inner = imported.removeprefix("batchinfer.")
+        if allowed is None or room_of(inner) == room:
+            continue
+        assert any(inner == item or inner.startswith(item + ".") for item in allowed), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) in NO_TORCH])
+def test_rooms_that_run_on_a_login_node_never_import_torch(name):
+    assert not any(imported.split(".")[0] == "torch" for imported in imports_of(MODULES[name]))
+
+
+@pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))
+def test_records_imports_only_the_standard_library(name):
+    outside = [item for item in imports_of(MODULES[name]) if item.split(".")[0] not in sys.stdlib_module_names]
+    assert outside == []
+
+
+def test_the_model_never_imports_kv():
+    for name in (name for name in MODULES if room_of(name) == "model"):
+        assert not any(imported.startswith("batchinfer.kv") for imported in imports_of(MODULES[name])), name
+
+
+def test_the_kernels_import_only_torch_and_themselves():
+    for path in (ROOT / "kernels" / "batchinfer_kernels").rglob("*.py"):
+        for imported in imports_of(path):
+            top = imported.split(".")[0]
+            assert top in {"torch", "batchinfer_kernels"} or top in sys.stdlib_module_names, f"{path}: {imported}"
+
+
+def test_there_is_no_package_called_kernels():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_nothing_unpickles_or_runs_foreign_code():
+    forbidden = ("pickle", "marshal", "shelve", "dill")
+    for name, path in MODULES.items():
+        assert not any(imported.split(".")[0] in forbidden for imported in imports_of(path)), name
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            assert ast.unparse(call.func) not in {"eval", "exec", "os.system", "os.popen"}, name
+            assert not any(keyword.arg == "shell" for keyword in call.keywords), name
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "batchinfer.cli",
+        "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
+        "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
+    ],
+)
+def test_commands_that_compute_nothing_start_without_torch(modules):
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

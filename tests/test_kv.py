@@ -1,0 +1,119 @@
+"""Pages and the prefix tree: who holds what, what is found, what may be given back."""
+
+import random
+
+import pytest
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.pages import PagePool, pages_for
+from batchinfer.kv.prefix_tree import PrefixTree
+
+
+def test_pages_for_rounds_up():
+    assert [pages_for(count) for count in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+def test_a_page_is_free_when_its_last_holder_lets_go():
+    pool = PagePool(2)
+    (page,) = pool.reserve(1)
+    pool.share(page)
+    pool.release(page)
+    assert pool.num_free == 1
+    pool.release(page)
+    assert pool.num_free == 2
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(page)
+
+
+def prompt(*parts):
+    """Tokens of parts like ("s", 100): 100 tokens that only the part called s has."""
+    return [hash((name, place)) % 2**31 for name, count in parts for place in range(count)]
+
+
+def insert(tree, pool, tokens):
+    pages = pool.reserve(pages_for(len(tokens)))
+    tree.insert(tokens, pages)
+    return pages
+
+
+def test_matches_are_found_by_token_but_never_whole_prompts():
+    #   system (100 tokens) = one full page + 36 tokens
+    pool = PagePool(16)
+    tree = PrefixTree(pool)
+    first = prompt(("system", 100), ("a", 10))
+    pages = insert(tree, pool, first)
+
+    match = tree.match(prompt(("system", 100), ("b", 10)))
+    assert [node.page for node in match.full] == pages[:1]
+    assert (match.branch.page, match.num_branch_tokens) == (pages[1], 36)
+    assert match.num_tokens == 100
+
+    again = tree.match(first)  # all but the last token, which must run
+    assert again.num_tokens == 109
+    assert tree.match(prompt(("other", 50))).num_tokens == 0
+    whole_page = prompt(("system", 64))
+    assert tree.match(whole_page).num_tokens == 63
+
+
+def test_room_is_made_leaves_first_and_never_from_running_sequences():
+    pool = PagePool(4)
+    tree = PrefixTree(pool)
+    first = prompt(("system", 64), ("a", 64))
+    second = prompt(("system", 64), ("b", 64))
+    held = insert(tree, pool, first)
+    # the second prompt shares the system page and brings one of its own
+    match = tree.match(second)
+    pages = tree.hold(match) + pool.reserve(1)
+    tree.insert(second, pages)
+    for page in held:
+        pool.release(page)  # the first sequence has finished
+
+    assert pool.num_free == 1
+    assert tree.make_room(2)  # gives back a's page
+    assert pool.num_free == 2
+    assert tree.match(second).num_tokens == 127
+    assert not tree.make_room(3)  # system and b are held by the second sequence
+    for page in pages:
+        pool.release(page)
+    assert tree.make_room(4)
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_use_never_loses_or_doubles_a_page(seed):
+    rng = random.Random(seed)
+    pool = PagePool(40)
+    tree = PrefixTree(pool)
+    running, known = [], []
+    for _ in range(200):
+        if running and rng.random() < 0.45:
+            for page in running.pop(rng.randrange(len(running))):
+                pool.release(page)
+            continue
+        tokens = prompt((f"s{rng.randrange(3)}", rng.randrange(0, 150)), (f"u{rng.randrange(6)}", rng.randrange(1, 80)))
+        match = tree.match(tokens)
+        limit = len(tokens) - 1
+        oracle = max((common(tokens, other) for other in known), default=0)
+        assert match.num_tokens <= min(oracle, limit)
+        held = tree.hold(match)
+        need = pages_for(len(tokens)) - len(held)
+        if not tree.make_room(need, keep=match.branch):
+            for page in held:
+                pool.release(page)
+            continue
+        pages = held + pool.reserve(need)
+        tree.insert(tokens, pages)
+        running.append(pages)
+        known.append(tokens)
+    for page in (page for pages in running for page in pages):
+        pool.release(page)
+    assert tree.make_room(40)
+    assert pool.num_free == 40
+    assert PAGE_TOKENS == 64
+
+
+def common(left, right):
+    for place, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return place
+    return min(len(left), len(right))

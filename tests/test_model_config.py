@@ -1,0 +1,327 @@
+"""Reading config.json: the spellings that exist, the values that follow from it, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from batchinfer.model.config import load_model_config
+from batchinfer.records import ModelError
+
+# The 671B model as first published (original key names, YaRN from 4K to 160K).
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+# V2-Lite, original key names.
+V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+REMOVE = object()
+YARN = V3["rope_scaling"]
+
+
+def load(folder, base, **patch):
+    values = {key: value for key, value in (base | patch).items() if value is not REMOVE}
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_model_config(folder)
+
+
+def test_the_671b_model(tmp_path):
+    config = load(tmp_path, V3)
+    assert config.family == "deepseek_v3"
+    assert config.latent_dim == 576
+    assert config.qk_head_dim == 192
+    assert config.kv_bytes_per_token(2) == 70_272
+    assert config.num_moe_layers == 58
+    assert [config.is_moe_layer(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+    assert config.max_positions == 163_840
+    assert config.eos_token_ids == (1,)
+    assert config.fp8_block == (128, 128)
+    assert config.num_mtp_layers == 1
+    # 192 ** -0.5 * (0.1 * ln 40 + 1) ** 2
+    assert config.softmax_scale == pytest.approx(0.1352, abs=1e-4)
+    assert config.rope.cos_sin_scale == 1.0
+
+
+def test_v2_lite(tmp_path):
+    config = load(tmp_path, V2)
+    assert (config.family, config.topk_method, config.scoring_func) == ("deepseek_v2", "greedy", "softmax")
+    assert config.q_lora_rank is None
+    assert config.fp8_block is None
+    assert config.num_mtp_layers == 0
+    assert config.softmax_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+
+
+def test_new_key_names_mean_the_same_as_the_original_ones(tmp_path):
+    renamed = {
+        "rope_theta": REMOVE,
+        "rope_scaling": REMOVE,
+        "rope_parameters": {key: value for key, value in YARN.items() if key != "type"}
+        | {"rope_type": "yarn", "rope_theta": 10000.0},
+        "num_nextn_predict_layers": REMOVE,
+        "num_mtp_layers": 1,
+        "n_routed_experts": REMOVE,
+        "num_local_experts": 256,
+        "topk_method": REMOVE,
+        "scoring_func": REMOVE,
+        "qk_head_dim": 192,
+        "head_dim": 64,
+    }
+    assert load(tmp_path, V3, **renamed) == load(tmp_path, V3)
+    assert load(tmp_path, V3, n_routed_experts=REMOVE, num_experts=256) == load(tmp_path, V3)
+    assert load(tmp_path, V2, topk_method=REMOVE, scoring_func=None) == load(tmp_path, V2)
+
+
+@pytest.mark.parametrize(
+    ("base", "patch", "expected"),
+    [
+        (V3, {"rope_scaling": None}, {"softmax_scale": 192**-0.5}),
+        (V3, {"rope_scaling": {"type": "default"}}, {"softmax_scale": 192**-0.5}),
+        (V3, {"rope_scaling": {}}, {"softmax_scale": 192**-0.5}),
+        (V3, {"eos_token_id": [1, 5, 1]}, {"eos_token_ids": (1, 5)}),
+        (V3, {"eos_token_id": None}, {"eos_token_ids": ()}),
+        (V3, {"num_key_value_heads": None}, {"num_attention_heads": 128}),
+        (V3, {"n_shared_experts": None}, {"n_shared_experts": 0}),
+        (V3, {"n_routed_experts": None}, {"num_moe_layers": 0}),
+        (V3, {"first_k_dense_replace": 61}, {"num_moe_layers": 0}),
+        (V3, {"moe_layer_freq": 2}, {"num_moe_layers": 29}),
+        (V3, {"n_group": 1, "topk_group": 1}, {"n_group": 1}),
+        (V3, {"model_type": REMOVE}, {"family": "deepseek_v3"}),
+        (V3, {"architectures": REMOVE}, {"family": "deepseek_v3"}),
+        (V3, {"quantization_config": None}, {"fp8_block": None}),
+        (V3, {"rms_norm_eps": REMOVE}, {"rms_norm_eps": 1e-6}),
+        (V2, {"n_group": None, "topk_group": None}, {"n_group": 1, "topk_group": 1}),
+        (V2, {"mlp_bias": True}, {"mlp_bias": True}),
+        (V2, {"norm_topk_prob": REMOVE}, {"norm_topk_prob": False}),
+    ],
+)
+def test_accepted_variations(tmp_path, base, patch, expected):
+    config = load(tmp_path, base, **patch)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+REFUSED = [
+    # the family
+    (V3, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ["model_type", '"llama"', "deepseek_v3"]),
+    (V3, {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}, ["model_type", "deepseek_v32"]),
+    (V3, {"model_type": REMOVE, "architectures": REMOVE}, ["model_type", "null"]),
+    (V3, {"model_type": "deepseek_v2"}, ["model_type", "architectures", "DeepseekV3ForCausalLM"]),
+    (V3, {"model_type": 3}, ["model_type", "3", "string"]),
+    (V3, {"architectures": "DeepseekV3ForCausalLM"}, ["architectures", "list"]),
+    # attention
+    (V3, {"hidden_act": "gelu"}, ["hidden_act", '"gelu"', '"silu"']),
+    (V3, {"num_key_value_heads": 8}, ["num_key_value_heads", "8", "num_attention_heads"]),
+    (V3, {"qk_rope_head_dim": 63}, ["qk_rope_head_dim", "63", "even"]),
+    (V3, {"qk_head_dim": 128}, ["qk_head_dim", "128", "qk_nope_head_dim + qk_rope_head_dim"]),
+    (V3, {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.rope_type", '"linear"', '"yarn"']),
+    (V3, {"rope_scaling": YARN | {"rope_type": "default"}}, ["rope_scaling.type", '"yarn"', "rope_type"]),
+    (V3, {"rope_scaling": YARN | {"factor": 0.5}}, ["rope_scaling.factor", "0.5", "at least 1"]),
+    (V3, {"rope_scaling": YARN | {"factor": None}}, ["rope_scaling.factor", "missing"]),
+    (V3, {"rope_scaling": YARN | {"factor": True}}, ["rope_scaling.factor", "true", "number"]),
+    (V3, {"rope_scaling": YARN | {"beta_fast": 0.5}}, ["rope_scaling.beta_fast", "0.5", "beta_slow"]),
+    (
+        V3,
+        {"rope_scaling": YARN | {"original_max_position_embeddings": None}},
+        ["rope_scaling.original_max_position_embeddings", "missing"],
+    ),
+    (
+        V3,
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 200_000}},
+        ["original_max_position_embeddings", "200000", "163840"],
+    ),
+    (V3, {"rope_scaling": "yarn"}, ["rope_scaling", '"yarn"', "object"]),
+    (V3, {"rope_scaling": YARN | {"rope_theta": 5e5}}, ["rope_scaling.rope_theta", "500000", "10000"]),
+    (V3, {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters and rope_scaling", "different"]),
+    (V3, {"rope_theta": -1}, ["rope_theta", "-1", "above 1"]),
+    (V3, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "1.0"]),
+    (V2, {"rope_interleave": False}, ["rope_interleave", "false"]),
+    (V3, {"rope_interleave": 1}, ["rope_interleave", "1", "true or false"]),
+    (V3, {"rms_norm_eps": 0}, ["rms_norm_eps", "0", "above 0"]),
+    # experts
+    (V3, {"scoring_func": "softmax"}, ["scoring_func", '"softmax"', "sigmoid"]),
+    (V2, {"scoring_func": "sigmoid"}, ["scoring_func", '"sigmoid"', "softmax", "greedy"]),
+    (V3, {"scoring_func": "tanh"}, ["scoring_func", '"tanh"']),
+    (V3, {"topk_method": "greedy"}, ["topk_method", '"greedy"', "noaux_tc"]),
+    (V2, {"topk_method": "noaux_tc"}, ["topk_method", '"noaux_tc"', "greedy or group_limited_greedy"]),
+    (V3, {"n_group": 7}, ["n_group", "7", "divisor", "256"]),
+    (V3, {"topk_group": 9}, ["topk_group", "9", "at most", "8"]),
+    (V3, {"num_experts_per_tok": 129}, ["num_experts_per_tok", "129", "128"]),
+    (V2, {"num_experts_per_tok": 65}, ["num_experts_per_tok", "65", "64"]),
+    (V3, {"n_group": 256, "topk_group": 8}, ["n_group", "256", "groups of at least 2"]),
+    (V2, {"topk_method": "group_limited_greedy", "n_group": None}, ["n_group", "missing"]),
+    (V3, {"first_k_dense_replace": 62}, ["first_k_dense_replace", "62", "61"]),
+    (V3, {"num_local_experts": 128}, ["num_local_experts", "128", "n_routed_experts = 256"]),
+    (V3, {"num_mtp_layers": 2}, ["num_mtp_layers", "2", "num_nextn_predict_layers = 1"]),
+    (V3, {"mlp_bias": True}, ["mlp_bias", "true", "false"]),
+    (V3, {"moe_layer_freq": 0}, ["moe_layer_freq", "0"]),
+    (V3, {"routed_scaling_factor": "2.5"}, ["routed_scaling_factor", '"2.5"', "number"]),
+    (V3, {"routed_scaling_factor": REMOVE}, ["routed_scaling_factor", "missing"]),
+    # sizes and kinds
+    (V3, {"hidden_size": REMOVE}, ["hidden_size", "missing"]),
+    (V3, {"hidden_size": None}, ["hidden_size", "null"]),
+    (V3, {"hidden_size": "7168"}, ["hidden_size", '"7168"', "whole number"]),
+    (V3, {"hidden_size": 7168.0}, ["hidden_size", "7168.0", "whole number"]),
+    (V3, {"hidden_size": True}, ["hidden_size", "true", "whole number"]),
+    (V3, {"hidden_size": -1}, ["hidden_size", "-1"]),
+    (V3, {"vocab_size": 10**30}, ["vocab_size", "1000000"]),
+    (V3, {"num_hidden_layers": 10**6}, ["num_hidden_layers", "1000000", "1000"]),
+    (V3, {"n_routed_experts": REMOVE}, ["n_routed_experts", "missing"]),
+    (V3, {"n_shared_experts": -1}, ["n_shared_experts", "-1"]),
+    (V3, {"eos_token_id": 129_280}, ["eos_token_id", "129280", "129279"]),
+    (V3, {"eos_token_id": [1, True]}, ["eos_token_id", "true"]),
+    (V3, {"tie_word_embeddings": "no"}, ["tie_word_embeddings", '"no"', "true or false"]),
+    # quantisation
+    (V3, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.quant_method", "gptq"]),
+    (V3, {"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "missing", "[128, 128]"]),
+    (
+        V3,
+        {"quantization_config": V3["quantization_config"] | {"weight_block_size": [1, 128]}},
+        ["quantization_config.weight_block_size", "[1, 128]", "[128, 128]"],
+    ),
+    (
+        V3,
+        {"quantization_config": V3["quantization_config"] | {"activation_scheme": "static"}},
+        ["activation_scheme", "static", "dynamic"],
+    ),
+    (V3, {"quantization_config": V3["quantization_config"] | {"fmt": "e5m2"}}, ["fmt", "e5m2", "e4m3"]),
+    (V3, {"quantization_config": [8]}, ["quantization_config", "[8]", "object"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "patch", "words"), REFUSED, ids=[f"{k}-{'+'.join(p)}" for k, (_, p, _) in enumerate(REFUSED)]
+)
+def test_refusals_name_file_key_value_and_what_is_supported(tmp_path, base, patch, words):
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, base, **patch)
+    message = str(error.value)
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b'{"hidden_size": NaN}', "NaN"),
+        (b'{"rope_theta": -Infinity}', "Infinity"),
+        (b"[1]", "JSON object"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_no_json_object(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        load_model_config(tmp_path)
+
+
+def test_numbers_too_large_for_a_float_are_refused(tmp_path):
+    text = json.dumps(V3).replace('"rope_theta": 10000', '"rope_theta": 1e999')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="rope_theta is Infinity"):
+        load_model_config(tmp_path)
+
+
+def test_a_missing_file_or_folder(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        load_model_config(tmp_path / "nowhere")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model_config(tmp_path)
+
+
+def test_reading_a_config_does_not_import_torch():
+    code = "import sys, batchinfer.model.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
