@@ -267,10 +267,6 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("stopped; run the same command to go on", err=True)
         sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # the reader of stdout (head, less) has gone; that is its right
-        sys.stderr.close()
-        sys.exit(ExitCode.OK)
     except Exception:
         traceback.print_exc()
         click.echo("error: batchinfer failed; the lines above say where. What was finished is kept.", err=True)

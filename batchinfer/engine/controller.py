@@ -249,9 +249,11 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
         ConfigError: there is no such file or folder, or the job has no plan yet.
     """
     if target.is_dir():
-        if not (target / "job.toml").exists():
-            raise ConfigError(f"{target} is not a run folder (no job.toml in it); give a job file or a run folder")
-        target = target / "job.toml"
+        run = RunDir(target.absolute())
+        if not run.run_json.exists() or not run.job.exists():
+            raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
+        # the folder itself counts, not the output.dir written in it: it may have been moved
+        return run, load_job(run.job, overrides)
     job = load_job(target, overrides)
     run = RunDir(Path(job.output.dir))
     if not run.run_json.exists():

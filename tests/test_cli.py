@@ -1,0 +1,174 @@
+"""The command itself: help, usage errors, one-sentence messages, documents on stdout."""
+
+import json
+import os
+import re
+
+import pytest
+from jobs import batchinfer, start, write_job, write_questions, write_shard
+
+COMMANDS = ("plan", "work", "finish", "run", "report", "schema", "doctor")
+
+
+def test_help_names_every_command_and_the_exit_codes():
+    text = batchinfer("--help").out
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", text, re.M), command
+    assert "interrupted; the same command goes on" in text
+    assert batchinfer().out == text or batchinfer().code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    ended = batchinfer(command, "--help")
+    assert ended.code == 0
+    assert len(ended.out.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["run"], ["run", "a.toml", "--bogus"], ["report"], ["plan", "a", "b"]]
+)
+def test_wrong_usage_ends_with_2(arguments):
+    ended = batchinfer(*arguments)
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+
+
+def sentence(ended):
+    """The one line that a bad job gets."""
+    lines = ended.err.strip().splitlines()
+    assert len(lines) == 1, ended.err
+    assert lines[0].startswith("error: ")
+    assert ended.out == ""
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": {"max_tokens": None}}, ["sampling.max_tokens", "missing"]),
+        ({"sampling": {"max_tokens": 0}}, ["sampling.max_tokens", "0"]),
+        ({"sampling": {"max_tokens": "many"}}, ["sampling.max_tokens", "many"]),
+        ({"sampling": {"temprature": 1}}, ["sampling.temprature", "not a known key"]),
+        ({"sampeling": {"n": 1}}, ["sampeling", "not a known part"]),
+        ({"input": {"messages": "m"}}, ["prompt", "messages", "exactly one"]),
+        ({"input": {"files": ["nowhere/*.parquet"]}}, ["nowhere/*.parquet", "no file"]),
+        ({"input": {"files": []}}, ["input.files"]),
+        ({"model": {"path": "nowhere"}}, ["nowhere"]),
+        ({"model": {"dtype": "int3"}}, ["model.dtype", "int3"]),
+        ({"output": {"keep_columns": ["bogus"]}}, ["keep_columns", "bogus"]),
+        ({"output": {"keep_columns": ["id"]}}, ["keep_columns", "'id'"]),
+        ({"cluster": {"decode_ranks": 4}}, ["decode_ranks", "4"]),
+        ({"cluster": {"backend": "abacus"}}, ["abacus"]),
+        ({"cluster": {"page_bytes": 1}}, ["page_bytes", "at least"]),
+        ({"kv": {"block_tokens": 100}}, ["block_tokens", "128"]),
+    ],
+)
+def test_a_bad_job_gets_one_sentence_that_names_what_is_wrong(tmp_path, changes, words):
+    write_questions(tmp_path / "prompts", (2,))
+    ended = batchinfer("run", write_job(tmp_path, **changes))
+    assert ended.code == 2, ended.err
+    lines = [line for line in ended.err.strip().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+
+
+def test_missing_things_are_named(tmp_path):
+    assert "nowhere.toml" in sentence(batchinfer("run", tmp_path / "nowhere.toml"))
+    assert "batchinfer plan" in sentence(batchinfer("work", write_job(tmp_path)))
+    assert "not a run folder" in sentence(batchinfer("finish", tmp_path))
+    assert "run folder" in sentence(batchinfer("report", tmp_path))
+
+
+def test_an_output_folder_with_other_files_in_it_is_left_alone(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 2
+    assert "holds files but no run" in ended.err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_set_takes_toml_values_and_bare_words(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    options = ["--set", "output.dir=elsewhere", "--set", "sampling.max_tokens=2", "--set", 'sampling.stop=["x", "y"]']
+    assert batchinfer("run", write_job(tmp_path), *options).code == 0
+    assert (tmp_path / "elsewhere" / "outputs" / "part-0.parquet").exists()
+    text = (tmp_path / "elsewhere" / "job.toml").read_text()
+    assert "max_tokens = 2" in text
+    assert 'stop = ["x", "y"]' in text
+
+
+def test_the_run_folders_job_is_complete_and_absolute(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    moved = tmp_path / "somewhere"
+    moved.mkdir()
+    before = os.getcwd()
+    os.chdir(moved)
+    try:
+        assert batchinfer("work", "../run").code == 0
+        assert batchinfer("finish", "../run").code == 0
+    finally:
+        os.chdir(before)
+
+
+def test_results_go_to_stdout_and_everything_else_to_stderr(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["hello there", None]})
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 3
+    assert "warning" in ended.err
+    assert "warning" not in ended.out
+    json.loads(batchinfer("report", tmp_path / "run", "--json").out)
+    both = batchinfer("report", tmp_path / "run", tmp_path / "run", "--json").out
+    assert len(json.loads(both)) == 2
+
+
+def test_sql_may_come_from_a_file_and_may_only_read(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    assert batchinfer("run", write_job(tmp_path)).code == 0
+    (tmp_path / "q.sql").write_text("SELECT count(*) AS n FROM outputs")
+    rows = batchinfer("report", tmp_path / "run", "--json", "--sql", f"@{tmp_path / 'q.sql'}").out
+    assert json.loads(rows) == [{"n": 2}]
+    for sql in ("DROP VIEW outputs", "SELECT * FROM read_csv('/etc/passwd')", "COPY outputs TO '/tmp/x.csv'", "SELEC"):
+        ended = batchinfer("report", tmp_path / "run", "--sql", sql)
+        assert ended.code == 2
+        assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_schema_lists_every_key_and_every_column():
+    text = batchinfer("schema").out
+    for key in ("files", "keep_columns", "dtype", "max_tokens", "min_p", "page_bytes", "commit_seconds", "gpu_hour"):
+        assert f"  {key} " in text
+    stats = batchinfer("schema", "--stats").out
+    for view in ("outputs", "requests", "units", "steps", "experts", "nodes", "run"):
+        assert re.search(rf"^{view}: ", stats, re.M)
+    assert "properties" in json.loads(batchinfer("schema", "--json").out)
+
+
+def test_doctor_prints_the_chosen_kernels():
+    ended = batchinfer("doctor")
+    assert ended.code == 0
+    assert re.search(r"\* mla_decode +reference", ended.out)
+    assert "do not depend on what is batched together" in ended.out
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    process = start("schema", "--stats")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.wait(timeout=60)
+
+
+def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    process = start("run", write_job(tmp_path))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "\r" not in err
+    assert re.search(r"work: 3 of 3 requests", err)
+    assert "output rows" in out
