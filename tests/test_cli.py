@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+
 from jobs import batchinfer, start, write_job, write_questions, write_shard
 
 COMMANDS = ("plan", "work", "finish", "run", "report", "schema", "doctor")
