@@ -86,12 +86,14 @@ def work(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) ->
     Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
     run it again: finished requests are kept.
     """
-    from batchinfer.engine.controller import planned_run
+    from batchinfer.engine.controller import planned_run, refuse_bad_rows
     from batchinfer.session import Session, StopSignal
 
     stop = StopSignal()
     with Session("work") as session:
         run, config = planned_run(target, overrides)
+        if strict:
+            refuse_bad_rows(run)
         session.attach(run)
         _work(run, config, session, stop, trace=trace)
 
@@ -104,12 +106,14 @@ def work(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) ->
 @_job_options
 def finish(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
-    from batchinfer.engine.controller import planned_run
+    from batchinfer.engine.controller import planned_run, refuse_bad_rows
     from batchinfer.session import Session, StopSignal
 
     StopSignal()
     with Session("finish") as session:
         run, config = planned_run(target, overrides)
+        if strict:
+            refuse_bad_rows(run)
         session.attach(run)
         code = _finish(run, config, allow_partial=allow_partial)
     sys.exit(code)

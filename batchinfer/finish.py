@@ -51,8 +51,6 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
         RunMismatchError: an input shard is not the file that was planned.
     """
     state = read_json(run.run_json)
-    if state["state"] == "planning":
-        raise ConfigError(f"the plan in {run.root} is not complete; run `batchinfer plan` again first")
     shards = [Shard(**shard) for shard in state["shards"]]
     with _scratch(run):
         if state["state"] == "finished" and _is_written(run, shards):

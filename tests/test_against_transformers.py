@@ -1,4 +1,4 @@
-"""Whole jobs on random checkpoints give the greedy tokens that transformers gives, prompts of all lengths packed together."""
+"""Whole jobs on random checkpoints give the greedy tokens that transformers gives, all prompts packed together."""
 
 import shutil
 
@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import MODELS, make_checkpoint, split_into_shards
-from jobs import batchinfer, outputs, write_job, write_shard
 from paths import SAMPLE_MODEL
+
+from jobs import batchinfer, outputs, write_job, write_shard
 
 NUM_NEW = 64
 LENGTHS = (5, 64, 1, 131, 30, 65, 12, 200)

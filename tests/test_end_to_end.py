@@ -109,6 +109,8 @@ def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
     assert ended.code == 2
     assert "row 1" in ended.err
     assert batchinfer("run", job).code == 3  # the same folder goes on without --strict
+    for command in ("work", "finish"):
+        assert "1 bad rows" in batchinfer(command, tmp_path / "run", "--strict").err
 
 
 def test_samples_and_duplicates(tmp_path):

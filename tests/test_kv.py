@@ -65,16 +65,14 @@ def test_room_is_made_leaves_first_and_never_from_running_sequences():
     match = tree.match(second)
     pages = tree.hold(match) + pool.reserve(1)
     tree.insert(second, pages)
-    for page in held:
-        pool.release(page)  # the first sequence has finished
+    tree.release(held)  # the first sequence has finished
 
     assert pool.num_free == 1
     assert tree.make_room(2)  # gives back a's page
     assert pool.num_free == 2
     assert tree.match(second).num_tokens == 127
     assert not tree.make_room(3)  # system and b are held by the second sequence
-    for page in pages:
-        pool.release(page)
+    tree.release(pages)
     assert tree.make_room(4)
     assert pool.num_free == 4
 
@@ -87,26 +85,22 @@ def test_random_use_never_loses_or_doubles_a_page(seed):
     running, known = [], []
     for _ in range(200):
         if running and rng.random() < 0.45:
-            for page in running.pop(rng.randrange(len(running))):
-                pool.release(page)
+            tree.release(running.pop(rng.randrange(len(running))))
             continue
         tokens = prompt((f"s{rng.randrange(3)}", rng.randrange(0, 150)), (f"u{rng.randrange(6)}", rng.randrange(1, 80)))
         match = tree.match(tokens)
         limit = len(tokens) - 1
         oracle = max((common(tokens, other) for other in known), default=0)
         assert match.num_tokens <= min(oracle, limit)
-        held = tree.hold(match)
-        need = pages_for(len(tokens)) - len(held)
-        if not tree.make_room(need, keep=match.branch):
-            for page in held:
-                pool.release(page)
+        need = pages_for(len(tokens)) - len(match.full)
+        if not tree.make_room(need, keep=(*match.full, match.branch)):
             continue
-        pages = held + pool.reserve(need)
+        pages = tree.hold(match) + pool.reserve(need)
         tree.insert(tokens, pages)
         running.append(pages)
         known.append(tokens)
-    for page in (page for pages in running for page in pages):
-        pool.release(page)
+    for pages in running:
+        tree.release(pages)
     assert tree.make_room(40)
     assert pool.num_free == 40
     assert PAGE_TOKENS == 64

@@ -22,6 +22,7 @@ from batchinfer.progress import Progress, note
 from batchinfer.records import (
     Completion,
     ConfigError,
+    InputError,
     InterruptedRunError,
     Request,
     RequestKey,
@@ -43,16 +44,13 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
 
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
-        ConfigError, ModelError: the run is not planned, or the model folder changed or cannot be loaded.
+        ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
     """
-    state = read_json(run.run_json)
-    if state["state"] == "planning":
-        raise ConfigError(f"the plan in {run.root} is not complete; run `batchinfer plan` (or run) again first")
     open_units = [row for row in pq.read_table(run.units).to_pylist() if not run.done(row["unit"]).exists()]
     if not open_units:
         return
     tokenizer = load_tokenizer(Path(job.model.path))
-    _check_model(state["fingerprint"], job, tokenizer.digest, run)
+    _check_model(read_json(run.run_json)["fingerprint"], job, tokenizer.digest, run)
     from batchinfer.engine.worker import load_worker  # here, so that nothing imports torch before there is work
 
     session.num_ranks, session.device = 1, "cpu"
@@ -253,12 +251,28 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
         if not run.run_json.exists() or not run.job.exists():
             raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
         # the folder itself counts, not the output.dir written in it: it may have been moved
-        return run, load_job(run.job, overrides)
-    job = load_job(target, overrides)
-    run = RunDir(Path(job.output.dir))
-    if not run.run_json.exists():
-        raise ConfigError(f"{run.root} has no plan yet; run `batchinfer plan {target}` first")
+        job = load_job(run.job, overrides)
+    else:
+        job = load_job(target, overrides)
+        run = RunDir(Path(job.output.dir))
+    if not run.run_json.exists() or read_json(run.run_json)["state"] == "planning":
+        raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
     return run, job
+
+
+def refuse_bad_rows(run: RunDir) -> None:
+    """What --strict means once the plan stands: no bad row and no unreadable shard.
+
+    Raises:
+        InputError: the plan holds one.
+    """
+    unreadable = [shard["path"] for shard in read_json(run.run_json)["shards"] if shard["problem"] is not None]
+    num_bad = pq.read_table(run.summary, columns=["bad_rows"])["bad_rows"][0].as_py()
+    if unreadable or num_bad:
+        raise InputError(
+            f"the plan in {run.root} holds {num_bad} bad rows and {len(unreadable)} unreadable shards; "
+            "correct the input and plan again, or go on without --strict"
+        )
 
 
 def _check_model(recorded: dict[str, Any], job: JobConfig, tokenizer_digest: str, run: RunDir) -> None:

@@ -70,14 +70,12 @@ class PrefillQueue:
 
     def end_step(self) -> None:
         """The step has run: pages that were copied from need not be held any longer."""
-        for page in self._copied_pages:
-            self._pool.release(page)
+        self._tree.release(self._copied_pages)
         self._copied_pages.clear()
 
     def release(self, sequence: Sequence) -> None:
         """Give a finished sequence's pages back; prompt pages known to the tree stay until room is needed."""
-        for page in sequence.pages:
-            self._pool.release(page)
+        self._tree.release(sequence.pages)
         self._num_running -= 1
 
     def _admit(self, request: Request, copies: dict[int, int]) -> Sequence | None:
@@ -109,17 +107,13 @@ class PrefillQueue:
         return None
 
     def _make_room(self, request: Request, match: Match) -> bool:
-        for node in match.full:  # held meanwhile, so that making room cannot give them away
-            self._pool.share(node.page)
-        has_room = self._tree.make_room(pages_needed(request) - len(match.full), keep=match.branch)
-        for node in match.full:
-            self._pool.release(node.page)
-        return has_room
+        keep = match.full if match.branch is None else (*match.full, match.branch)
+        return self._tree.make_room(pages_needed(request) - len(match.full), keep=keep)
 
     def _copy_branch(self, match: Match, target: int, copies: dict[int, int]) -> None:
         assert match.branch is not None
         source = match.branch.page
-        self._pool.share(source)
+        self._tree.hold(Match((match.branch,), None, 0))
         self._copied_pages.append(source)
         for offset in range(match.num_branch_tokens):
             slot = source * PAGE_TOKENS + offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -230,11 +231,14 @@ def load_worker(
 
 
 def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping (Linux), else a careful guess."""
+    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
-        return 4 * 2**30  # no /proc (not Linux): small enough for any machine that holds the model
-    return 4 * 2**30
+        available = None
+    free = int(available[1]) * 1024 if available else 4 * 2**30
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        return free  # no control group, or one without a limit ("max")

@@ -51,8 +51,9 @@ class PrefixTree:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._root = Node((), -1, None)
-        # oldest first; a node always stands before its parent, so leaves are given back first
-        self._recency: OrderedDict[Node, None] = OrderedDict()
+        self._node_of_page: dict[int, Node] = {}
+        # leaves that no sequence holds, least recently used first: what can be given back
+        self._idle: OrderedDict[Node, None] = OrderedDict()
 
     def match(self, tokens: list[int]) -> Match:
         """The longest prefix of `tokens` in memory, without its last token (which must run to give logits)."""
@@ -80,7 +81,6 @@ class PrefixTree:
     def insert(self, tokens: list[int], pages: list[int]) -> None:
         """Make a prompt's pages known; pages of parts already known stay with their sequence alone."""
         node = self._root
-        path: list[Node] = []
         for index, page in enumerate(pages):
             part = tuple(tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
             child = node.children.get(part)
@@ -88,43 +88,51 @@ class PrefixTree:
                 self._pool.share(page)
                 child = Node(part, page, node)
                 node.children[part] = child
-            path.append(child)
+                self._node_of_page[page] = child
+                self._idle.pop(node, None)
             node = child
             if len(part) < PAGE_TOKENS:
                 break
-        self._touch(path)
 
     def hold(self, match: Match) -> list[int]:
         """Hold the full pages of a match for a sequence, so that they stay; returns them."""
         for node in match.full:
             self._pool.share(node.page)
-        self._touch(list(match.full))
+            self._idle.pop(node, None)
         return [node.page for node in match.full]
 
-    def make_room(self, count: int, *, keep: Node | None = None) -> bool:
-        """Give back pages until `count` are free; False when that is not possible.
+    def release(self, pages: list[int]) -> None:
+        """Let go of a sequence's pages; those that the tree knows stay until room is needed."""
+        for page in reversed(pages):
+            self._pool.release(page)
+            node = self._node_of_page.get(page)
+            if node is not None and self._can_go(node):
+                self._idle[node] = None
 
-        Only leaves that no sequence holds can go; `keep` (a page about to be copied from) stays.
+    def make_room(self, count: int, *, keep: tuple[Node, ...] = ()) -> bool:
+        """Give back known pages, least recently used first, until `count` are free; False when that is not possible.
+
+        Pages that sequences hold stay, and so do the nodes to `keep` (about to be shared or copied from).
         """
-        if self._pool.num_free >= count:
-            return True
-        for node in list(self._recency):
-            if node is not keep and not node.children and self._pool.has_one_holder(node.page):
-                self._remove(node)
-                if self._pool.num_free >= count:
-                    return True
-        return False
-
-    def _touch(self, path: list[Node]) -> None:
-        for node in reversed(path):  # leaf first: parents are always younger
-            self._recency[node] = None
-            self._recency.move_to_end(node)
+        while self._pool.num_free < count:
+            oldest = next((node for node in self._idle if node not in keep), None)
+            if oldest is None:
+                return False
+            self._remove(oldest)
+        return True
 
     def _remove(self, node: Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.tokens]
-        del self._recency[node]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens], self._node_of_page[node.page], self._idle[node]
         self._pool.release(node.page)
+        if parent is not self._root and self._can_go(parent):
+            # its last use was this child's or an earlier one: it goes next
+            self._idle[parent] = None
+            self._idle.move_to_end(parent, last=False)
+
+    def _can_go(self, node: Node) -> bool:
+        return not node.children and self._pool.has_one_holder(node.page)
 
 
 def _common_length(left: tuple[int, ...], right: list[int]) -> int:
