@@ -58,7 +58,7 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
         _check_unchanged(job, run, shards)
         claims = _claims(run, allow_partial)
         connection = _open(run)
-        num_missing = _load_results(connection, run, shards, claims)
+        num_missing = _load_results(connection, run, claims)
         if num_missing and not allow_partial:
             raise IncompleteRunError(
                 f"{num_missing} of the planned requests have no result in {run.root}; run work again"
@@ -143,10 +143,8 @@ def _open(run: RunDir) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def _load_results(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], claims: dict[int, Path]
-) -> int:
-    """Make the sorted view `delivered` (one row per computed or duplicate request); returns how many are missing."""
+def _load_results(connection: duckdb.DuckDBPyConnection, run: RunDir, claims: dict[int, Path]) -> int:
+    """Make the view `delivered` (one row per computed or duplicate request, sorted); returns how many are missing."""
     files = [path for claim in claims.values() for path in result_files(claim)]
     if files:
         connection.execute(f"CREATE VIEW results AS SELECT * FROM {_parquet(*files)}")
@@ -177,15 +175,13 @@ def _load_results(
         """
     )
     connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {_parquet(target)}")
-    tokens = [
-        f"SELECT {shard.index}::INTEGER AS shard, row, id, n, error FROM {_parquet(run.tokens(shard.index))}"
-        for shard in shards
-        if shard.problem is None
-    ]
-    connection.execute(f"CREATE VIEW input_rows AS {' UNION ALL '.join(tokens)}")
-    connection.execute(
-        f"""
-        CREATE VIEW output_rows AS
+    return missing
+
+
+def _output_rows(run: RunDir, shards: list[Shard]) -> str:
+    """SQL for the output rows of some shards with all columns of outputs and stats/requests, in no order."""
+    tokens = _parquet(*(run.tokens(shard.index) for shard in shards))
+    return f"""
         SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
                coalesce(delivered.status, 'error') AS status,
                coalesce(wanted.error, delivered.error,
@@ -202,11 +198,11 @@ def _load_results(
                CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
                CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
                CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s
-        FROM (SELECT *, unnest(range(n))::INTEGER AS sample FROM input_rows) AS wanted
-        LEFT JOIN delivered USING (shard, row, sample)
-        """
-    )
-    return missing
+        FROM (SELECT shard, row, id, error, unnest(range(n))::INTEGER AS sample FROM {tokens}) AS wanted
+        LEFT JOIN (
+            SELECT * FROM delivered WHERE shard BETWEEN {shards[0].index} AND {shards[-1].index}
+        ) AS delivered USING (shard, row, sample)
+    """
 
 
 def _write_outputs(
@@ -216,11 +212,12 @@ def _write_outputs(
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns)
     schema = output_schema(id_type, kept)
-    expected = _number(connection, "SELECT coalesce(sum(n), 0) FROM input_rows")
+    tokens = _parquet(*(run.tokens(shard.index) for shard in readable))
+    expected = _number(connection, f"SELECT coalesce(sum(n), 0) FROM {tokens}")
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
-            reader = _output_reader(connection, shard, schema, kept)
+            reader = _output_reader(connection, run, shard, schema, kept)
             kept_rows = KeptRows(shard, kept)
             with (
                 published(run.output(shard.name), scratch=run.work) as temporary,
@@ -239,7 +236,7 @@ def _write_outputs(
 
 
 def _output_reader(
-    connection: duckdb.DuckDBPyConnection, shard: Shard, schema: pa.Schema, kept: list[pa.Field]
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, schema: pa.Schema, kept: list[pa.Field]
 ) -> Iterator[pa.RecordBatch]:
     """One shard's output rows in order, without the kept columns."""
     own = pa.schema(list(schema)[: len(schema) - len(kept)])
@@ -249,7 +246,7 @@ def _output_reader(
                token_ids, finish_reason, stop_reason, prompt_tokens,
                cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens,
                completion_tokens, logprobs
-        FROM output_rows WHERE shard = {shard.index} ORDER BY row, sample
+        FROM ({_output_rows(run, [shard])}) ORDER BY row, sample
         """
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
@@ -295,10 +292,11 @@ def _write_stats(
     connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shards: list[Shard], claims: dict[int, Path]
 ) -> None:
     """Write stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
+    readable = [shard for shard in shards if shard.problem is None]
     names = ", ".join(STATS_REQUESTS.schema.names)
     with published(run.stats_file("requests"), scratch=run.work) as temporary:
         connection.execute(
-            f"COPY (SELECT {names} FROM output_rows ORDER BY shard, row, sample) "
+            f"COPY (SELECT {names} FROM ({_output_rows(run, readable)}) ORDER BY shard, row, sample) "
             f"TO {_literal(temporary)} (FORMAT parquet)"
         )
     claim_rows = [

@@ -58,6 +58,7 @@ _KEY = (
 TOKENS = _table(
     "tokens",
     "one file per shard, one row per input row: tokenised and checked",
+    ("shard", pa.int32(), "index of the input shard in run.json"),
     ("row", pa.int64(), "position of the row in its shard"),
     ("id", pa.string(), "the row's id as text; null when the input has none"),
     ("n", pa.int32(), "samples asked for (output rows of this input row)"),

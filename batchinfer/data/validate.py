@@ -173,6 +173,7 @@ class _RowChecker:
         errors = [batch.errors.get(row) for row in range(num_rows)] if batch.errors else [None] * num_rows
         return pa.RecordBatch.from_arrays(
             [
+                pa.array(np.full(num_rows, self._shard.index), pa.int32()),
                 pa.array(np.arange(num_rows) + self.found.num_rows, pa.int64()),
                 self._ids(batch),
                 pa.array(n, pa.int32()),
