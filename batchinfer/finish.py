@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
-from batchinfer.data.parquet import column_type, find_shards, kept_fields, read_batches, shard_schema, table_writer
+from batchinfer.data.kept import KeptRows
+from batchinfer.data.parquet import find_shards, kept_fields, table_writer
 from batchinfer.data.schemas import RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
 from batchinfer.progress import Progress, note
@@ -251,41 +252,6 @@ def _output_reader(
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
         yield batch.cast(own)
-
-
-class KeptRows:
-    """The kept columns of one shard, read once from start to end beside its outputs."""
-
-    def __init__(self, shard: Shard, kept: list[pa.Field]) -> None:
-        self._schema = pa.schema(kept)
-        present = shard_schema(shard) if kept else pa.schema([])
-        self._names = [field.name for field in kept if column_type(present, field.name) is not None]
-        self._batches = read_batches(shard, self._names) if self._names else iter(())
-        self._buffer = self._schema.empty_table()
-        self._base = 0  # row of the buffer's first line
-
-    def take(self, rows: pa.Array) -> list[pa.ChunkedArray]:
-        """The kept values of some rows; calls come in the order of the rows."""
-        if len(self._schema) == 0 or len(rows) == 0:
-            return [pa.chunked_array([], field.type) for field in self._schema]
-        first, last = rows[0].as_py(), rows[-1].as_py()
-        if not self._names:
-            return [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._schema]
-        self._buffer = self._buffer.slice(first - self._base)
-        self._base = first
-        parts = [self._buffer]
-        while self._base + sum(len(part) for part in parts) <= last:
-            parts.append(self._conform(next(self._batches)))
-        self._buffer = pa.concat_tables(parts)
-        picked = self._buffer.take(pa.compute.subtract(rows, self._base))
-        return list(picked.columns)
-
-    def _conform(self, batch: pa.RecordBatch) -> pa.Table:
-        columns = [
-            batch[field.name].cast(field.type) if field.name in self._names else pa.nulls(len(batch), field.type)
-            for field in self._schema
-        ]
-        return pa.table(columns, schema=self._schema)
 
 
 def _write_stats(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.config import PAGE_TOKENS, JobConfig, load_job
+from batchinfer.config import JobConfig, load_job
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_STEPS
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.claims import Claim, Claims
+from batchinfer.engine.units import kv_tokens, read_unit, result_keys, result_table
 from batchinfer.fingerprint import check_same, config_digest, weights_digest
 from batchinfer.progress import Progress, note
 from batchinfer.records import (
@@ -25,9 +25,6 @@ from batchinfer.records import (
     InputError,
     InterruptedRunError,
     Request,
-    RequestKey,
-    Sampling,
-    sampling_from_json,
 )
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session, StopSignal
@@ -54,7 +51,7 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
     from batchinfer.engine.worker import load_worker  # here, so that nothing imports torch before there is work
 
     session.num_ranks, session.device = 1, "cpu"
-    most_tokens, largest_tokens = _kv_tokens(run, open_units)
+    most_tokens, largest_tokens = kv_tokens(run, open_units)
     worker = load_worker(job, tokenizer, most_tokens=most_tokens, largest_tokens=largest_tokens, tracer=tracer)
     total = sum(row["num_requests"] for row in open_units)
     with Claims(run) as claims, Progress("work", total, "requests") as progress:
@@ -158,7 +155,7 @@ class Controller:
             for unit, completions in self._finished.items():
                 part = self._open[unit].folder / f"part-{self._num_parts[unit]:05d}.parquet"
                 with table_writer(part, RESULTS.schema) as writer:
-                    writer.write_table(_result_table(completions))
+                    writer.write_table(result_table(completions))
                 self._num_parts[unit] += 1
             self._finished.clear()
             self._write_steps()
@@ -171,7 +168,7 @@ class Controller:
 
     def _open_unit(self, claim: Claim, row: dict[str, Any]) -> list[Request]:
         """The requests of a claimed unit that no earlier claim has finished."""
-        done = {key for path in claim.inherited for key in _result_keys(path)}
+        done = {key for path in claim.inherited for key in result_keys(path)}
         requests = [request for request in read_unit(self._run, row, self._default) if request.key not in done]
         self._progress.advance(row["num_requests"] - len(requests))
         self._open[claim.unit] = claim
@@ -215,29 +212,6 @@ class Controller:
             parts.append(pa.table(columns, schema=STATS_EXPERTS.schema))
         with table_writer(self._run.session_stats("experts", self._session.name), STATS_EXPERTS.schema) as writer:
             writer.write_table(pa.concat_tables(parts))
-
-
-def read_unit(run: RunDir, row: dict[str, Any], default: Sampling) -> list[Request]:
-    """The requests of one unit in the plan's order (reads its row groups only)."""
-    groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
-    samplings: dict[str | None, Sampling] = {None: default}
-    requests = []
-    for item in table.to_pylist():
-        text = item["sampling"]
-        if text not in samplings:
-            samplings[text] = sampling_from_json(text)
-        requests.append(
-            Request(
-                key=RequestKey(item["shard"], item["row"], item["sample"]),
-                unit=item["unit"],
-                token_ids=item["token_ids"],
-                sampling=replace(samplings[text], max_tokens=item["max_tokens"]),
-                sampling_key=item["sampling_key"],
-                cached_tokens=item["cached_tokens"],
-            )
-        )
-    return requests
 
 
 def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobConfig]:
@@ -285,61 +259,3 @@ def _check_model(recorded: dict[str, Any], job: JobConfig, tokenizer_digest: str
         "sampling": job.sampling.model_dump(),
     }
     check_same(recorded, current, run.root)
-
-
-def _kv_tokens(run: RunDir, units: list[dict[str, Any]]) -> tuple[int, int]:
-    """KV tokens of all requests of these units, in whole pages, together and of the largest."""
-    groups = [
-        group
-        for row in units
-        for group in range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    ]
-    file = pq.ParquetFile(run.requests)
-    most = largest = 0
-    for group in groups:
-        table = file.read_row_group(group, columns=["max_tokens", "token_ids"])
-        tokens = pc.list_value_length(table["token_ids"]).to_numpy() + table["max_tokens"].to_numpy() - 1
-        most += int((-(-tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS
-        largest = max(largest, int(tokens.max()))
-    return most, largest
-
-
-def _result_keys(path: Path) -> list[RequestKey]:
-    table = pq.read_table(path, columns=["shard", "row", "sample"])
-    return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
-
-
-def _result_table(completions: list[Completion]) -> pa.Table:
-    rows = []
-    for completion in completions:
-        failed = completion.error is not None
-        logprobs = completion.logprobs
-        rows.append(
-            {
-                **asdict(completion.key),
-                **asdict(completion.times),
-                "unit": completion.unit,
-                "status": "error" if failed else "ok",
-                "error": completion.error,
-                "text": None if failed else completion.text,
-                "token_ids": None if failed else completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-                "prompt_tokens": 0 if failed else completion.prompt_tokens,
-                "cached_memory_tokens": 0 if failed else completion.cached_memory_tokens,
-                "cached_disk_tokens": 0 if failed else completion.cached_disk_tokens,
-                "completion_tokens": 0 if failed else len(completion.token_ids),
-                "kv_tokens_sum": 0 if failed else completion.kv_tokens_sum,
-                "logprobs": None
-                if failed or logprobs is None
-                else [
-                    {
-                        "token_id": item.token_id,
-                        "logprob": item.logprob,
-                        "top": [{"token_id": token, "logprob": value} for token, value in item.top],
-                    }
-                    for item in logprobs
-                ],
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=RESULTS.schema)

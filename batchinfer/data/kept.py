@@ -1,0 +1,44 @@
+"""The kept columns of a shard, read beside its outputs from start to end. Called by finish."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.data.parquet import column_type, read_batches, shard_schema
+from batchinfer.records import Shard
+
+
+class KeptRows:
+    """A cursor over the kept columns of one shard; memory holds a few batches of it."""
+
+    def __init__(self, shard: Shard, kept: list[pa.Field]) -> None:
+        self._schema = pa.schema(kept)
+        present = shard_schema(shard) if kept else pa.schema([])
+        self._names = [field.name for field in kept if column_type(present, field.name) is not None]
+        self._batches = read_batches(shard, self._names) if self._names else iter(())
+        self._buffer = self._schema.empty_table()
+        self._base = 0  # row of the buffer's first line
+
+    def take(self, rows: pa.Array) -> list[pa.ChunkedArray]:
+        """The kept values of some rows; calls come in the order of the rows."""
+        if len(self._schema) == 0 or len(rows) == 0:
+            return [pa.chunked_array([], field.type) for field in self._schema]
+        first, last = rows[0].as_py(), rows[-1].as_py()
+        if not self._names:
+            return [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._schema]
+        self._buffer = self._buffer.slice(first - self._base)
+        self._base = first
+        parts = [self._buffer]
+        while self._base + sum(len(part) for part in parts) <= last:
+            parts.append(self._conform(next(self._batches)))
+        self._buffer = pa.concat_tables(parts)
+        picked = self._buffer.take(pc.subtract(rows, self._base))
+        return list(picked.columns)
+
+    def _conform(self, batch: pa.RecordBatch) -> pa.Table:
+        columns = [
+            batch[field.name].cast(field.type) if field.name in self._names else pa.nulls(len(batch), field.type)
+            for field in self._schema
+        ]
+        return pa.table(columns, schema=self._schema)
