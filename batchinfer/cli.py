@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
+from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
     from batchinfer.finish import Finished
     from batchinfer.rundir import RunDir
-    from batchinfer.session import Session, StopSignal
+    from batchinfer.session import Session
+    from batchinfer.trace import Tracer
 
 EXIT_CODES = """
 \b
 Exit codes:
-  0   all rows ok
+  0   done (finish and run: all rows ok)
   1   internal failure
   2   bad job, input or usage
   3   finished, some rows are error rows
@@ -64,38 +66,39 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
 @_job_options
-def plan(job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+@click.pass_obj
+def plan(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
     """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
 
     No model is loaded. Bad rows are reported here, before any accelerator is used.
     """
     from batchinfer.config import load_job
-    from batchinfer.session import Session, StopSignal
+    from batchinfer.session import Session
 
-    StopSignal()
-    with Session("plan") as session:
-        _plan(load_job(job, overrides), session, strict=strict, trace=trace)
+    with Session("plan", stop) as session:
+        _plan(load_job(job, overrides), session, _tracer(trace), strict=strict)
 
 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
 @_job_options
-def work(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+@click.pass_obj
+def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
     """Compute the units of a planned JOB (a .toml file or a run folder) until none is left.
 
     Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
     run it again: finished requests are kept.
     """
-    from batchinfer.engine.controller import planned_run, refuse_bad_rows
-    from batchinfer.session import Session, StopSignal
+    from batchinfer.engine.controller import planned_run
+    from batchinfer.rundir import refuse_bad_rows
+    from batchinfer.session import Session
 
-    stop = StopSignal()
-    with Session("work") as session:
+    with Session("work", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
         session.attach(run)
-        _work(run, config, session, stop, trace=trace)
+        _work(run, config, session, stop, _tracer(trace))
 
 
 @cli.command(epilog=EXIT_CODES)
@@ -104,13 +107,16 @@ def work(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) ->
     "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
 )
 @_job_options
-def finish(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool) -> None:
+@click.pass_obj
+def finish(
+    stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
+) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
-    from batchinfer.engine.controller import planned_run, refuse_bad_rows
-    from batchinfer.session import Session, StopSignal
+    from batchinfer.engine.controller import planned_run
+    from batchinfer.rundir import refuse_bad_rows
+    from batchinfer.session import Session
 
-    StopSignal()
-    with Session("finish") as session:
+    with Session("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
@@ -122,19 +128,20 @@ def finish(target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
 @_job_options
-def run(job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+@click.pass_obj
+def run(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
     """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
 
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
     from batchinfer.config import load_job
-    from batchinfer.session import Session, StopSignal
+    from batchinfer.session import Session
 
-    stop = StopSignal()
-    with Session("run") as session:
+    with Session("run", stop) as session:
+        tracer = _tracer(trace)
         config = load_job(job, overrides)
-        run_dir = _plan(config, session, strict=strict, trace=trace)
-        _work(run_dir, config, session, stop, trace=trace)
+        run_dir = _plan(config, session, tracer, strict=strict)
+        _work(run_dir, config, session, stop, tracer)
         code = _finish(run_dir, config, allow_partial=False)
     _print_report([run_dir.root], as_json=False)
     sys.exit(code)
@@ -181,16 +188,18 @@ def doctor(bench: bool) -> None:
     click.echo(examine(bench=bench))
 
 
-def _plan(config: JobConfig, session: Session, *, strict: bool, trace: bool) -> RunDir:
-    from batchinfer.plan.planner import format_summary, plan_job, read_summary
-    from batchinfer.progress import note
+def _tracer(enabled: bool) -> Tracer:
     from batchinfer.trace import Tracer
 
+    return Tracer(enabled=enabled)
+
+
+def _plan(config: JobConfig, session: Session, tracer: Tracer, *, strict: bool) -> RunDir:
+    from batchinfer.plan.planner import format_summary, plan_job, read_summary
+    from batchinfer.progress import note
+
     if config.kv.dir is not None:
-        note(
-            "warning: [kv] dir is set, but this version has no KV store on disk yet; prefixes are shared in memory only"
-        )
-    tracer = Tracer(enabled=trace)
+        note("warning: [kv] dir is set, but this version has no KV store on disk; prefixes are shared in memory only")
     with tracer.span("plan", "controller"):
         run_dir = plan_job(config, session, strict=strict)
     tracer.write(run_dir.trace)
@@ -198,11 +207,9 @@ def _plan(config: JobConfig, session: Session, *, strict: bool, trace: bool) -> 
     return run_dir
 
 
-def _work(run_dir: RunDir, config: JobConfig, session: Session, stop: StopSignal, *, trace: bool) -> None:
+def _work(run_dir: RunDir, config: JobConfig, session: Session, stop: StopSignal, tracer: Tracer) -> None:
     from batchinfer.engine.controller import work_on
-    from batchinfer.trace import Tracer
 
-    tracer = Tracer(enabled=trace)
     try:
         work_on(run_dir, config, session, stop, tracer)
     finally:
@@ -259,7 +266,8 @@ def main() -> None:
     # Read once, when torch is loaded, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        cli.main(standalone_mode=False)
+        # installed first: a signal during the imports below counts too
+        cli.main(standalone_mode=False, obj=StopSignal())
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
@@ -268,9 +276,12 @@ def main() -> None:
     except BatchinferError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped; run the same command to go on", err=True)
-        sys.exit(ExitCode.INTERRUPTED)
+    except InterruptedRunError as stopped:
+        click.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitCode.INTERNAL)
     except Exception:
         traceback.print_exc()
         click.echo("error: batchinfer failed; the lines above say where. What was finished is kept.", err=True)

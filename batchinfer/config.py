@@ -43,8 +43,8 @@ class InputConfig(_Part):
     def _one_prompt_column(self) -> InputConfig:
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
-            have = " and ".join(given) if given else "none of them"
-            raise ValueError(f"needs exactly one of prompt, messages, token_ids, but has {have}")
+            have = " and ".join(given) or "none"
+            raise ValueError(f"prompt, messages, token_ids: exactly one must be set, but the job sets {have}")
         return self
 
     @property
@@ -117,7 +117,9 @@ class ClusterConfig(_Part):
     decode_ranks: Count | None = Field(None, description="expert-parallel size of decode")
     redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots")
     overlap: bool | None = Field(None, description="two micro-batches; unset: when EP size > 1")
-    backend: Text = Field("auto", description="kernels: auto, or a name that `batchinfer doctor` lists")
+    backend: Literal["auto", "hopper", "triton", "cpu", "reference"] = Field(
+        "auto", description="kernels; `batchinfer doctor` says which can run here"
+    )
     page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
     commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
     prefill_tokens: int = Field(
@@ -204,7 +206,7 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
         job = JobConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_sentence(error, path)) from None
-    return _with_absolute_paths(job, path.absolute().parent)
+    return _with_absolute_paths(job, path.absolute().parent.resolve())
 
 
 def dump_job(job: JobConfig) -> str:
@@ -218,9 +220,15 @@ def dump_job(job: JobConfig) -> str:
 
 
 def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
-    # glob characters in the folder's own name must not act as patterns
-    escaped = _escape_glob(str(folder))
-    files = [os.path.normpath(os.path.join(escaped, pattern)) for pattern in job.input.files]
+    for what, value in [
+        ("input.files", "".join(job.input.files)),
+        ("output.dir", job.output.dir),
+        ("model.path", job.model.path),
+        ("kv.dir", job.kv.dir or ""),
+    ]:
+        if "\0" in value:
+            raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
+    files = [_absolute_pattern(folder, pattern) for pattern in job.input.files]
     update = {
         "input": job.input.model_copy(update={"files": files}),
         "output": job.output.model_copy(update={"dir": os.path.normpath(folder / job.output.dir)}),
@@ -228,14 +236,15 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     }
     if job.kv.dir is not None:
         update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
-    for what, value in [
-        ("input.files", "".join(files)),
-        ("output.dir", job.output.dir),
-        ("model.path", job.model.path),
-    ]:
-        if "\0" in value:
-            raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
     return job.model_copy(update=update)
+
+
+def _absolute_pattern(folder: Path, pattern: str) -> str:
+    """A glob below `folder`; in the folder's own name, and in that of a file that exists, nothing is a wildcard."""
+    as_file = os.path.normpath(folder / pattern)
+    if os.path.lexists(as_file):
+        return _escape_glob(as_file)
+    return os.path.normpath(os.path.join(_escape_glob(str(folder)), pattern))
 
 
 def _escape_glob(text: str) -> str:
@@ -255,12 +264,15 @@ def _apply_override(table: dict[str, Any], text: str) -> None:
 
 def _override_value(raw: str, text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
         # ValueError: not TOML, or a number of thousands of digits
         if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:
             raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
         return raw
+    if list(parsed) != ["value"]:
+        raise ConfigError(f"--set {text!r} sets more than one key; give each key a --set of its own")
+    return parsed["value"]
 
 
 def _toml_value(value: Any) -> str:
@@ -291,7 +303,10 @@ def _sentence(error: ValidationError, path: Path) -> str:
         return f"{path}: the {what} {where} is missing; add it (`batchinfer schema` says what it means)"
     message = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        return f"{path}: {where or 'the file'} {message}"
+        # a check of a whole part begins its message with the key
+        return f"{path}: {where}.{message}" if len(names) == 1 else f"{path}: {where} {message}"
+    if kind in ("too_short", "string_too_short"):
+        return f"{path}: {where} is empty; write at least one {'item' if kind == 'too_short' else 'character'}"
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return f"{path}: {where} is {shown}, but {message.replace('Input should', 'it should')}"

@@ -54,7 +54,7 @@ def rows_are_invariant() -> bool:
 
 def _kernel_lines() -> list[str]:
     return [
-        f"  {'*' if row.chosen else ' '} {row.op:<18} {row.candidate:<10} {row.reason or ''}".rstrip()
+        f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason or ''}".rstrip()
         for row in backend.explain()
     ]
 

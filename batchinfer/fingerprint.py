@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,30 @@ def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) 
     Raises:
         ModelError: config.json or a weight file cannot be read.
     """
+    return {
+        **model_fingerprint(job, tokenizer_digest),
+        **settings_fingerprint(job),
+        "input shards": [[shard.name, shard.size_bytes, shard.footer] for shard in shards],
+    }
+
+
+def model_fingerprint(job: JobConfig, tokenizer_digest: str) -> Fingerprint:
+    """The part of it that is in the model folder."""
     folder = Path(job.model.path)
     return {
         "model.config": config_digest(folder),
         "model.weights": weights_digest(folder),
-        "model.dtype": job.model.dtype,
         "tokenizer and template": tokenizer_digest,
+    }
+
+
+def settings_fingerprint(job: JobConfig) -> Fingerprint:
+    """The part of it that is in the job file and the program."""
+    return {
+        "model.dtype": job.model.dtype,
         "sampling": job.sampling.model_dump(),
         "input columns": job.input.model_dump(exclude={"files"}),
         "output.keep_columns": job.output.keep_columns,
-        "input shards": [[shard.name, shard.size_bytes, shard.footer] for shard in shards],
         "version of batchinfer": __version__,
     }
 
@@ -112,10 +127,10 @@ def _hash_safetensors(path: Path, hasher: hashlib.blake2b) -> None:
 
 
 def _first_difference(old: list[Any], new: list[Any]) -> tuple[Any, Any]:
-    for left, right in zip(old, new, strict=False):
+    for left, right in zip_longest(old, new, fillvalue="no such shard"):
         if left != right:
             return left, right
-    return f"{len(old)} shards", f"{len(new)} shards"
+    return "in another order", "in this order"
 
 
 def _digest(data: bytes) -> str:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
+from batchinfer.data.duck import literal, read_parquet
 from batchinfer.data.kept import KeptRows
-from batchinfer.data.parquet import find_shards, kept_fields, table_writer
+from batchinfer.data.parquet import find_shards, kept_fields, read_rows, table_writer
 from batchinfer.data.schemas import RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
 from batchinfer.progress import Progress, note
@@ -55,33 +56,24 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
     shards = [Shard(**shard) for shard in state["shards"]]
     with _scratch(run):
         if state["state"] == "finished" and _is_written(run, shards):
+            _write_run(run, job, shards, state["counts"])  # prices may have changed
             return Finished(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
-        _check_unchanged(job, run, shards)
+        _check_unchanged(run, shards)
         claims = _claims(run, allow_partial)
-        connection = _open(run)
-        num_missing = _load_results(connection, run, claims)
-        if num_missing and not allow_partial:
-            raise IncompleteRunError(
-                f"{num_missing} of the planned requests have no result in {run.root}; run work again"
+        with _database(run) as connection:
+            num_missing = _load_results(connection, run, claims)
+            if num_missing and not allow_partial:
+                raise IncompleteRunError(_lost_results(connection, run, num_missing))
+            expected = state["counts"]["rows"]
+            num_rows, num_errors = _write_outputs(
+                connection, run, job, shards, pa.type_for_alias(state["id_type"]), expected
             )
-        num_rows, num_errors = _write_outputs(connection, run, job, shards, pa.type_for_alias(state["id_type"]))
-        _write_stats(connection, run, job, shards, claims)
-        connection.close()
+            _write_stats(connection, run, shards, claims)
+        _write_run(run, job, shards, state["counts"])
         unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
         result = Finished(num_rows, num_errors, num_missing, unreadable)
-        publish_json(
-            run.run_json,
-            {
-                **state,
-                "state": "partial" if num_missing else "finished",
-                "finished": {
-                    "num_rows": num_rows,
-                    "num_errors": num_errors,
-                    "num_missing": num_missing,
-                    "unreadable": list(unreadable),
-                },
-            },
-        )
+        finished = {**asdict(result), "unreadable": list(unreadable)}
+        publish_json(run.run_json, {**state, "state": "partial" if num_missing else "finished", "finished": finished})
     return result
 
 
@@ -107,7 +99,7 @@ def _is_written(run: RunDir, shards: list[Shard]) -> bool:
     return outputs and all(run.stats_file(table).exists() for table in ("requests", "units", "run"))
 
 
-def _check_unchanged(job: JobConfig, run: RunDir, shards: list[Shard]) -> None:
+def _check_unchanged(run: RunDir, shards: list[Shard]) -> None:
     """Refuse to put results beside rows of a file that was replaced after planning."""
     now = {shard.path: shard for shard in find_shards([shard.path for shard in shards if shard.problem is None])}
     for shard in shards:
@@ -121,7 +113,7 @@ def _check_unchanged(job: JobConfig, run: RunDir, shards: list[Shard]) -> None:
 def _claims(run: RunDir, allow_partial: bool) -> dict[int, Path]:
     """The claim that counts for each unit."""
     claims, missing = {}, []
-    units = pq.read_table(run.units, columns=["unit"])["unit"].to_pylist()
+    units = [row["unit"] for row in read_rows(run.units)]
     for unit in units:
         claim = winning_claim(run, unit)
         if claim is None:
@@ -137,23 +129,51 @@ def _claims(run: RunDir, allow_partial: bool) -> dict[int, Path]:
     return claims
 
 
-def _open(run: RunDir) -> duckdb.DuckDBPyConnection:
-    run.work.mkdir(parents=True, exist_ok=True)
-    connection = duckdb.connect(config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.work / "spill")})
-    connection.execute("SET preserve_insertion_order = true")
-    return connection
+@contextmanager
+def _database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
+    """DuckDB for sorting and joining, with its scratch files in the run folder.
+
+    Raises:
+        ConfigError: a file of the run folder is damaged, or the disk is full.
+    """
+    try:
+        run.work.mkdir(parents=True, exist_ok=True)
+        with duckdb.connect(
+            config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.work / "spill")}
+        ) as connection:
+            yield connection
+    except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot finish {run.root}: {reason}; free space, or use another output.dir if a file is damaged"
+        ) from None
+
+
+def _lost_results(connection: duckdb.DuckDBPyConnection, run: RunDir, num_missing: int) -> str:
+    """What to do about results that are gone although their units are marked done."""
+    units = connection.execute(
+        f"""
+        SELECT DISTINCT unit FROM {read_parquet(run.requests)} ANTI JOIN results USING (shard, row, sample)
+        ORDER BY unit LIMIT 3
+        """
+    ).fetchall()
+    marks = ", ".join(str(run.done(unit)) for (unit,) in units)
+    return (
+        f"{num_missing} results are gone from {run.root}, although their units are marked done; "
+        f"delete {marks} (and so on) and run `batchinfer work {run.root}`"
+    )
 
 
 def _load_results(connection: duckdb.DuckDBPyConnection, run: RunDir, claims: dict[int, Path]) -> int:
     """Make the view `delivered` (one row per computed or duplicate request, sorted); returns how many are missing."""
     files = [path for claim in claims.values() for path in result_files(claim)]
     if files:
-        connection.execute(f"CREATE VIEW results AS SELECT * FROM {_parquet(*files)}")
+        connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
     else:
         connection.register("no_results", RESULTS.schema.empty_table())
         connection.execute("CREATE VIEW results AS SELECT * FROM no_results")
-    connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {_parquet(run.requests)}")
-    connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {_parquet(run.duplicates)}")
+    connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
+    connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
     surplus = _number(connection, "SELECT count(*) - count(DISTINCT (shard, row, sample)) FROM results")
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
@@ -172,21 +192,21 @@ def _load_results(connection: duckdb.DuckDBPyConnection, run: RunDir, claims: di
             FROM duplicates JOIN results
               ON results.shard = of_shard AND results.row = of_row AND results.sample = of_sample
             ORDER BY shard, row, sample
-        ) TO {_literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)
+        ) TO {literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)
         """
     )
-    connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {_parquet(target)}")
+    connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {read_parquet(target)}")
     return missing
 
 
 def _output_rows(run: RunDir, shards: list[Shard]) -> str:
     """SQL for the output rows of some shards with all columns of outputs and stats/requests, in no order."""
-    tokens = _parquet(*(run.tokens(shard.index) for shard in shards))
+    tokens = read_parquet(*(run.tokens(shard.index) for shard in shards))
     return f"""
         SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
                coalesce(delivered.status, 'error') AS status,
                coalesce(wanted.error, delivered.error,
-                        CASE WHEN delivered.status IS NULL THEN {_literal(NOT_COMPUTED)} END) AS error,
+                        CASE WHEN delivered.status IS NULL THEN {literal(NOT_COMPUTED)} END) AS error,
                delivered.text, delivered.token_ids, coalesce(delivered.finish_reason, 'error') AS finish_reason,
                delivered.stop_reason, coalesce(delivered.prompt_tokens, 0) AS prompt_tokens,
                CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_memory_tokens, 0) END AS cached_memory_tokens,
@@ -207,14 +227,21 @@ def _output_rows(run: RunDir, shards: list[Shard]) -> str:
 
 
 def _write_outputs(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shards: list[Shard], id_type: pa.DataType
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    job: JobConfig,
+    shards: list[Shard],
+    id_type: pa.DataType,
+    expected: int,
 ) -> tuple[int, int]:
-    """Write outputs/<name> for every readable shard; returns the number of rows and of error rows."""
+    """Write outputs/<name> for every readable shard; returns the number of rows and of error rows.
+
+    Args:
+        expected: output rows that the plan counted.
+    """
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns)
     schema = output_schema(id_type, kept)
-    tokens = _parquet(*(run.tokens(shard.index) for shard in readable))
-    expected = _number(connection, f"SELECT coalesce(sum(n), 0) FROM {tokens}")
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
@@ -255,15 +282,15 @@ def _output_reader(
 
 
 def _write_stats(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shards: list[Shard], claims: dict[int, Path]
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], claims: dict[int, Path]
 ) -> None:
-    """Write stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
+    """Write stats/{requests,units}.parquet; steps, experts and nodes were written while working."""
     readable = [shard for shard in shards if shard.problem is None]
     names = ", ".join(STATS_REQUESTS.schema.names)
     with published(run.stats_file("requests"), scratch=run.work) as temporary:
         connection.execute(
             f"COPY (SELECT {names} FROM ({_output_rows(run, readable)}) ORDER BY shard, row, sample) "
-            f"TO {_literal(temporary)} (FORMAT parquet)"
+            f"TO {literal(temporary)} (FORMAT parquet)"
         )
     claim_rows = [
         {"unit": unit, "claim": claim.name, "num_claims": num_claims(run, unit)} for unit, claim in claims.items()
@@ -278,19 +305,17 @@ def _write_stats(
                coalesce(sum(completion_tokens), 0) AS completion_tokens,
                coalesce(any_value(num_claims), 0) AS num_claims, any_value(claim) AS claim,
                min(admitted_s) AS started_s, max(finished_s) AS finished_s
-        FROM {_parquet(run.units)} AS planned LEFT JOIN claims USING (unit) LEFT JOIN results USING (unit)
+        FROM {read_parquet(run.units)} AS planned LEFT JOIN claims USING (unit) LEFT JOIN results USING (unit)
         GROUP BY unit ORDER BY unit
         """
     ).to_arrow_table()
     with table_writer(run.stats_file("units"), STATS_UNITS.schema) as writer:
         writer.write_table(rows.select(STATS_UNITS.schema.names).cast(STATS_UNITS.schema))
-    with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
-        writer.write_table(pa.Table.from_pylist([_run_row(run, job, shards)], schema=STATS_RUN.schema))
 
 
-def _run_row(run: RunDir, job: JobConfig, shards: list[Shard]) -> dict[str, Any]:
-    summary = pq.read_table(run.summary).to_pylist()[0]
-    return {
+def _write_run(run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[str, Any]) -> None:
+    """Write stats/run.parquet, the last file of a run: the report takes it for the sign that the run is finished."""
+    row = {
         "run": run.root.name,
         "version": __version__,
         "model": job.model.path,
@@ -298,21 +323,15 @@ def _run_row(run: RunDir, job: JobConfig, shards: list[Shard]) -> dict[str, Any]
         "finished_s": time.time(),
         "num_shards": len(shards),
         "unreadable_shards": sum(shard.problem is not None for shard in shards),
-        "input_rows": summary["input_rows"],
-        "rows": summary["rows"],
-        "distinct_tokens": summary["distinct_tokens"],
+        "input_rows": counts["input_rows"],
+        "rows": counts["rows"],
+        "distinct_tokens": counts["distinct_tokens"],
         "replicated_tokens": 0,  # one rank computes every prefix
-        "predicted_computed_tokens": summary["computed_tokens"],
+        "predicted_computed_tokens": counts["computed_tokens"],
         **job.pricing.model_dump(),
     }
-
-
-def _parquet(*paths: Path) -> str:
-    return f"read_parquet([{', '.join(map(_literal, paths))}], hive_partitioning = false)"
-
-
-def _literal(value: str | Path) -> str:
-    return "'" + str(value).replace("'", "''") + "'"
+    with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
+        writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
 
 
 def _number(connection: duckdb.DuckDBPyConnection, sql: str) -> int:

@@ -53,8 +53,11 @@ class IncompleteRunError(BatchinferError):
     exit_code = ExitCode.INTERNAL
 
 
-class InterruptedRunError(BatchinferError):
-    """A signal stopped the run; what was finished is kept and the same command goes on from there."""
+class InterruptedRunError(BaseException):
+    """A signal stopped the run; what was finished is kept and the same command goes on from there.
+
+    Not an Exception: code that turns what goes wrong with one row into an error row must let it pass.
+    """
 
     exit_code = ExitCode.INTERRUPTED
 

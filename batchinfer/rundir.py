@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.records import ConfigError
+from batchinfer.records import ConfigError, InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,23 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
+
+
+def refuse_bad_rows(run: RunDir) -> None:
+    """What --strict means once a plan stands: no bad row and no unreadable shard in it.
+
+    Raises:
+        InputError: the plan holds one; the message names the first unreadable shard.
+    """
+    state = read_json(run.run_json)
+    unreadable = [shard["path"] for shard in state["shards"] if shard["problem"] is not None]
+    num_bad = state.get("counts", {}).get("bad_rows", 0)
+    if unreadable or num_bad:
+        named = f" ({unreadable[0]})" if unreadable else ""
+        raise InputError(
+            f"the plan in {run.root} holds {num_bad} bad rows and {len(unreadable)} unreadable shards{named}; "
+            "correct the input and plan into another output.dir, or go on without --strict"
+        )
 
 
 def create_exclusively(path: Path, text: str) -> bool:

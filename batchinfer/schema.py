@@ -54,7 +54,9 @@ def stats_schema_text() -> str:
 def _entry(name: str, kind: str, doc: str) -> str:
     kind = "list of {token_id, logprob, top}" if len(kind) > 40 and "token_id" in kind else kind
     head = f"  {name:<24} {kind:<34} "
-    return textwrap.fill(doc, WIDTH, initial_indent=head, subsequent_indent=" " * 62)
+    indent = " " * 62
+    text = textwrap.fill(doc, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return head + text[len(head) :] if len(head) <= len(indent) else f"{head.rstrip()}\n{text}"
 
 
 def _type_name(annotation: Any) -> str:

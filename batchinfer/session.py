@@ -1,13 +1,12 @@
-"""One command on one machine: its times in stats/nodes, and the signals that stop it. Called by the commands."""
+"""One command on one machine and its times, as a row of stats/nodes. Called by the commands."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import pyarrow as pa
 
@@ -15,6 +14,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir
+from batchinfer.stop import StopSignal
 
 
 class Session:
@@ -25,7 +25,8 @@ class Session:
 
     _sessions = 0  # of this process
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, stop: StopSignal) -> None:
+        self._stop = stop
         self.command = command
         self.node = socket.gethostname()
         # the first session of a process began with it: starting Python and importing count as well
@@ -66,29 +67,14 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+        if error is not None and self._stop.requested and not isinstance(error, InterruptedRunError):
+            # a library was in the middle of a call and raised something of its own instead
+            error = InterruptedRunError("stopped by a signal; run the same command to go on")
         if self._run is not None and self._run.root.is_dir():
+            interrupted = isinstance(error, InterruptedRunError)
             self.record("interrupted" if interrupted else "failed" if error is not None else "done")
-
-
-class StopSignal:
-    """SIGINT, SIGTERM and SIGUSR1 as one wish to stop.
-
-    While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
-    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.graceful = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.requested
-        self.requested = True
-        if not self.graceful or again:
-            raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
+        if isinstance(error, InterruptedRunError):
+            raise error from None
 
 
 def process_start_s() -> float:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "batchinfer"
 # What a module (or every module of a room) may import from batchinfer besides its own room.
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
-RUN = FILES | {"session", "progress", "trace", "fingerprint"}
+RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint"}
 ALLOWED = {
     "records": set(),
     "config": BASE,
@@ -21,7 +21,8 @@ ALLOWED = {
     "progress": set(),
     "trace": FILES,
     "fingerprint": FILES,
-    "session": FILES | {"data"},
+    "stop": BASE,
+    "session": FILES | {"data", "stop"},
     "schema": FILES | {"data"},
     "data": FILES,
     "plan": RUN | {"data", "balance", "model.config"},

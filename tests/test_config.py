@@ -116,7 +116,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("sampling.stop=['']", "sampling.stop"),
         ("sampling.tempreature=1", "sampling.tempreature is not a known key"),
         ("smapling.n=1", "smapling is not a known part"),
-        ("input.messages=m", "exactly one of prompt, messages, token_ids"),
+        ("input.messages=m", "exactly one must be set"),
         ("input.files=[]", "input.files"),
         ("output.keep_columns=['a', 'a']", "'a' twice"),
         ("model.dtype=float16", "model.dtype"),

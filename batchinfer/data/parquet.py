@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,6 +99,19 @@ def table_writer(target: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """
     with published(target) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
         yield writer
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a small table of the run folder.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except DAMAGE as error:
+        raise ConfigError(f"the run folder is damaged: {path}: {_reason(error)}; use another output.dir") from None
+    return rows
 
 
 def id_type(shards: list[Shard], id_column: str) -> pa.DataType:

@@ -118,6 +118,8 @@ class _RowChecker:
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
         wanted = dict.fromkeys(name for name in (self._id, self._prompt, self._sampling) if name is not None)
+        # kept columns are read here too, so that damage in them is found before anything is computed
+        wanted |= dict.fromkeys(job.output.keep_columns)
         self._columns = [name for name in wanted if column_type(schema, name) is not None]
         self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
 

@@ -145,12 +145,19 @@ def result_files(claim: Path) -> list[Path]:
 
 
 def winning_claim(run: RunDir, unit: int) -> Path | None:
-    """The claim folder whose results count, or None while the unit is not done."""
+    """The claim folder whose results count, or None while the unit is not done.
+
+    Raises:
+        ConfigError: the mark that it is done names no claim.
+    """
     try:
         name = run.done(unit).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    return run.claim(unit, name)
+    claim = run.claim(unit, name)
+    if not (claim / "claim.json").exists():
+        raise ConfigError(f"{run.done(unit)} is damaged; delete it and run `batchinfer work {run.root}`")
+    return claim
 
 
 def last_claim(run: RunDir, unit: int) -> Path | None:

@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig, load_job
-from batchinfer.data.parquet import table_writer
+from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_STEPS
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.claims import Claim, Claims
 from batchinfer.engine.units import kv_tokens, read_unit, result_keys, result_table
-from batchinfer.fingerprint import check_same, config_digest, weights_digest
+from batchinfer.fingerprint import check_same, model_fingerprint, settings_fingerprint
 from batchinfer.progress import Progress, note
 from batchinfer.records import (
     Completion,
     ConfigError,
-    InputError,
     InterruptedRunError,
     Request,
 )
 from batchinfer.rundir import RunDir, read_json
-from batchinfer.session import Session, StopSignal
+from batchinfer.session import Session
+from batchinfer.stop import StopSignal
 from batchinfer.trace import Tracer
 
 WAIT_S = 1.0  # between looks at units that others hold
@@ -43,11 +42,11 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
         InterruptedRunError: a signal came; everything finished is committed.
         ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
     """
-    open_units = [row for row in pq.read_table(run.units).to_pylist() if not run.done(row["unit"]).exists()]
+    open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
     if not open_units:
         return
     tokenizer = load_tokenizer(Path(job.model.path))
-    _check_model(read_json(run.run_json)["fingerprint"], job, tokenizer.digest, run)
+    _check_model(run, job, tokenizer.digest)
     from batchinfer.engine.worker import load_worker  # here, so that nothing imports torch before there is work
 
     session.num_ranks, session.device = 1, "cpu"
@@ -219,6 +218,7 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
 
     Raises:
         ConfigError: there is no such file or folder, or the job has no plan yet.
+        RunMismatchError: the job's settings are not those of the plan.
     """
     if target.is_dir():
         run = RunDir(target.absolute())
@@ -231,31 +231,11 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
         run = RunDir(Path(job.output.dir))
     if not run.run_json.exists() or read_json(run.run_json)["state"] == "planning":
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
+    check_same(read_json(run.run_json)["fingerprint"], settings_fingerprint(job), run.root)
     return run, job
 
 
-def refuse_bad_rows(run: RunDir) -> None:
-    """What --strict means once the plan stands: no bad row and no unreadable shard.
-
-    Raises:
-        InputError: the plan holds one.
-    """
-    unreadable = [shard["path"] for shard in read_json(run.run_json)["shards"] if shard["problem"] is not None]
-    num_bad = pq.read_table(run.summary, columns=["bad_rows"])["bad_rows"][0].as_py()
-    if unreadable or num_bad:
-        raise InputError(
-            f"the plan in {run.root} holds {num_bad} bad rows and {len(unreadable)} unreadable shards; "
-            "correct the input and plan again, or go on without --strict"
-        )
-
-
-def _check_model(recorded: dict[str, Any], job: JobConfig, tokenizer_digest: str, run: RunDir) -> None:
-    folder = Path(job.model.path)
-    current = {
-        "model.config": config_digest(folder),
-        "model.weights": weights_digest(folder),
-        "model.dtype": job.model.dtype,
-        "tokenizer and template": tokenizer_digest,
-        "sampling": job.sampling.model_dump(),
-    }
-    check_same(recorded, current, run.root)
+def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:
+    """Refuse to compute with another model than the plan was made for."""
+    recorded = read_json(run.run_json)["fingerprint"]
+    check_same(recorded, model_fingerprint(job, tokenizer_digest), run.root)

@@ -28,6 +28,7 @@ class Sequence:
     text_so_far: str = ""
     finish_reason: str | None = None
     stop_reason: str | None = None
+    ended_by_token: bool = False  # by the model's end token or a stop token, which is then not part of the text
     error: str | None = None
 
     @property
@@ -46,9 +47,9 @@ class Sequence:
         if logprob is not None:
             self.logprobs.append(logprob)
         if token in eos_token_ids and not sampling.ignore_eos:
-            self.finish_reason = "stop"
+            self.finish_reason, self.ended_by_token = "stop", True
         elif token in sampling.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", str(token)
+            self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
         else:
             self._look_for_stop_string(token)
         if self.finish_reason is None and len(self.token_ids) >= self.request.sampling.max_tokens:
@@ -61,9 +62,8 @@ class Sequence:
     def completion(self, tokenizer: PromptTokenizer) -> Completion:
         """The finished request; the text ends before a stop token or stop string."""
         failed = self.error is not None
-        ended_by_token = self.finish_reason == "stop" and self.stop_reason not in self.request.sampling.stop
-        text = "" if failed else tokenizer.decode(self.token_ids[:-1] if ended_by_token else self.token_ids)
-        if self.finish_reason == "stop" and not ended_by_token:
+        text = "" if failed else tokenizer.decode(self.token_ids[:-1] if self.ended_by_token else self.token_ids)
+        if self.finish_reason == "stop" and not self.ended_by_token:
             text = _before_first(text, self.request.sampling.stop)
         num_prompt, num_new = self.num_prompt_tokens, len(self.token_ids)
         return Completion(

@@ -192,13 +192,15 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_family(reader: ConfigReader) -> Family:
-    """The family named by `model_type` or, when that is unknown or missing, by `architectures`."""
+    """The family named by `model_type` or, when that is missing, by `architectures`."""
     model_type = reader.text("model_type", default="")
     by_type = _FAMILY_OF_MODEL_TYPE.get(model_type)
     architectures = reader.texts("architectures")
     by_name = {_FAMILY_OF_ARCHITECTURE[name] for name in architectures if name in _FAMILY_OF_ARCHITECTURE}
     if by_type:
         by_name.add(by_type)
+    elif model_type:
+        by_name = set()  # a type that is not supported, whatever the architectures say
     if len(by_name) > 1:
         raise reader.unsupported(
             "model_type", model_type, f"one that agrees with architectures, which is {architectures}"

@@ -91,7 +91,9 @@ def filtered_probs(
     Args:
         logits_SV: [S, V]; all parameters [S], temperature > 0.
     """
-    probs = torch.softmax(logits_SV.double() / temperature[:, None], dim=-1)
+    # the largest logit is taken off first, so that no temperature, however small, makes infinity out of it
+    below_best = logits_SV.double() - logits_SV.double().amax(dim=-1, keepdim=True)
+    probs = torch.softmax(below_best / temperature[:, None], dim=-1)
     if bool((top_k > 0).any() or (top_p < 1).any()):
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         rank = torch.arange(probs.shape[-1])

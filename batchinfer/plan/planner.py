@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
-from batchinfer.data.parquet import find_shards, id_type, kept_fields, table_writer
+from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema, table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_SUMMARY, PLAN_UNITS, REQUESTS
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
@@ -29,7 +28,7 @@ from batchinfer.plan.packing import cut_units
 from batchinfer.plan.requests import PlannedRequests, RowTable, load_rows, plan_requests, sampling_keys
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard
-from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
+from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 from batchinfer.session import Session
 
 ROW_GROUP_REQUESTS = 4096
@@ -49,20 +48,14 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
     tokenizer = load_tokenizer(Path(job.model.path))
     shards = find_shards(job.input.files, exclude=Path(job.output.dir))
     _check_shards(shards, strict)
-    kept_fields(shards, job.output.keep_columns)  # raises when outputs could not be written later
+    _check_columns(job, shards)
     fingerprint = job_fingerprint(job, shards, tokenizer.digest)
     run = RunDir(Path(job.output.dir))
     with _locked(run):
         if run.run_json.exists():
             state = read_json(run.run_json)
             check_same(state["fingerprint"], fingerprint, run.root)
-            session.attach(run)
-            publish_text(run.job, dump_job(job))  # what is not part of the fingerprint may have changed
-            if state["state"] != "planning":
-                note(f"{run.root} is planned already; going on with that plan")
-                return run
         else:
-            publish_text(run.job, dump_job(job))
             state = {
                 "state": "planning",
                 "fingerprint": fingerprint,
@@ -70,21 +63,43 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
                 "id_type": str(id_type(shards, job.input.id)),
             }
             publish_json(run.run_json, state)
-            session.attach(run)
-        shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
-        rows = load_rows(run, shards)
-        planned = plan_requests(rows, job.sampling.to_sampling())
-        _check_memory(job, model, rows, shards)
-        num_units = _write_plan(job, run, shards, rows, planned)
-        summary = _summary(rows, planned, num_units, time.monotonic() - started)
-        _write_rows(run.summary, PLAN_SUMMARY.schema, summary)
-        publish_json(run.run_json, {**state, "state": "planned", "shards": [asdict(shard) for shard in shards]})
+        session.attach(run)
+        publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
+        if state["state"] == "planning":
+            _plan(job, run, state, shards, tokenizer, model, started=started, strict=strict)
+        else:
+            note(f"{run.root} is planned already; going on with that plan")
+    if strict:
+        refuse_bad_rows(run)
     return run
+
+
+def _plan(
+    job: JobConfig,
+    run: RunDir,
+    state: dict[str, Any],
+    shards: list[Shard],
+    tokenizer: PromptTokenizer,
+    model: ModelConfig,
+    *,
+    started: float,
+    strict: bool,
+) -> None:
+    """Tokenise, order, cut, predict; the plan stands once run.json says so."""
+    shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
+    rows = load_rows(run, shards)
+    planned = plan_requests(rows, job.sampling.to_sampling())
+    _check_memory(job, model, rows, shards)
+    num_units = _write_plan(job, run, shards, rows, planned)
+    summary = _summary(rows, planned, num_units, time.monotonic() - started)
+    _write_rows(run.summary, PLAN_SUMMARY.schema, summary)
+    planned_state = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
+    publish_json(run.run_json, {**state, **planned_state})
 
 
 def read_summary(run: RunDir) -> dict[str, Any]:
     """The plan's predictions by name (schemas.PLAN_SUMMARY)."""
-    return dict(pq.read_table(run.summary).to_pylist()[0])
+    return dict(read_json(run.run_json)["counts"])
 
 
 def format_summary(summary: dict[str, Any]) -> str:
@@ -109,14 +124,14 @@ def format_summary(summary: dict[str, Any]) -> str:
 def _locked(run: RunDir) -> Iterator[None]:
     """Only one plan at a time in a run folder; the lock goes with the process, however that ends."""
     try:
-        if run.root.is_dir() and not run.run_json.exists() and any(path != run.lock for path in run.root.iterdir()):
-            raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
         run.root.mkdir(parents=True, exist_ok=True)
+        foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
+        if foreign and not run.run_json.exists():
+            raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
         file = open(run.lock, "a")  # noqa: SIM115  (held until the plan is written)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write output.dir {run.root}: {error.strerror or error}; choose another folder"
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,6 +140,21 @@ def _locked(run: RunDir) -> Iterator[None]:
         except OSError as error:
             note(f"no file locks in {run.root} ({error.strerror}); do not plan this job twice at once")
         yield
+
+
+def _is_leftover(path: Path, run: RunDir) -> bool:
+    """Whether a file is what a plan killed at its very start leaves behind."""
+    return path.name.startswith(f".{run.run_json.name}.")
+
+
+def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
+    """Refuse column names that no shard has: a misspelt name would make every row bad."""
+    kept_fields(shards, job.output.keep_columns)
+    schemas = [shard_schema(shard) for shard in shards if shard.problem is None]
+    for key, name in [(job.input.prompt_kind, job.input.prompt_column), ("sampling", job.input.sampling)]:
+        if name is not None and not any(name in schema.names for schema in schemas):
+            have = ", ".join(schemas[0].names[:20])
+            raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:
@@ -158,7 +188,8 @@ def _tokenize(
                 if strict:
                     raise
                 note(f"warning: {error}")
-                checked.append(_with_problem(shard, str(error)))
+                problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
+                checked.append(_with_problem(shard, problem))
                 continue
             num_capped += found.num_capped
             if found.num_bad:

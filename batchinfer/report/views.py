@@ -11,6 +11,7 @@ from typing import Any
 
 import duckdb
 
+from batchinfer.data.duck import literal, pattern, read_parquet
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES, Table
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
@@ -142,7 +143,7 @@ def _create_view(connection: duckdb.DuckDBPyConnection, runs: list[RunDir], tabl
     for run, name in zip(runs, names, strict=True):
         files = _table_files(run, table.name)
         if files:
-            source = f"read_parquet([{', '.join(map(_pattern, files))}], hive_partitioning = false)"
+            source = read_parquet(*files)
             selects.append(_select(connection, source, name, table))
     try:
         if selects:
@@ -162,25 +163,16 @@ def _select(connection: duckdb.DuckDBPyConnection, source: str, run_name: str | 
     if run_name is None:
         return f"SELECT * FROM {source}"
     if "run" in table.schema.names:
-        return f"SELECT * REPLACE ({_literal(run_name)} AS run) FROM {source}"
+        return f"SELECT * REPLACE ({literal(run_name)} AS run) FROM {source}"
     described = connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
     kept_run = next((column for column, *_ in described if column.lower() == "run"), None)
     renamed = f' RENAME ("{kept_run}" AS input_run)' if kept_run else ""
-    return f"SELECT {_literal(run_name)} AS run, *{renamed} FROM {source}"
+    return f"SELECT {literal(run_name)} AS run, *{renamed} FROM {source}"
 
 
 def _run_names(runs: list[RunDir]) -> list[str | None]:
     names = [run.root.name for run in runs]
     return [name if names.count(name) == 1 else str(run.root) for run, name in zip(runs, names, strict=True)]
-
-
-def _literal(value: str | Path) -> str:
-    return "'" + str(value).replace("'", "''") + "'"
-
-
-def _pattern(file: Path) -> str:
-    """A file's path as read_parquet wants it, which takes every path for a glob pattern."""
-    return _literal("".join(f"[{char}]" if char in "*?[" else char for char in str(file)))
 
 
 # ---- other people's SQL
@@ -189,7 +181,7 @@ def _pattern(file: Path) -> str:
 def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
     """From here on DuckDB opens only `files` and keeps its settings."""
     # the patterns too, because DuckDB looks at the path as written before it resolves the pattern
-    allowed = dict.fromkeys(form(file) for file in files for form in (_literal, _pattern))
+    allowed = dict.fromkeys(form(file) for file in files for form in (literal, pattern))
     connection.execute(f"SET allowed_paths = [{', '.join(allowed)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -1,0 +1,28 @@
+"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1. Installed by the commands, asked by the step loop."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from batchinfer.records import InterruptedRunError
+
+
+class StopSignal:
+    """One wish to stop, whichever signal brings it.
+
+    While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
+    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.graceful = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested
+        self.requested = True
+        if not self.graceful or again:
+            raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
