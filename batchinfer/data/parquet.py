@@ -101,16 +101,23 @@ def table_writer(target: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         yield writer
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a small table of the run folder.
+@contextmanager
+def own_file(path: Path) -> Iterator[None]:
+    """Reading a file that this program wrote into the run folder.
 
     Raises:
         ConfigError: the file is missing or damaged.
     """
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        yield
     except DAMAGE as error:
         raise ConfigError(f"the run folder is damaged: {path}: {_reason(error)}; use another output.dir") from None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a small table of the run folder; ConfigError when it is missing or damaged."""
+    with own_file(path):
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     return rows
 
 

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.data.parquet import own_file
 from batchinfer.data.schemas import RESULTS
 from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
 from batchinfer.rundir import RunDir
@@ -19,7 +20,8 @@ from batchinfer.rundir import RunDir
 def read_unit(run: RunDir, row: dict[str, Any], default: Sampling) -> list[Request]:
     """The requests of one unit in the plan's order (reads its row groups only)."""
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
+    with own_file(run.requests):
+        table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
     samplings: dict[str | None, Sampling] = {None: default}
     requests = []
     for item in table.to_pylist():
@@ -46,19 +48,21 @@ def kv_tokens(run: RunDir, units: list[dict[str, Any]]) -> tuple[int, int]:
         for row in units
         for group in range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
     ]
-    file = pq.ParquetFile(run.requests)
     most = largest = 0
-    for group in groups:
-        table = file.read_row_group(group, columns=["max_tokens", "token_ids"])
-        tokens = pc.list_value_length(table["token_ids"]).to_numpy() + table["max_tokens"].to_numpy() - 1
-        most += int((-(-tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS
-        largest = max(largest, int(tokens.max()))
+    with own_file(run.requests):
+        file = pq.ParquetFile(run.requests)
+        for group in groups:
+            table = file.read_row_group(group, columns=["max_tokens", "token_ids"])
+            tokens = pc.list_value_length(table["token_ids"]).to_numpy() + table["max_tokens"].to_numpy() - 1
+            most += int((-(-tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS
+            largest = max(largest, int(tokens.max()))
     return most, largest
 
 
 def result_keys(path: Path) -> list[RequestKey]:
     """The requests whose results stand in a result file."""
-    table = pq.read_table(path, columns=["shard", "row", "sample"])
+    with own_file(path):
+        table = pq.read_table(path, columns=["shard", "row", "sample"])
     return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
 
 
