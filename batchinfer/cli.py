@@ -262,9 +262,9 @@ def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point: errors become one sentence on stderr and the exit code that the contract names."""
-    # Idle threads must sleep, not spin: with another job on the same cores spinning makes steps 40 times slower.
-    # Read once, when torch is loaded, which happens later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Waiting threads may spin for a moment only: by default they spin for so long that another process on the same
+    # cores makes steps 40 times slower. Read once, when torch loads its thread library, which happens later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         # installed first: a signal during the imports below counts too
         cli.main(standalone_mode=False, obj=StopSignal())
