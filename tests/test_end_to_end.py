@@ -102,6 +102,30 @@ def test_a_shard_damaged_in_the_middle_counts_as_unreadable(questions):
     assert list(outputs(questions / "run")) == ["part-1.parquet", "part-2.parquet"]
 
 
+def test_a_job_without_any_readable_shard_ends_with_2(tmp_path):
+    (path,) = write_questions(tmp_path / "prompts", (9,))
+    data = bytearray(path.read_bytes())
+    place = pq.read_metadata(path).row_group(1).column(1).data_page_offset + 20
+    data[place : place + 40] = b"\xff" * 40
+    path.write_bytes(bytes(data))  # damaged in the middle
+    assert "none of the 1 input shards" in batchinfer("run", write_job(tmp_path)).err
+    path.write_bytes(bytes(data[:100]))  # cut off
+    ended = batchinfer("run", write_job(tmp_path, output={"dir": "other"}))
+    assert ended.code == 2
+    assert "part-0.parquet" in ended.err
+
+
+def test_a_job_whose_rows_are_all_bad_loads_no_model(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["", ""]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": pa.array([], pa.string())})
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 3, ended.err
+    rows = outputs(tmp_path / "run")
+    assert [row["status"] for row in rows["a.parquet"]] == ["error", "error"]
+    assert rows["b.parquet"] == []
+    assert json.loads(batchinfer("report", tmp_path / "run", "--json").out)["gpu_hours"] == 0
+
+
 def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
     job = write_job(tmp_path)

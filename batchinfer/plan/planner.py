@@ -87,6 +87,7 @@ def _plan(
 ) -> None:
     """Tokenise, order, cut, predict; the plan stands once run.json says so."""
     shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
+    _refuse_no_shard(shards)
     rows = load_rows(run, shards)
     planned = plan_requests(rows, job.sampling.to_sampling())
     _check_memory(job, model, rows, shards)
@@ -163,10 +164,13 @@ def _check_shards(shards: list[Shard], strict: bool) -> None:
         note(f"warning: {shard.path} cannot be read: {shard.problem}")
     if bad and strict:
         raise InputError(f"{bad[0].path} cannot be read: {bad[0].problem}; repair it, or run without --strict")
-    if len(bad) == len(shards):
-        raise InputError(
-            f"none of the {len(shards)} input shards can be read; the first: {bad[0].path}: {bad[0].problem}"
-        )
+    _refuse_no_shard(shards)
+
+
+def _refuse_no_shard(shards: list[Shard]) -> None:
+    if all(shard.problem is not None for shard in shards):
+        first = f"{shards[0].path}: {shards[0].problem}"
+        raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
 
 
 def _tokenize(
