@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from paths import SAMPLE_MODEL
+from paths import RANDOM_MODEL
 
 from batchinfer import cli
 
@@ -77,7 +77,7 @@ def write_job(folder: Path, *, name: str = "job.toml", **parts: dict[str, Any]) 
     job: dict[str, dict[str, Any]] = {
         "input": {"files": ["prompts/*.parquet"], "prompt": "prompt"},
         "output": {"dir": "run"},
-        "model": {"path": str(SAMPLE_MODEL), "dtype": "float32"},
+        "model": {"path": str(RANDOM_MODEL), "dtype": "float32"},
         "sampling": {"max_tokens": 8},
     }
     for part, keys in parts.items():

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import MODELS, make_checkpoint, split_into_shards
-from paths import SAMPLE_MODEL
+from paths import RANDOM_MODEL
 
 from jobs import batchinfer, outputs, write_job, write_shard
 
@@ -26,7 +26,7 @@ def make_prompts():
 def test_greedy_tokens_of_a_job_equal_those_of_transformers(tmp_path, name):
     theirs = make_checkpoint(tmp_path / "model", name)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SAMPLE_MODEL / file, tmp_path / "model" / file)
+        shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
     if name == "v3-groups":
         split_into_shards(tmp_path / "model", 3)
     prompts = make_prompts()

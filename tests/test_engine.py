@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from paths import SAMPLE_MODEL
+from paths import RANDOM_MODEL
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
@@ -22,12 +22,12 @@ DRAWN = SamplingConfig(max_tokens=12, temperature=1.0, top_p=0.95, top_k=50, see
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer.load(SAMPLE_MODEL, dtype=torch.float32)
+    return Transformer.load(RANDOM_MODEL, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(SAMPLE_MODEL)
+    return load_tokenizer(RANDOM_MODEL)
 
 
 class Feed:

@@ -9,7 +9,7 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from paths import SAMPLE_MODEL
+from paths import RANDOM_MODEL
 
 from batchinfer.engine import claims
 from batchinfer.engine.claims import Claims
@@ -230,7 +230,7 @@ def test_a_shard_replaced_after_planning_is_refused(tmp_path):
 def test_changed_weights_tokenizer_or_template_are_refused(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     model = tmp_path / "model"
-    shutil.copytree(SAMPLE_MODEL, model)
+    shutil.copytree(RANDOM_MODEL, model)
     job = write_job(tmp_path, model={"path": "model"})
     assert batchinfer("plan", job).code == 0
     for name, field in {
