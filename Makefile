@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchinfer needs Python 3.11 or newer; set PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchinfer needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
@@ -22,6 +22,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: $(VENV)/.installed
 	rm -rf runs/demo
 	$(BIN)/batchinfer run jobs/demo.toml || test $$? -eq 3
+	@echo; echo "Right answers per task"
+	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
