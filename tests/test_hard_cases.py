@@ -3,11 +3,15 @@
 import json
 import signal
 import time
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.records import InterruptedRunError
+from batchinfer.rundir import RunDir
+from batchinfer.session import Session
 from jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 
 
@@ -185,3 +189,14 @@ def test_a_tiny_temperature_is_greedy_in_effect(tmp_path):
         )
     tiny, greedy = (outputs(tmp_path / name)["part-0.parquet"] for name in ("tiny", "greedy"))
     assert [row["token_ids"] for row in tiny] == [row["token_ids"] for row in greedy]
+
+
+def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interrupt(tmp_path):
+    # DuckDB, interrupted in a query, raises a RuntimeError of its own instead of the signal's exception
+    stop = SimpleNamespace(requested=True)
+    session = Session("finish", stop)
+    session.attach(RunDir(tmp_path))
+    with pytest.raises(InterruptedRunError, match="run the same command"), session:
+        raise RuntimeError("Query interrupted")
+    (row,) = pq.read_table(next((tmp_path / "stats" / "nodes").glob("*.parquet"))).to_pylist()
+    assert row["state"] == "interrupted"
