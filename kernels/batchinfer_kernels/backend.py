@@ -66,11 +66,6 @@ def ops() -> tuple[str, ...]:
     return tuple(_CANDIDATES)
 
 
-def candidate_names() -> tuple[str, ...]:
-    """The names of all candidates of all operations, in order of preference."""
-    return tuple(dict.fromkeys(candidate.name for listed in _CANDIDATES.values() for candidate in listed))
-
-
 def select(op: str, choice: str = AUTO) -> Candidate:
     """The candidate of `op` to use: the first that can run ("auto") or the one named.
 
