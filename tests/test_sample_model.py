@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -12,7 +13,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
-from paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
+from paths import DEMO_JOB, ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -239,3 +240,28 @@ def test_both_precisions_are_equally_good(outputs):
         answers = [answer for task in right_of(outputs(dtype)).values() for answer in task]
         shares.append(sum(answers) / len(answers))
     assert abs(shares[0] - shares[1]) <= 0.01
+
+
+def test_the_card_names_the_committed_weights():
+    digest = hashlib.sha256((SAMPLE_MODEL / "model.safetensors").read_bytes()).hexdigest()
+    card = (SAMPLE_MODEL / "README.md").read_text()
+    assert digest in card
+    assert "sample_data/train/train.py" in card
+
+
+def test_the_demo_reports_accuracy_and_expert_load(tmp_path):
+    ended = batchinfer("run", DEMO_JOB, "--set", f"output.dir={tmp_path / 'demo'}")
+    assert ended.code == 3, ended.err
+
+    def query(name: str) -> list[dict]:
+        return json.loads(batchinfer("report", tmp_path / "demo", "--json", "--sql", f"@{ROOT / 'jobs' / name}").out)
+
+    accuracy = {row["task"]: row["percent"] for row in query("accuracy.sql")}
+    assert set(accuracy) == {*GENERATORS, "all tasks"}
+    assert accuracy["all tasks"] >= 100 * MIN_ACCURACY
+    assert min(accuracy.values()) >= 100 * MIN_TASK_ACCURACY
+    load = query("expert_load.sql")
+    assert [(row["phase"], row["layer"]) for row in load] == [
+        (phase, layer) for phase in ("prefill", "decode") for layer in (1, 2, 3)
+    ]
+    assert all(row["idlest"] < 1 < row["busiest"] < 16 for row in load)
