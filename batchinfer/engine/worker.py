@@ -239,6 +239,7 @@ def free_memory_bytes() -> int:
     free = int(available[1]) * 1024 if available else 4 * 2**30
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return min(free, max(limit - used, 0))
     except (OSError, ValueError):
         return free  # no control group, or one without a limit ("max")
