@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test chaos bench lint format clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -27,6 +27,14 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# Slower than `make test`: ranks killed at random moments, many times over.
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/chaos/*.py
+
+# Ratios measured side by side on this machine; they decide no test.
+bench: $(VENV)/.installed-dev
+	$(BIN)/python tests/bench/ranks.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -73,9 +73,8 @@ def plan(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, 
     No model is loaded. Bad rows are reported here, before any accelerator is used.
     """
     from batchinfer.config import load_job
-    from batchinfer.session import Session
 
-    with Session("plan", stop) as session:
+    with _alone("plan", stop) as session:
         _plan(load_job(job, overrides), session, _tracer(trace), strict=strict)
 
 
@@ -114,9 +113,8 @@ def finish(
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
     from batchinfer.engine.controller import planned_run
     from batchinfer.rundir import refuse_bad_rows
-    from batchinfer.session import Session
 
-    with Session("finish", stop) as session:
+    with _alone("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
@@ -135,9 +133,8 @@ def run(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, t
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
     from batchinfer.config import load_job
-    from batchinfer.session import Session
 
-    with Session("run", stop) as session:
+    with _alone("run", stop) as session:
         tracer = _tracer(trace)
         config = load_job(job, overrides)
         run_dir = _plan(config, session, tracer, strict=strict)
@@ -186,6 +183,15 @@ def doctor(bench: bool) -> None:
     from batchinfer.doctor import examine
 
     click.echo(examine(bench=bench))
+
+
+def _alone(command: str, stop: StopSignal) -> Session:
+    """The session of a command that must not run in several processes at once."""
+    from batchinfer.engine.nodes import refuse_several_processes
+    from batchinfer.session import Session
+
+    refuse_several_processes(command)
+    return Session(command, stop)
 
 
 def _tracer(enabled: bool) -> Tracer:

@@ -17,6 +17,7 @@ INT64_MAX = 2**63 - 1
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
+RankCount = Annotated[int, Field(ge=1, le=4096)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Price = Annotated[float, Field(ge=0)]
 
@@ -113,30 +114,54 @@ class ClusterConfig(_Part):
     """Ranks, memory and how often results become durable."""
 
     mode: Literal["colocated", "disaggregated"] = Field("colocated", description="same ranks for both phases, or apart")
-    prefill_ranks: Count | None = Field(None, description="expert-parallel size of prefill")
-    decode_ranks: Count | None = Field(None, description="expert-parallel size of decode")
-    redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots")
-    overlap: bool | None = Field(None, description="two micro-batches; unset: when EP size > 1")
+    prefill_ranks: RankCount | None = Field(None, description="expert-parallel size of prefill")
+    decode_ranks: RankCount | None = Field(None, description="expert-parallel size of decode (colocated: the same)")
+    redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots, over all ranks of a group")
+    overlap: bool | None = Field(
+        None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
+    )
     backend: Literal["auto", "hopper", "triton", "cpu", "reference"] = Field(
         "auto", description="kernels; `batchinfer doctor` says which can run here"
+    )
+    exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
+        "auto", description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs"
+    )
+    collective_seconds: float = Field(
+        300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
     )
     page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
     commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
     prefill_tokens: int = Field(
-        2048, ge=1, le=2**20, description="prompt tokens per prefill step (long prompts are cut)"
+        2048, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
     )
-    decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together")
+    decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together on one rank")
 
     @model_validator(mode="after")
-    def _one_rank_so_far(self) -> ClusterConfig:
+    def _ranks_fit_the_mode(self) -> ClusterConfig:
         if self.mode == "disaggregated":
-            raise ValueError("mode cannot be 'disaggregated' in this version; use 'colocated'")
-        for name in ("prefill_ranks", "decode_ranks"):
-            if (getattr(self, name) or 1) > 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but this version runs one rank; set it to 1")
-        if self.redundant_experts:
-            raise ValueError("redundant_experts needs more than one rank, which this version does not run; set it to 0")
+            for name in ("prefill_ranks", "decode_ranks"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is not set; disaggregated ranks need both prefill_ranks and decode_ranks")
+        elif None not in (self.prefill_ranks, self.decode_ranks) and self.prefill_ranks != self.decode_ranks:
+            raise ValueError(
+                f"decode_ranks is {self.decode_ranks} and prefill_ranks {self.prefill_ranks}, but colocated ranks do "
+                "both; make them equal, leave one out, or set mode = 'disaggregated'"
+            )
         return self
+
+    @property
+    def num_prefill_ranks(self) -> int:
+        return self.prefill_ranks or self.decode_ranks or 1
+
+    @property
+    def num_decode_ranks(self) -> int:
+        return self.decode_ranks or self.prefill_ranks or 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all: colocated ranks do both phases."""
+        both = self.num_prefill_ranks
+        return both + self.num_decode_ranks if self.mode == "disaggregated" else both
 
 
 class KvConfig(_Part):

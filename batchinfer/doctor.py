@@ -11,10 +11,10 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
-from batchinfer_kernels import backend
 
 from batchinfer import __version__
-from batchinfer.engine.worker import free_memory_bytes
+from batchinfer.engine.load import free_memory_bytes
+from batchinfer_kernels import backend
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
 BENCH_SIZE = 2048

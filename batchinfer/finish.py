@@ -212,6 +212,7 @@ def _output_rows(run: RunDir, shards: list[Shard]) -> str:
                CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_memory_tokens, 0) END AS cached_memory_tokens,
                CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_disk_tokens, 0) END AS cached_disk_tokens,
                CASE WHEN is_duplicate THEN delivered.prompt_tokens ELSE 0 END AS cached_duplicate_tokens,
+               CASE WHEN is_duplicate THEN 0 ELSE coalesce(replicated_tokens, 0) END AS replicated_tokens,
                coalesce(delivered.completion_tokens, 0) AS completion_tokens,
                CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
                CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
@@ -326,12 +327,19 @@ def _write_run(run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[st
         "input_rows": counts["input_rows"],
         "rows": counts["rows"],
         "distinct_tokens": counts["distinct_tokens"],
-        "replicated_tokens": 0,  # one rank computes every prefix
+        "replicated_tokens": _replicated_tokens(run),
         "predicted_computed_tokens": counts["computed_tokens"],
         **job.pricing.model_dump(),
     }
     with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
         writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
+
+
+def _replicated_tokens(run: RunDir) -> int:
+    """Prompt tokens that delivered ok rows computed again on purpose; stats/requests has 0 for duplicates."""
+    requests = read_parquet(run.stats_file("requests"))
+    with _database(run) as connection:
+        return _number(connection, f"SELECT coalesce(sum(replicated_tokens), 0) FROM {requests} WHERE status = 'ok'")
 
 
 def _number(connection: duckdb.DuckDBPyConnection, sql: str) -> int:

@@ -53,6 +53,10 @@ class IncompleteRunError(BatchinferError):
     exit_code = ExitCode.INTERNAL
 
 
+class PeerLostError(BatchinferError):
+    """Another rank of the group has ended or does not answer: this one cannot go on either."""
+
+
 class InterruptedRunError(BaseException):
     """A signal stopped the run; what was finished is kept and the same command goes on from there.
 
@@ -115,6 +119,7 @@ class Request:
     sampling: Sampling
     sampling_key: int  # 64 bits from (seed, id, occurrence, sample), see `sampling_key`
     cached_tokens: int = 0  # prompt tokens that the plan has computed by an earlier request
+    replicated_tokens: int = 0  # of these, tokens that another rank has: this one computes them again
 
 
 @dataclass(slots=True)
@@ -152,6 +157,22 @@ class Completion:
     times: RequestTimes = field(default_factory=RequestTimes)
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    replicated_tokens: int = 0  # prompt tokens that another rank computed as well
+
+
+def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:
+    """Expert slots of each rank when the experts and redundant ones are spread evenly.
+
+    Raises:
+        ConfigError: they do not spread evenly; the message says how many more redundant ones do.
+    """
+    num_slots = num_experts + num_redundant
+    if num_slots % num_ranks:
+        raise ConfigError(
+            f"{num_experts} experts and {num_redundant} redundant ones do not spread evenly over {num_ranks} ranks; "
+            f"set cluster.redundant_experts = {num_redundant + -num_slots % num_ranks} or another number of ranks"
+        )
+    return num_slots // num_ranks
 
 
 def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:

@@ -71,6 +71,14 @@ class RunDir:
         """Scratch space of `finish`; emptied by it."""
         return self.root / "work"
 
+    def parcels(self, session: str) -> Path:
+        """KV on its way between hosts; of this session only, gone with it."""
+        return self.root / "work" / f"parcels-{session}"
+
+    def meeting(self, group: str) -> Path:
+        """Where a group of processes on several nodes meets."""
+        return self.root / "work" / f"meeting-{group}.json"
+
     def tokens(self, shard: int) -> Path:
         return self.root / "tokens" / f"{shard:05d}.parquet"
 

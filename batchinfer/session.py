@@ -10,6 +10,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
+from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.records import InterruptedRunError
@@ -33,7 +34,9 @@ class Session:
         self.start_s = time.time() if Session._sessions else process_start_s()
         self.name = f"{int(time.time() * 1000):013d}-{self.node}-{os.getpid()}-{Session._sessions}"
         Session._sessions += 1
-        self.num_ranks = 0
+        self._cluster: ClusterConfig | None = None
+        self._num_ranks = 0
+        self.restarts = 0  # of the ranks, after one of them died
         self.device: str | None = None
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
@@ -43,6 +46,10 @@ class Session:
         self._run = run
         self.record("running")
 
+    def hold_ranks(self, cluster: ClusterConfig, *, num_ranks: int) -> None:
+        """From now on this session holds so many of the job's ranks on this node."""
+        self._cluster, self._num_ranks = cluster, num_ranks
+
     def record(self, state: str) -> None:
         """Publish the row with the end set to now."""
         if self._run is None:
@@ -51,8 +58,12 @@ class Session:
             "session": self.name,
             "command": self.command,
             "node": self.node,
-            "num_ranks": self.num_ranks,
+            "num_ranks": self._num_ranks,
+            "mode": None if self._cluster is None else self._cluster.mode,
+            "prefill_ranks": 0 if self._cluster is None else self._cluster.num_prefill_ranks,
+            "decode_ranks": 0 if self._cluster is None else self._cluster.num_decode_ranks,
             "device": self.device,
+            "restarts": self.restarts,
             "start_s": self.start_s,
             "first_prefill_s": self.first_prefill_s,
             "end_s": time.time(),

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, Span
 from batchinfer.rundir import publish_text
 
+LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", FLIGHT: "communication", KV: "KV"}
 MAX_EVENTS = 200_000  # about 30 MB of JSON; later spans are dropped and counted
 
 
@@ -34,6 +36,20 @@ class Tracer:
             yield
         finally:
             self._add(name, lane, start, time.time() - start, args)
+
+    def add_step(self, rank: int, kind: str, start_s: float, duration_s: float, spans: list[Span]) -> None:
+        """One step of one rank, on a lane of its own.
+
+        Args:
+            spans: what happened in it; lanes for computing (with sending and receiving), rows under way, KV.
+        """
+        if not self.enabled:
+            return
+        self._add(kind, f"rank {rank} steps", start_s, duration_s, {})
+        for span in spans:
+            lane = f"rank {rank} {LANES[span.kind]}"
+            name = f"{span.name} {span.kind}" if span.kind in (SEND, RECEIVE) else span.name
+            self._add(name, lane, span.start_s, span.end_s - span.start_s, {"micro_batch": span.micro_batch})
 
     def write(self, path: Path) -> None:
         """Publish everything collected so far; open it in ui.perfetto.dev."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from paths import RANDOM_MODEL
 
 from batchinfer import cli
+from paths import RANDOM_MODEL
 
 SYSTEM = "You answer with one word. Read the question twice, think about each word of it, then give the word. " * 3
 

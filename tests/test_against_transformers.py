@@ -5,10 +5,10 @@ import shutil
 import pyarrow as pa
 import pytest
 import torch
-from checkpoints import MODELS, make_checkpoint, split_into_shards
-from paths import RANDOM_MODEL
 
+from checkpoints import MODELS, make_checkpoint, split_into_shards
 from jobs import batchinfer, outputs, write_job, write_shard
+from paths import RANDOM_MODEL
 
 NUM_NEW = 64
 LENGTHS = (5, 64, 1, 131, 30, 65, 12, 200)

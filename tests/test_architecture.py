@@ -19,7 +19,7 @@ ALLOWED = {
     "config": BASE,
     "rundir": BASE,
     "progress": set(),
-    "trace": FILES,
+    "trace": FILES | {"parallel.spans"},
     "fingerprint": FILES,
     "stop": BASE,
     "session": FILES | {"data", "stop"},
@@ -33,15 +33,21 @@ ALLOWED = {
     "finish": RUN | {"data", "engine.claims"},
     "report": FILES | {"data"},
     "doctor": FILES | {"engine"},
+    "balance": BASE,
+    "__main__": {"cli"},
     "cli": None,  # one function per command, checked below
 }
-MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor"}
+MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor", "parallel"}
 NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema"} | {
     "data",
     "plan",
+    "balance",
     "report",
     "finish",
 }
+# The controller's side of the engine: it must live on when a rank, or torch in it, does not.
+CONTROLLER = {"controller", "dealer", "results", "rank_group", "local_ranks", "agent", "nodes"}
+CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "units"}
 STANDARD_LIBRARY_ONLY = {"records"}
 
 
@@ -89,6 +95,16 @@ def test_a_room_imports_only_what_the_rule_allows(name):
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) in NO_TORCH])
 def test_rooms_that_run_on_a_login_node_never_import_torch(name):
     assert not any(imported.split(".")[0] == "torch" for imported in imports_of(MODULES[name]))
+
+
+@pytest.mark.parametrize("name", [f"engine.{name}" for name in sorted(CONTROLLER) if f"engine.{name}" in MODULES])
+def test_the_controller_never_imports_torch(name):
+    allowed = RUN | {"data", "parallel.spans"} | {f"engine.{other}" for other in CONTROLLER}
+    for imported in imports_of(MODULES[name]):
+        assert imported.split(".")[0] not in {"torch", "batchinfer_kernels"}
+        if imported.startswith("batchinfer."):
+            inner = imported.removeprefix("batchinfer.")
+            assert any(inner == item or inner.startswith(item + ".") for item in allowed), f"{name} imports {imported}"
 
 
 @pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batchinfer.parallel.dispatch import LocalDispatcher, count_rows, weighted_sum
+from batchinfer.parallel.row_format import RowFormat
 
 
 def random_exchange(seed, num_tokens=23, topk=3, num_experts=7, hidden=5):
@@ -44,6 +45,20 @@ def test_combine_undoes_dispatch_and_sums_in_ascending_k(seed):
         expected = expected + weights[:, k, None] * (x * (ids[:, k, None] + 1))
     assert torch.equal(y, expected)
     assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_rows_reach_the_experts_in_the_form_in_which_they_would_travel(dtype):
+    x, ids, weights = random_exchange(2, hidden=130)
+    plain = LocalDispatcher(num_experts=7).dispatch(x, ids, weights).wait()
+    formed = LocalDispatcher(num_experts=7, row_format=RowFormat(dtype)).dispatch(x, ids, weights).wait()
+    expected, expected_scales = RowFormat(dtype).unpack(RowFormat(dtype).pack(plain.x), 130)
+    assert torch.equal(formed.x.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(formed.num_rows_E, plain.num_rows_E)
+    if dtype == "fp8":
+        assert torch.equal(formed.scales, expected_scales)
+    else:
+        assert formed.scales is None
 
 
 def test_a_token_s_sum_does_not_depend_on_the_other_tokens():

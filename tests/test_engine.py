@@ -6,15 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from paths import RANDOM_MODEL
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.engine.feed import Inbox
 from batchinfer.engine.sequence import pages_needed
 from batchinfer.engine.worker import RankWorker
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.records import ConfigError, Request, RequestKey, sampling_key
+from paths import RANDOM_MODEL
 
 GREEDY = SamplingConfig(max_tokens=12).to_sampling()
 DRAWN = SamplingConfig(max_tokens=12, temperature=1.0, top_p=0.95, top_k=50, seed=3, logprobs=2).to_sampling()
@@ -34,20 +35,20 @@ class Feed:
     """Hands over all requests at once and collects what comes back."""
 
     def __init__(self, requests):
-        self.requests, self.done, self.records = list(requests), {}, []
+        self.requests, self.num_requests, self.done, self.records = list(requests), len(requests), {}, []
 
-    def next_requests(self):
+    def receive(self, wait_s=0.0):
         handed, self.requests = self.requests, []
-        return handed
+        return Inbox(requests=handed, leave=len(self.done) == self.num_requests)
 
-    def take(self, completions, record):
-        self.records.append(record)
-        for completion in completions:
+    def want_requests(self):
+        pass
+
+    def send(self, report):
+        self.records.append(report.record)
+        for completion in report.completions:
             assert completion.key not in self.done
             self.done[completion.key] = completion
-
-    def stop_requested(self):
-        return False
 
 
 def run(model, tokenizer, requests, *, num_pages=400, prefill_tokens=2048, decode_requests=64, share_prefixes=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from batchinfer_kernels import backend, reference, reference_mla
 
 TOLERANCE = {"float32": 2e-5}
@@ -80,6 +81,18 @@ def test_norm_activation_and_grouped_mlp_follow_their_formulas():
     for row, expert in enumerate([0, 0, 2, 2, 2]):
         gate, up = (gate_up[expert] @ x[row]).chunk(2)
         assert torch.allclose(y[row], down[expert] @ (torch.nn.functional.silu(gate) * up), atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_masked_mlp_equals_grouped_mlp_bit_for_bit(seed):
+    num_rows = torch.tensor([[3, 0, 17, 8, 1], [0, 0, 0, 0, 0], [20, 20, 20, 20, 20]])[seed % 3]
+    gate_up, down = random(5, 2 * 24, 40, seed=seed), random(5, 40, 24, seed=seed + 50)
+    blocks = random(5, 20, 40, seed=seed + 100)
+    is_row = torch.arange(20) < num_rows[:, None]
+    blocks[~is_row] = torch.nan  # rows that are not there may hold anything
+    y = reference.masked_mlp(blocks, num_rows.int(), gate_up, down)
+    assert torch.equal(y[is_row], reference.grouped_mlp(blocks[is_row], num_rows, gate_up, down))
+    assert not y[~is_row].any()
 
 
 def test_both_attention_forms_equal_softmax_written_out():

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from batchinfer.model.transformer import Point, PrefillSpan, StepInput, Transformer
+from batchinfer.parallel.overlap import run_to_end
+from batchinfer.records import ModelError
 from checkpoints import MODELS, make_checkpoint
 from paged_steps import PagedRequests
-
-from batchinfer.model.transformer import Point, PrefillSpan, StepInput, Transformer, run_to_end
-from batchinfer.records import ModelError
 
 # of a logit: the largest difference in float32, the median in bfloat16; logits have a deviation near 1 (7 in
 # v3-odd-sizes)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.schemas import OUTPUTS, STATS_TABLES, output_schema
+from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
 from batchinfer.records import ConfigError, ExitCode
 from batchinfer.report import pricing
 from batchinfer.report.metrics import METRICS, RunDetails, report_details, report_metrics
@@ -26,91 +25,10 @@ from batchinfer.report.rows import format_rows, json_records, json_value
 from batchinfer.report.table import format_report
 from batchinfer.report.terminal import display_width, fit
 from batchinfer.report.views import open_views, run_query
+from runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run
 
-SCHEMAS = {table.name: table.schema for table in STATS_TABLES}
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-
-
-# ---- synthetic run folders
-
-
-def write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
-
-
-def write_run(
-    root: Path,
-    *,
-    requests: list[dict[str, Any]] = (),
-    steps: list[dict[str, Any]] = (),
-    nodes: list[dict[str, Any]] = (),
-    outputs: dict[str, list[dict[str, Any]]] | None = None,
-    shards: list[dict[str, Any]] = (),
-    kept: list[pa.Field] = (),
-    **run: Any,
-) -> Path:
-    """A finished run folder; steps and nodes in one file per session, as the sessions write them."""
-    root.mkdir(parents=True)
-    (root / "run.json").write_text(json.dumps({"state": "finished", "shards": list(shards)}))
-    stats = root / "stats"
-    row = {"run": root.name, "model": "/models/tiny", "dtype": "float32", "distinct_tokens": 0, "replicated_tokens": 0}
-    write_table(stats / "run.parquet", [row | run], SCHEMAS["run"])
-    write_table(stats / "requests.parquet", list(requests), SCHEMAS["requests"])
-    for name, rows in (("steps", steps), ("nodes", nodes)):
-        for session in dict.fromkeys(row["session"] for row in rows):
-            mine = [row for row in rows if row["session"] == session]
-            write_table(stats / name / f"{session}.parquet", mine, SCHEMAS[name])
-    for name, rows in (outputs or {}).items():
-        write_table(root / "outputs" / name, rows, output_schema(pa.string(), list(kept)))
-    return root
-
-
-def request(
-    row: int, prompt: int, generated: int, first_s: float = 0, finished_s: float = 0, **more: Any
-) -> dict[str, Any]:
-    counts = {"cached_memory_tokens": 0, "cached_disk_tokens": 0, "cached_duplicate_tokens": 0, "kv_tokens_sum": 0}
-    return {
-        "shard": 0,
-        "row": row,
-        "sample": 0,
-        "status": "ok",
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "generated_tokens": generated,
-        "first_token_s": first_s,
-        "finished_s": finished_s,
-        **counts,
-        **more,
-    }
-
-
-def error_request(row: int) -> dict[str, Any]:
-    return request(row, 0, 0, status="error", first_token_s=None, finished_s=None)
-
-
-def step(
-    session: str, kind: str, duration_s: float, *, new: int, cached: int, output: int, rank: int = 0
-) -> dict[str, Any]:
-    counts = {"new_tokens": new, "cached_tokens": cached, "output_tokens": output}
-    return {"session": session, "rank": rank, "kind": kind, "start_s": 0.0, "duration_s": duration_s, **counts}
-
-
-def session(
-    name: str, start_s: float, end_s: float, *, ranks: int = 1, prefill_s: float | None = None, **more: Any
-) -> dict[str, Any]:
-    times = {"start_s": start_s, "first_prefill_s": prefill_s, "end_s": end_s}
-    return {"session": name, "command": "work", "node": "n1", "num_ranks": ranks, "state": "done", **times, **more}
-
-
-def output(row: int, **more: Any) -> dict[str, Any]:
-    counts = {"prompt_tokens": 4, "cached_tokens": 1, "completion_tokens": 2}
-    return {"id": f"id-{row}", "row": row, "sample": 0, "status": "ok", "text": f"text {row}", **counts, **more}
-
-
-def error_output(row: int, error: str) -> dict[str, Any]:
-    return output(row, status="error", text=None, error=error, prompt_tokens=0, cached_tokens=0, completion_tokens=0)
 
 
 def query(run: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -133,7 +51,7 @@ def test_a_worked_example_gives_every_figure(tmp_path):
             request(0, 20, 5, 1020, 1024, kv_tokens_sum=115),  # 4 tokens in 4 s
             request(1, 20, 3, 1220, 1221, kv_tokens_sum=66, cached_memory_tokens=10, cached_disk_tokens=2),  # 2 in 1 s
             request(2, 20, 0, cached_duplicate_tokens=20, completion_tokens=5, first_token_s=None, finished_s=None),
-            request(3, 8, 1, 1230, 1230, kv_tokens_sum=9),
+            request(3, 8, 1, 1230, 1230, kv_tokens_sum=9, replicated_tokens=3),
             error_request(4),
         ],
         steps=[
@@ -173,7 +91,7 @@ def test_a_worked_example_gives_every_figure(tmp_path):
             "prefill_tokens_per_s_per_node": 56 / 30,
             "decode_tokens_per_s_per_node": 11 / 40,
             "replicated_tokens": 3,
-            "wasted_tokens": 11,  # 53 run; needed 36 prompt tokens and 9 - 3 output tokens
+            "wasted_tokens": 8,  # 53 run; needed 36 prompt tokens and 9 - 3 output tokens, 3 replicated
             "hidden_comm_share": None,
             "wall_s": 190,
             "busy_s": 70,
@@ -452,7 +370,7 @@ def small_run(tmp_path_factory) -> Path:
         ("FROM outputs SELECT id WHERE row = 3; -- the third", [("id-3",)]),
         ("WITH n AS (SELECT * FROM nodes) SELECT session, end_s FROM n", [("a", 9.0)]),
         ("SELECT id FROM outputs ORDER BY row DESC LIMIT 1", [("id-4",)]),
-        ("SELECT count(*) FROM (DESCRIBE nodes)", [(9,)]),
+        ("SELECT count(*) FROM (DESCRIBE nodes)", [(13,)]),
         ("SELECT '; DROP VIEW outputs'", [("; DROP VIEW outputs",)]),
         ("VALUES (1), (2)", [(1,), (2,)]),
         ("SELECT TIMESTAMPTZ '2024-01-01 12:00:00+02' AS t, 1 AS t; -- x", [("2024-01-01 10:00:00+00", 1)]),
@@ -583,6 +501,9 @@ def full_details(**more: Any) -> RunDetails:
         "unreadable_shards": (),
         "errors": (),
         "num_error_texts": 0,
+        "comm_s": 0.0,
+        "ranks": (),
+        "restarts": 0,
     }
     return RunDetails(**{**values, **more})
 

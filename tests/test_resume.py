@@ -9,13 +9,13 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from paths import RANDOM_MODEL
 
 from batchinfer.engine import claims
 from batchinfer.engine.claims import Claims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
 from jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
+from paths import RANDOM_MODEL
 
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05}  # many small steps and commits, so that a signal finds work left
 MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}

@@ -13,13 +13,13 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
-from paths import DEMO_JOB, ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from batchinfer.data.tokenizer import load_tokenizer
 from jobs import batchinfer, write_job
+from paths import DEMO_JOB, ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 
 sys.path.append(str(ROOT / "sample_data" / "train"))  # scripts, which import each other by file name
 

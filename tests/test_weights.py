@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from batchinfer_kernels.reference import dequantize_fp8_block, quantize_fp8_block
-from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weights import load_weights
 from batchinfer.records import ModelError
+from batchinfer_kernels.reference import dequantize_fp8_block, quantize_fp8_block
+from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 FP8 = {
     "quant_method": "fp8",
@@ -78,7 +78,7 @@ def test_tensors_arrive_where_they_belong(tmp_path):
     kv_up = weights.layers[2].attention.kv_up_HZC
     assert kv_up.shape == (2, 24, 16)
     assert torch.equal(kv_up.flatten(0, 1), stored["model.layers.2.self_attn.kv_b_proj.weight"])
-    assert weights.expert_ids == tuple(range(16))
+    assert weights.expert_ids == (tuple(range(16)),) * 2
 
 
 def test_an_fp8_checkpoint_equals_its_dequantised_twin_exactly(tmp_path):
@@ -114,13 +114,15 @@ def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch):
     everything, read = load(tmp_path), []
     original = Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name: read.append(name) or original(self, name))
-    part = load(tmp_path, expert_ids=[6, 2])
-    assert {name.split(".")[5] for name in read if ".mlp.experts." in name} == {"2", "6"}
-    assert part.expert_ids == (6, 2)
+    part = load(tmp_path, expert_ids=[(6, 2), (2, 2, 0)])  # per layer; a redundant slot repeats an expert
+    kept = {tuple(name.split(".")[2:6:3]) for name in read if ".mlp.experts." in name}
+    assert kept == {("1", "2"), ("1", "6"), ("2", "2"), ("2", "0")}
+    assert part.expert_ids == ((6, 2), (2, 2, 0))
     assert torch.equal(part.layers[1].mlp.down_EDF, everything.layers[1].mlp.down_EDF[[6, 2]])
+    assert torch.equal(part.layers[2].mlp.down_EDF, everything.layers[2].mlp.down_EDF[[2, 2, 0]])
     assert torch.equal(part.layers[1].mlp.router_ED, everything.layers[1].mlp.router_ED)
     with pytest.raises(ModelError, match="expert_ids"):
-        load(tmp_path, expert_ids=[8])
+        load(tmp_path, expert_ids=[(0,), (8,)])
 
 
 def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):

@@ -81,8 +81,7 @@ class Claims:
     def complete(self, claim: Claim) -> None:
         """Mark the unit done with this claim's results; the first claim to say so counts."""
         create_exclusively(self._run.done(claim.unit), claim.name)
-        with self._lock:
-            self._held.pop(claim.unit, None)
+        self.release(claim)
 
     def release(self, claim: Claim) -> None:
         """Give a unit back; what is committed in its claim stays and counts."""

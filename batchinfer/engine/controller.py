@@ -1,38 +1,53 @@
-"""Claims units, feeds the rank, commits what is finished. Called by `batchinfer work` and `batchinfer run`."""
+"""Claims units, deals their requests to the ranks, commits what is finished. Called by `batchinfer work` and `run`.
+
+The controller imports no torch and computes nothing: what it holds is what the ranks have not finished yet. Any of its
+ranks may die at any time; it starts them again and has the unfinished requests done once more.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pyarrow as pa
+from typing import Any
 
 from batchinfer.config import JobConfig, load_job
-from batchinfer.data.parquet import read_rows, table_writer
-from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_STEPS
+from batchinfer.data.parquet import read_rows
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.engine.claims import Claim, Claims
-from batchinfer.engine.units import kv_tokens, read_unit, result_keys, result_table
+from batchinfer.engine.agent import serve_node
+from batchinfer.engine.channel import Message
+from batchinfer.engine.claims import Claims
+from batchinfer.engine.dealer import Dealer
+from batchinfer.engine.feed import Adoption, Handover, StepReport
+from batchinfer.engine.layout import rank_places
+from batchinfer.engine.local_ranks import LocalRanks
+from batchinfer.engine.messages import key_of, plain_adoption, plain_key, plain_request, report_of
+from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
+from batchinfer.engine.rank_group import RankGroup, RanksDiedError, listen, new_token
+from batchinfer.engine.results import Results
+from batchinfer.engine.units import kv_tokens, read_unit
 from batchinfer.fingerprint import check_same, model_fingerprint, settings_fingerprint
 from batchinfer.progress import Progress, note
-from batchinfer.records import (
-    Completion,
-    ConfigError,
-    InterruptedRunError,
-    Request,
-)
+from batchinfer.records import BatchinferError, Completion, ConfigError, InterruptedRunError, Request, RequestKey
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session
 from batchinfer.stop import StopSignal
 from batchinfer.trace import Tracer
 
-WAIT_S = 1.0  # between looks at units that others hold
+GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
+LOOK_AGAIN_S = 1.0  # between looks at units that others hold
+# When ranks die again and again before they have any request, none is to blame: end after so many starts in a row
+FAILED_STARTS = 3  # in which a rank said what was wrong
+KILLED_STARTS = 50  # in which it was killed without a word,
+KILLED_STARTS_LONG = 10  # or so many if they took longer than
+KILLED_STARTS_S = 600.0
+GIVEN_UP = 3  # and when no step has ever gone well, after so many requests that seemed to be to blame
 
-if TYPE_CHECKING:
-    from batchinfer.engine.worker import RankWorker, StepRecord
+
+class RanksFailError(BatchinferError):
+    """The ranks cannot be kept running, whatever requests they get."""
 
 
 def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tracer: Tracer) -> None:
@@ -41,48 +56,60 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
         ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
+        RanksFailError: the ranks die again and again before they have computed anything.
     """
     open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
     if not open_units:
         return
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
-    from batchinfer.engine.worker import load_worker  # here, so that nothing imports torch before there is work
-
-    session.num_ranks, session.device = 1, "cpu"
-    most_tokens, largest_tokens = kv_tokens(run, open_units)
-    worker = load_worker(job, tokenizer, most_tokens=most_tokens, largest_tokens=largest_tokens, tracer=tracer)
+    node = this_node(job.cluster.num_ranks)
+    session.hold_ranks(job.cluster, num_ranks=len(node.ranks))
+    if node.index > 0:
+        serve_node(run, session, stop, node)
+        return
     total = sum(row["num_requests"] for row in open_units)
-    with Claims(run) as claims, Progress("work", total, "requests") as progress:
-        controller = Controller(run, job, session, stop, worker, claims, open_units, progress, tracer)
-        stop.graceful = True
-        try:
-            _run_until_all_done(controller, worker, stop)
-        finally:
-            stop.graceful = False
-            controller.commit()
+    with (
+        Claims(run) as claims,
+        Progress("work", total, "requests") as progress,
+        _rank_group(run, job, session, stop, node) as ranks,
+    ):
+        Controller(run, job, session, stop, tracer, ranks, claims, open_units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
             f"stopped; {progress.count:,} of {total:,} requests are done and kept; run the same command to go on"
         )
 
 
-def _run_until_all_done(controller: Controller, worker: RankWorker, stop: StopSignal) -> None:
-    """Work on every unit that can be had; wait for those that others hold, and take over what they give up."""
-    told = False
-    while not stop.requested:
-        worker.run(controller)
-        num_held = controller.num_not_done()
-        if num_held == 0 or stop.requested:
-            return
-        if not told:
-            note(f"{num_held} units are held by other workers; waiting for them")
-            told = True
-        time.sleep(WAIT_S)
+@contextmanager
+def _rank_group(
+    run: RunDir, job: JobConfig, session: Session, stop: StopSignal, node: NodeShare
+) -> Iterator[RankGroup]:
+    """The job's ranks, of which this process starts its own share; on one host they call by the loopback interface."""
+    host = "127.0.0.1" if node.is_one_host else own_address()
+    listener, token = listen(host), new_token()
+    point = MeetingPoint(host, listener.getsockname()[1], token, session.name)
+    local = LocalRanks(node.ranks, host, point.port, token, one_host=node.is_one_host)
+    announced = announce(run, node, point) if node.count > 1 else None
+    ranks = RankGroup(rank_places(job.cluster), local, listener, token, stop)
+    try:
+        yield ranks
+    finally:
+        stop.graceful = False
+        ranks.close()
+        if announced is not None:
+            announced.unlink(missing_ok=True)
+        _empty(run.parcels(session.name))
+
+
+def _empty(folder: Path) -> None:
+    """Remove what earlier ranks left there."""
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 class Controller:
-    """The feed of one worker: units in, completions out, durable within `commit_seconds`."""
+    """The loop between claims, ranks and results."""
 
     def __init__(
         self,
@@ -90,127 +117,244 @@ class Controller:
         job: JobConfig,
         session: Session,
         stop: StopSignal,
-        worker: RankWorker,
+        tracer: Tracer,
+        ranks: RankGroup,
         claims: Claims,
         units: list[dict[str, Any]],
         progress: Progress,
-        tracer: Tracer,
     ) -> None:
-        self._run, self._job, self._session, self._stop = run, job, session, stop
-        self._worker, self._claims, self._progress, self._tracer = worker, claims, progress, tracer
+        self._run, self._job, self._session, self._stop, self._tracer = run, job, session, stop, tracer
+        self._ranks, self._claims, self._units, self._progress = ranks, claims, units, progress
+        self._results = Results(run, session, claims)
         self._default = job.sampling.to_sampling()
-        self._units = units
-        self._open: dict[int, Claim] = {}
+        self._dealer = Dealer(place.rank for place in ranks.places if place.runs_prefill)
+        self._decode_load = {place.rank: 0 for place in ranks.places if place.role == "decode"}
+        self._adopted_by: dict[RequestKey, int] = {}
+        self._hungry: set[int] = set()
         self._claimed: set[int] = set()
-        self._missing: dict[int, int] = {}  # unit -> requests without a completion
-        self._finished: dict[int, list[Completion]] = {}  # unit -> completions not yet on disk
-        self._num_parts: dict[int, int] = {}
-        self._steps: list[StepRecord] = []
-        self._num_step_files = 0
-        self._last_commit = time.monotonic()
+        self._look_again_s = 0.0
+        self._has_told_of_waiting = False
+        self._starts_in_vain = self._starts_failed = 0
+        self._num_given_up = 0
+        self._has_stepped = False
+        self._last_step_s = self._last_sign_s = time.monotonic()
         self._recent_tokens = 0
         self._recent_since = time.monotonic()
         self._speed = ""
 
-    def next_requests(self) -> list[Request]:
-        """The requests of the next unit that can be claimed; empty when there is none now."""
-        for place, row in enumerate(self._units):
-            claim = None if row["unit"] in self._open else self._claims.try_claim(row["unit"])
-            if claim is not None:
-                # start looking behind this unit next time
-                self._units = self._units[place + 1 :] + self._units[: place + 1]
-                requests = self._open_unit(claim, row)
-                if requests:
-                    return requests
-        return []
+    def run(self) -> None:
+        """Start the ranks and work until every unit is done, or a signal comes."""
+        try:
+            while not self._is_done():
+                try:
+                    self._start_ranks()
+                    self._stop.graceful = True
+                    while not self._is_done():
+                        self._serve()
+                    for rank, message in self._ranks.leave():
+                        self._take(rank, message)
+                except RanksDiedError as death:
+                    self._ranks_died(death)
+        finally:
+            self._stop.graceful = False
+            self._ranks.end()
+            self._commit()
 
-    def num_not_done(self) -> int:
+    def _is_done(self) -> bool:
+        """Whether to go home. With no request of our own left, units of others may still have to be taken over."""
+        if self._stop.requested:
+            return True
+        if self._dealer.num_unfinished or self._results.num_open:
+            return False
+        return self._num_not_done() == 0
+
+    def _serve(self) -> None:
+        """One round: take what came, deal to ranks that ask, commit when it is time."""
+        messages = self._ranks.receive()
+        for rank, message in messages:
+            self._take(rank, message)
+        if messages or not self._dealer.num_running:
+            self._last_sign_s = time.monotonic()
+        elif time.monotonic() - self._last_sign_s > self._job.cluster.collective_seconds + GRACE_S:
+            self._ranks.give_up(f"no rank has ended a step for {time.monotonic() - self._last_sign_s:,.0f} s")
+        self._deal()
+        if time.monotonic() - self._results.last_commit_s >= self._job.cluster.commit_seconds:
+            self._commit()
+
+    def _start_ranks(self) -> None:
+        most_tokens, largest_tokens = kv_tokens(self._run, self._units)
+        _empty(self._run.parcels(self._session.name))
+        with self._tracer.span("load", "controller"):
+            ready = self._ranks.start(
+                {
+                    "job": self._job.model_dump_json(),
+                    "most_tokens": most_tokens,
+                    "largest_tokens": largest_tokens,
+                    "parcel_folder": str(self._run.parcels(self._session.name)),
+                    "traced": self._tracer.enabled,
+                }
+            )
+        self._results.set_moe_layers(ready[0]["moe_layers"])
+        self._session.device = ready[0]["device"]
+        self._hungry.clear()
+        self._last_sign_s = time.monotonic()
+
+    def _take(self, rank: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "step":
+            self._take_step(rank, report_of({name: value for name, value in message.items() if name != "type"}))
+        elif kind == "want":
+            self._hungry.add(rank)
+        elif kind == "adopted":
+            self._tell_adopted([key_of(item) for item in message["keys"]])
+        else:
+            assert kind == "experts", f"rank {rank} sent {kind!r}"
+            self._results.set_expert_tokens(rank, message["tokens"])
+
+    def _take_step(self, rank: int, report: StepReport) -> None:
+        self._has_stepped = True
+        self._starts_in_vain = self._starts_failed = 0
+        self._last_step_s = time.monotonic()
+        if self._session.first_prefill_s is None:
+            self._session.first_prefill_s = report.record.start_s
+            self._session.record("running")
+        self._results.add_step(rank, report.record)
+        self._tracer.add_step(rank, report.record.kind, report.record.start_s, report.record.duration_s, report.spans)
+        for handover in report.handovers:
+            self._pass_on(handover)
+        self._finish(report.completions)
+        self._show(len(report.completions), report.record.new_tokens)
+
+    def _finish(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._dealer.finish(completion.unit, completion.key)
+            rank = self._adopted_by.pop(completion.key, None)
+            if rank is not None:
+                self._decode_load[rank] -= completion.prompt_tokens
+        if self._results.add(completions):
+            self._commit()
+
+    def _pass_on(self, handover: Handover) -> None:
+        """Give a request whose prompt has run to the decode rank with the least to do."""
+        request = self._dealer.running_request(handover.key)
+        rank = min(self._decode_load, key=lambda rank: self._decode_load[rank])
+        self._decode_load[rank] += len(request.token_ids)
+        self._adopted_by[handover.key] = rank
+        self._send_and_wake(rank, {"type": "adopt", "adoptions": [plain_adoption(Adoption(request, handover))]})
+
+    def _tell_adopted(self, keys: list[RequestKey]) -> None:
+        """Prefill ranks may free the KV that decode ranks have read."""
+        for key in keys:
+            rank = self._dealer.rank_of(key)
+            if rank is not None:
+                self._ranks.send(rank, {"type": "adopted", "keys": [plain_key(key)]})
+
+    def _deal(self) -> None:
+        """Requests for the ranks that ask; opens the next unit when theirs have run out."""
+        for rank in sorted(self._hungry):
+            requests = self._dealer.take(rank, self._job.cluster.decode_requests)
+            if not requests and not self._dealer.is_isolating and self._open_next_unit():
+                requests = self._dealer.take(rank, self._job.cluster.decode_requests)
+            if requests:
+                self._hungry.discard(rank)
+                message = {"type": "requests", "requests": [plain_request(request) for request in requests]}
+                self._send_and_wake(rank, message)
+
+    def _send_and_wake(self, rank: int, message: Message) -> None:
+        """Send to a rank, and wake the others of its group: they take part in every step."""
+        self._ranks.send(rank, message)
+        leader = self._ranks.places[rank].leader
+        for place in self._ranks.places:
+            if place.leader == leader and place.rank != rank:
+                self._ranks.send(place.rank, {"type": "wake"})
+
+    def _open_next_unit(self) -> bool:
+        """Claim a unit that has something left to do; False when there is none now."""
+        if time.monotonic() < self._look_again_s:
+            return False
+        for place, row in enumerate(self._units):
+            unit = row["unit"]
+            claim = None if self._results.is_open(unit) else self._claims.try_claim(unit)
+            if claim is None:
+                continue
+            # start looking behind this unit next time
+            self._units = self._units[place + 1 :] + self._units[: place + 1]
+            self._claimed.add(unit)
+            requests = read_unit(self._run, row, self._default)
+            missing = self._results.open_unit(claim, {request.key for request in requests})
+            self._progress.advance(row["num_requests"] - len(missing))
+            if missing:
+                self._dealer.add_unit(unit, [request for request in requests if request.key in missing])
+                return True
+            return self._open_next_unit()
+        self._look_again_s = time.monotonic() + LOOK_AGAIN_S
+        return False
+
+    def _num_not_done(self) -> int:
         """Units that nobody has completed; those that others completed meanwhile count as progress."""
         done = [row for row in self._units if self._run.done(row["unit"]).exists()]
         self._units = [row for row in self._units if not self._run.done(row["unit"]).exists()]
-        elsewhere = [row["num_requests"] for row in done if row["unit"] not in self._claimed]
-        self._progress.advance(sum(elsewhere))
+        self._progress.advance(sum(row["num_requests"] for row in done if row["unit"] not in self._claimed))
+        if self._units and self._look_again_s and not self._has_told_of_waiting:
+            note(f"{len(self._units)} units are held by other workers; waiting for them")
+            self._has_told_of_waiting = True
         return len(self._units)
 
-    def take(self, completions: list[Completion], record: StepRecord) -> None:
-        if self._session.first_prefill_s is None:
-            self._session.first_prefill_s = record.start_s
-            self._session.record("running")
-        self._steps.append(record)
-        for completion in completions:
-            self._finished.setdefault(completion.unit, []).append(completion)
-            self._missing[completion.unit] -= 1
-        self._show(completions, record)
-        unit_is_complete = any(self._missing[completion.unit] == 0 for completion in completions)
-        if unit_is_complete or time.monotonic() - self._last_commit >= self._job.cluster.commit_seconds:
-            self.commit()
+    def _ranks_died(self, death: RanksDiedError) -> None:
+        """Put back what was running; give up a request that is the cause."""
+        self._results.ranks_ended()
+        self._adopted_by.clear()
+        self._decode_load = dict.fromkeys(self._decode_load, 0)
+        self._session.restarts += 1
+        is_in_vain = not self._dealer.num_running
+        self._starts_in_vain = self._starts_in_vain + 1 if is_in_vain else 0
+        self._starts_failed = self._starts_failed + 1 if is_in_vain and death.has_reason else 0
+        if self._is_hopeless():
+            raise RanksFailError(
+                f"the ranks ended {self._starts_in_vain} times in a row before they had anything to do; the last time: "
+                f"{death}"
+            )
+        for request in self._dealer.ranks_died():
+            self._num_given_up += 1
+            if self._num_given_up >= GIVEN_UP and not self._has_stepped:
+                raise RanksFailError(f"the ranks end with whatever request they run; the last time: {death}")
+            self._finish([_given_up(request, str(death))])
+            self._progress.advance(1)
+        note(f"warning: {death}; starting the ranks again, {self._dealer.num_unfinished:,} requests go on")
 
-    def stop_requested(self) -> bool:
-        return self._stop.requested
+    def _is_hopeless(self) -> bool:
+        took_long = time.monotonic() - self._last_step_s > KILLED_STARTS_S
+        limit = KILLED_STARTS_LONG if took_long else KILLED_STARTS
+        return self._starts_failed >= FAILED_STARTS or self._starts_in_vain >= limit
 
-    def commit(self) -> None:
-        """Make everything finished durable, then mark complete units done."""
+    def _commit(self) -> None:
         with self._tracer.span("commit", "controller"):
-            for unit, completions in self._finished.items():
-                part = self._open[unit].folder / f"part-{self._num_parts[unit]:05d}.parquet"
-                with table_writer(part, RESULTS.schema) as writer:
-                    writer.write_table(result_table(completions))
-                self._num_parts[unit] += 1
-            self._finished.clear()
-            self._write_steps()
-            self._write_experts()
-            for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
-                self._claims.complete(self._open.pop(unit))
-                del self._missing[unit]
-            self._session.record("running")
-        self._last_commit = time.monotonic()
+            self._results.commit()
 
-    def _open_unit(self, claim: Claim, row: dict[str, Any]) -> list[Request]:
-        """The requests of a claimed unit that no earlier claim has finished."""
-        done = {key for path in claim.inherited for key in result_keys(path)}
-        requests = [request for request in read_unit(self._run, row, self._default) if request.key not in done]
-        self._progress.advance(row["num_requests"] - len(requests))
-        self._open[claim.unit] = claim
-        self._claimed.add(claim.unit)
-        self._missing[claim.unit] = len(requests)
-        self._num_parts[claim.unit] = 0
-        if not requests:
-            self.commit()
-        return requests
-
-    def _show(self, completions: list[Completion], record: StepRecord) -> None:
-        self._recent_tokens += record.new_tokens
+    def _show(self, num_completions: int, num_tokens: int) -> None:
+        self._recent_tokens += num_tokens
         seconds = time.monotonic() - self._recent_since
         if seconds >= 1.0:
             self._speed = f"{self._recent_tokens / seconds:,.0f} tokens/s"
             self._recent_tokens, self._recent_since = 0, time.monotonic()
-        self._progress.advance(len(completions), self._speed)
+        self._progress.advance(num_completions, self._speed)
 
-    def _write_steps(self) -> None:
-        if not self._steps:
-            return
-        rows = [{"session": self._session.name, "rank": 0, **asdict(record)} for record in self._steps]
-        target = self._run.session_stats("steps", self._session.name, self._num_step_files)
-        with table_writer(target, STATS_STEPS.schema) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema=STATS_STEPS.schema))
-        self._steps.clear()
-        self._num_step_files += 1
 
-    def _write_experts(self) -> None:
-        parts = []
-        for phase, tokens in self._worker.expert_tokens.items():
-            layers, experts = np.indices(tokens.shape)
-            columns = {
-                "session": pa.array([self._session.name] * tokens.size, pa.string()),
-                "rank": np.zeros(tokens.size, dtype=np.int32),
-                "phase": pa.array([phase] * tokens.size, pa.string()),
-                "layer": self._worker.moe_layers[layers].reshape(-1).astype(np.int32),
-                "expert": experts.reshape(-1).astype(np.int32),
-                "tokens": tokens.reshape(-1),
-            }
-            parts.append(pa.table(columns, schema=STATS_EXPERTS.schema))
-        with table_writer(self._run.session_stats("experts", self._session.name), STATS_EXPERTS.schema) as writer:
-            writer.write_table(pa.concat_tables(parts))
+def _given_up(request: Request, reason: str) -> Completion:
+    """The error row of a request that ends the ranks."""
+    return Completion(
+        key=request.key,
+        unit=request.unit,
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        stop_reason=None,
+        prompt_tokens=len(request.token_ids),
+        cached_memory_tokens=0,
+        cached_disk_tokens=0,
+        kv_tokens_sum=0,
+        error=f"the ranks ended twice while only this request was running; the last time: {reason}",
+    )
 
 
 def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobConfig]:

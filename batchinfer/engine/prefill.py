@@ -20,9 +20,16 @@ class PrefillQueue:
     """Requests in the plan's order, and the one prompt that may be cut in the middle."""
 
     def __init__(
-        self, pool: PagePool, tokenizer: PromptTokenizer, *, max_step_tokens: int, share_prefixes: bool = True
+        self,
+        pool: PagePool,
+        tokenizer: PromptTokenizer,
+        *,
+        max_step_tokens: int,
+        prompt_only: bool = False,
+        share_prefixes: bool = True,
     ) -> None:
         self.waiting: deque[Request] = deque()
+        self._prompt_only = prompt_only  # another rank decodes
         self._pool = pool
         self._tree = PrefixTree(pool)
         self._tokenizer = tokenizer
@@ -30,7 +37,7 @@ class PrefillQueue:
         self._share_prefixes = share_prefixes
         self._cut: Sequence | None = None  # its prompt goes on in the next step
         self._copied_pages: list[int] = []  # held until the step that copies from them is over
-        self._num_running = 0
+        self.num_running = 0  # admitted or adopted, and not released yet
 
     @property
     def has_cut_prompt(self) -> bool:
@@ -41,6 +48,10 @@ class PrefillQueue:
         if not self.waiting:
             return False
         return self._match_with_room(self.waiting[0]) is not None
+
+    def can_fit(self, request: Request) -> bool:
+        """Whether the pool is large enough for a request when nothing else runs."""
+        return self._num_pages(request) <= self._pool.num_pages
 
     def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
         """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences.
@@ -76,24 +87,47 @@ class PrefillQueue:
     def release(self, sequence: Sequence) -> None:
         """Give a finished sequence's pages back; prompt pages known to the tree stay until room is needed."""
         self._tree.release(sequence.pages)
-        self._num_running -= 1
+        self.num_running -= 1
+
+    def adopt(self, request: Request, times: RequestTimes) -> tuple[Sequence, int] | None:
+        """Pages for a request whose prompt another rank has run; None when it has to wait.
+
+        Returns:
+            The sequence, and how many of its first pages hold their content already; the caller fills the others.
+        """
+        match = self._tree.match(request.token_ids) if self._share_prefixes else NO_MATCH
+        match = Match(match.full, None, 0)
+        if not self._make_room(request, match):
+            return None
+        sequence = self._new_sequence(request, match, times)
+        sequence.num_computed = sequence.num_prompt_tokens
+        if self._share_prefixes:
+            num_pages = pages_for(sequence.num_prompt_tokens)
+            self._tree.insert(request.token_ids, sequence.pages[:num_pages])
+        return sequence, len(match.full)
 
     def _admit(self, request: Request, copies: dict[int, int]) -> Sequence | None:
         match = self._match_with_room(request)
         if match is None:
             return None
-        held = self._tree.hold(match)
-        pages = held + self._pool.reserve(pages_needed(request) - len(held))
+        sequence = self._new_sequence(request, match, RequestTimes(admitted_s=time.time()))
         if match.branch is not None:
-            self._copy_branch(match, pages[len(held)], copies)
-        self._num_running += 1
+            self._copy_branch(match, sequence.pages[len(match.full)], copies)
+        return sequence
+
+    def _new_sequence(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
+        held = self._tree.hold(match)
+        self.num_running += 1
         return Sequence(
             request=request,
-            pages=pages,
+            pages=held + self._pool.reserve(self._num_pages(request) - len(held)),
             num_computed=match.num_tokens,
-            times=RequestTimes(admitted_s=time.time()),
+            times=times,
             stream=self._tokenizer.stream() if request.sampling.stop else None,
         )
+
+    def _num_pages(self, request: Request) -> int:
+        return pages_needed(request, prompt_only=self._prompt_only)
 
     def _match_with_room(self, request: Request) -> Match | None:
         """What the request shares, with the rest of its pages made free; None when it has to wait."""
@@ -102,13 +136,13 @@ class PrefillQueue:
             return match
         # with nothing running no page will come free: do without the page that would be copied from
         without_branch = Match(match.full, None, 0)
-        if self._num_running == 0 and match.branch is not None and self._make_room(request, without_branch):
+        if self.num_running == 0 and match.branch is not None and self._make_room(request, without_branch):
             return without_branch
         return None
 
     def _make_room(self, request: Request, match: Match) -> bool:
         keep = match.full if match.branch is None else (*match.full, match.branch)
-        return self._tree.make_room(pages_needed(request) - len(match.full), keep=keep)
+        return self._tree.make_room(self._num_pages(request) - len(match.full), keep=keep)
 
     def _copy_branch(self, match: Match, target: int, copies: dict[int, int]) -> None:
         assert match.branch is not None

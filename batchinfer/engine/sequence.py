@@ -81,6 +81,7 @@ class Sequence:
             times=self.times,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             error=self.error,
+            replicated_tokens=self.request.replicated_tokens,
         )
 
     def _look_for_stop_string(self, token: int) -> None:
@@ -99,9 +100,13 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", min(found)[1]
 
 
-def pages_needed(request: Request) -> int:
-    """Pages for the prompt and every token it may generate but the last, which nobody attends to."""
-    return pages_for(len(request.token_ids) + request.sampling.max_tokens - 1)
+def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
+    """Pages for the prompt and every token it may generate but the last, which nobody attends to.
+
+    Args:
+        prompt_only: without the generated tokens, for a rank that only runs prefill.
+    """
+    return pages_for(len(request.token_ids) + (0 if prompt_only else request.sampling.max_tokens - 1))
 
 
 def _before_first(text: str, stops: tuple[str, ...]) -> str:

@@ -86,6 +86,7 @@ def result_table(completions: list[Completion]) -> pa.Table:
                 "prompt_tokens": 0 if failed else completion.prompt_tokens,
                 "cached_memory_tokens": 0 if failed else completion.cached_memory_tokens,
                 "cached_disk_tokens": 0 if failed else completion.cached_disk_tokens,
+                "replicated_tokens": 0 if failed else completion.replicated_tokens,
                 "completion_tokens": 0 if failed else len(completion.token_ids),
                 "kv_tokens_sum": 0 if failed else completion.kv_tokens_sum,
                 "logprobs": None

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections import Counter
+from collections.abc import Generator, Iterable
 
 import numpy as np
-import torch
 
-from batchinfer.config import PAGE_TOKENS, JobConfig
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
-from batchinfer.engine.batch import prefill_step, sampling_rows
-from batchinfer.engine.decode import DecodeBatch, take_tokens
+from batchinfer.engine.agreement import Agreed, Kind, Wish, agree
+from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows
+from batchinfer.engine.decode import DecodeBatch, joined, take_tokens
+from batchinfer.engine.feed import Feed, StepRecord, StepReport
+from batchinfer.engine.handover import AdoptionQueue, Outbox
+from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.micro_batches import halve_copies, halve_prefill
 from batchinfer.engine.prefill import PrefillQueue
 from batchinfer.engine.sequence import Sequence, pages_needed
 from batchinfer.kv.pages import PagePool
-from batchinfer.model.transformer import StepOutput, Transformer
-from batchinfer.records import Completion, ConfigError, Request
-from batchinfer.trace import Tracer
+from batchinfer.kv.parcel import parcel_bytes
+from batchinfer.model.transformer import Point, StepOutput, Transformer
+from batchinfer.parallel.mesh import Mesh
+from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
+from batchinfer.parallel.spans import MicroBatchSpans, Span, SpanLog
+from batchinfer.records import Completion, ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
-MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
+WAIT_S = 0.5  # a rank with nothing to do looks at its messages at once, at the other ranks this often
+TRACED_STEPS = 50  # of each kind; enough to see the order of things, and a bound for the file
 
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one model step did; a row of stats/steps."""
-
-    step: int
-    kind: str
-    start_s: float
-    duration_s: float
-    num_requests: int
-    new_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    kv_tokens: int
-    pages_used: int
-
-
-class Feed(Protocol):
-    """The controller as the worker sees it."""
-
-    def next_requests(self) -> list[Request]:
-        """More requests in the plan's order; empty when there are none left."""
-
-    def take(self, completions: list[Completion], record: StepRecord) -> None:
-        """Called after every step; may commit to disk."""
-
-    def stop_requested(self) -> bool:
-        """Whether to leave the loop after this step; unfinished requests are dropped and run again later."""
+ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 
 
 class RankWorker:
-    """Runs prefill and decode steps in turn on one rank (colocated)."""
+    """Runs prefill and decode steps together with the other ranks of its group.
+
+    Args:
+        mesh: the group; None for a rank alone.
+        overlap: run two micro-batches in turn when there is work for both.
+        outbox: of a rank that only runs prefill.
+        traced: report the spans of the first steps.
+    """
 
     def __init__(
         self,
@@ -68,84 +52,144 @@ class RankWorker:
         num_pages: int,
         prefill_tokens: int,
         decode_requests: int,
-        tracer: Tracer | None = None,
+        place: RankPlace = ALONE,
+        mesh: Mesh | None = None,
+        overlap: bool = False,
+        outbox: Outbox | None = None,
+        traced: bool = False,
         share_prefixes: bool = True,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._place = place
+        self._mesh = mesh or Mesh.alone()
+        self._overlap = overlap
         self._pages = model.new_pages(num_pages)
         self._pool = PagePool(num_pages)
-        self._queue = PrefillQueue(self._pool, tokenizer, max_step_tokens=prefill_tokens, share_prefixes=share_prefixes)
-        self._decode = DecodeBatch(tokenizer.eos_token_ids)
-        self._decode_requests = decode_requests
-        self._tracer = tracer or Tracer(enabled=False)
-        self._num_steps = 0
-        config = model.config
-        self.moe_layers = np.array(
-            [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)], int
+        self._queue = PrefillQueue(
+            self._pool,
+            tokenizer,
+            max_step_tokens=prefill_tokens,
+            prompt_only=not place.runs_decode,
+            share_prefixes=share_prefixes,
         )
+        self._decode = DecodeBatch(tokenizer.eos_token_ids)
+        self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
+        self._outbox = outbox
+        self._decode_requests = decode_requests
+        self._num_steps = 0
+        self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if traced else Counter()
+        self._between_steps = SpanLog()
+        self._leave = False
         self.expert_tokens = {
-            phase: np.zeros((model.num_moe_layers, config.n_routed_experts), dtype=np.int64)
+            phase: np.zeros((model.num_moe_layers, model.config.n_routed_experts), dtype=np.int64)
             for phase in ("prefill", "decode")
         }
 
     def run(self, feed: Feed) -> None:
-        """Step until the feed is empty and every request has finished, or a stop is requested."""
-        exhausted = False
-        while not feed.stop_requested():
-            if not exhausted and len(self._queue.waiting) < self._decode_requests:
-                more = feed.next_requests()
-                exhausted = not more
-                self._queue.waiting.extend(more)
-                continue
-            step = self._next_step()
-            if step is None:
-                return
-            feed.take(*step)
+        """Step until the controller says that this is over.
 
-    def _next_step(self) -> tuple[list[Completion], StepRecord] | None:
-        if self._should_prefill():
-            return self._prefill()
-        if self._decode.sequences:
-            return self._decode_once()
-        if self._queue.waiting:
-            request = self._queue.waiting[0]
+        Raises:
+            PeerLostError: another rank of the group has ended.
+            ConfigError: a request does not fit the page budget.
+        """
+        wait_s = 0.0
+        while True:
+            self._take_in(feed, wait_s)
+            agreed = agree(self._mesh, self._wish(), overlap=self._overlap)
+            if agreed.kind is Kind.LEAVE:
+                return
+            if agreed.kind is Kind.PREFILL:
+                feed.send(self._prefill(agreed))
+            elif agreed.kind is Kind.DECODE:
+                feed.send(self._decode_once(agreed))
+            wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
+
+    def _take_in(self, feed: Feed, wait_s: float) -> None:
+        """Look at what came, ask for more, and give adopted requests pages."""
+        inbox = feed.receive(wait_s)
+        self._leave = self._leave or inbox.leave
+        self._queue.waiting.extend(inbox.requests)
+        self._adoptions.waiting.extend(inbox.adoptions)
+        if self._outbox is not None:
+            for key in inbox.adopted:
+                self._outbox.free(key)
+        if self._place.runs_prefill and len(self._queue.waiting) < self._decode_requests:
+            feed.want_requests()
+        taken = self._adoptions.take_in(self._pages, self._num_free_slots, self._between_steps)
+        if taken:
+            self._decode.add(taken)
+            feed.confirm_adopted([sequence.request.key for sequence in taken])
+        self._refuse_what_never_fits()
+
+    def _wish(self) -> Wish:
+        prefill = self._should_prefill()
+        decode = bool(self._decode.sequences)
+        if prefill:
+            # one long prompt fills both halves, too: it is cut between them
+            both_halves = self._queue.has_cut_prompt or len(self._queue.waiting[0].token_ids) > 1
+        else:
+            both_halves = len(self._decode.sequences) > 1
+        return Wish(leave=self._leave, prefill=prefill, decode=decode, fills_both_halves=both_halves)
+
+    @property
+    def _num_free_slots(self) -> int:
+        if self._outbox is not None:
+            page_bytes = parcel_bytes(self._pages, 1)
+            return min(self._decode_requests, self._outbox.num_fitting(self._queue.waiting, page_bytes))
+        return self._decode_requests - len(self._decode.sequences)
+
+    def _should_prefill(self) -> bool:
+        if self._outbox is not None and not self._outbox.has_room:
+            return False
+        if self._queue.has_cut_prompt:
+            return True
+        num_free = self._num_free_slots
+        enough_free = num_free * FREE_SHARE >= self._decode_requests or not self._decode.sequences
+        return enough_free and num_free > 0 and self._queue.can_admit()
+
+    def _refuse_what_never_fits(self) -> None:
+        """With nothing running all pages can be had: what does not fit then never will."""
+        if self._decode.sequences or self._queue.num_running:
+            return
+        waiting = [adoption.request for adoption in self._adoptions.waiting] or list(self._queue.waiting)[:1]
+        if waiting and not self._queue.can_fit(waiting[0]):
+            request = waiting[0]
             raise ConfigError(
                 f"row {request.key.row} of shard {request.key.shard} needs {pages_needed(request)} KV pages, but the "
                 f"budget holds {self._pool.num_pages}; raise cluster.page_bytes or lower max_tokens"
             )
-        return None
 
-    def _should_prefill(self) -> bool:
-        if self._queue.has_cut_prompt:
-            return True
-        num_free = self._decode_requests - len(self._decode.sequences)
-        enough_free = num_free * FREE_SHARE >= self._decode_requests or not self._decode.sequences
-        return enough_free and num_free > 0 and self._queue.can_admit()
-
-    def _prefill(self) -> tuple[list[Completion], StepRecord]:
-        start = time.time()
-        chunks, copies = self._queue.next_step(self._decode_requests - len(self._decode.sequences))
-        with self._tracer.span("prefill", "rank 0", requests=len(chunks)):
-            output = self._model.forward(prefill_step(chunks, copies), self._pages)
-            self._queue.end_step()
-            complete = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
-            if complete:
-                take_tokens(
-                    complete,
-                    output.logits,
-                    sampling_rows(complete),
-                    np.zeros(len(complete), dtype=np.int64),
-                    self._tokenizer.eos_token_ids,
-                )
-        now = time.time()
+    def _prefill(self, agreed: Agreed) -> StepReport:
+        start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
+        # a rank may take part for the others' sake alone
+        can_run = self._outbox is None or self._outbox.has_room
+        chunks, copies = self._queue.next_step(self._num_free_slots) if can_run else ([], {})
+        output, complete = self._run_prefill(chunks, copies, log, in_pairs=agreed.in_pairs)
+        self._queue.end_step()
+        if complete:
+            num_new = np.zeros(len(complete), dtype=np.int64)
+            take_tokens(complete, output.logits, sampling_rows(complete), num_new, self._tokenizer.eos_token_ids)
+        now_s = time.time()
         for sequence in complete:
-            sequence.times.first_token_s = now
-        self._decode.add([sequence for sequence in complete if sequence.finish_reason is None])
+            sequence.times.first_token_s = now_s
+        finished = [sequence for sequence in complete if sequence.finish_reason is not None]
+        running = [sequence for sequence in complete if sequence.finish_reason is None]
+        handovers = []
+        if self._outbox is None:
+            self._decode.add(running)
+        else:
+            for sequence in running:
+                with log.kv("KV out"):
+                    handovers.append(self._outbox.pack(sequence, self._pages))
+                self._queue.release(sequence)
+        completions = self._finish(finished, now_s)
         record = self._record(
-            "prefill",
-            start,
+            agreed,
+            start_s,
             output,
+            log,
+            rows_before,
             num_requests=len(chunks),
             new_tokens=sum(chunk.end - chunk.start for chunk in chunks),
             # tokens found in memory are counted where the sequence's own prefill begins
@@ -153,93 +197,79 @@ class RankWorker:
             output_tokens=len(complete),
             kv_tokens=sum(chunk.end for chunk in chunks),
         )
-        return self._finish([sequence for sequence in complete if sequence.finish_reason is not None], now), record
+        return StepReport(record, completions, handovers, self._traced(log, "prefill"))
 
-    def _decode_once(self) -> tuple[list[Completion], StepRecord]:
-        start = time.time()
+    def _run_prefill(
+        self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
+    ) -> tuple[StepOutput, list[Sequence]]:
+        """Run the chunks; returns the output and the sequences whose prompt is complete, one per row of logits."""
+        if in_pairs:
+            first, second = halve_prefill(chunks)
+            first_copies, second_copies = halve_copies(copies, first, PAGE_TOKENS)
+            # the earlier half is micro-batch 1, whose attention goes first in every layer
+            outputs: tuple[StepOutput, ...] = run_prefill_pair(
+                self._prefill_points(first, first_copies, MicroBatchSpans(log, 1)),
+                self._prefill_points(second, second_copies, MicroBatchSpans(log, 0)),
+            )
+            chunks = first + second
+        else:
+            outputs = (run_to_end(self._prefill_points(chunks, copies, MicroBatchSpans(log, 0))),)
+        return joined(outputs), [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+
+    def _prefill_points(
+        self, chunks: list[Chunk], copies: dict[int, int], spans: MicroBatchSpans
+    ) -> Generator[Point, None, StepOutput]:
+        return self._model.forward_points(prefill_step(chunks, copies), self._pages, spans)
+
+    def _decode_once(self, agreed: Agreed) -> StepReport:
+        start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
         count = len(self._decode.sequences)
-        with self._tracer.span("decode", "rank 0", requests=count):
-            finished, output, kv_tokens = self._decode.step(self._model, self._pages)
+        step = self._decode.step(self._model, self._pages, log, in_pairs=agreed.in_pairs)
+        completions = self._finish(step.finished, time.time())
         record = self._record(
-            "decode",
-            start,
-            output,
+            agreed,
+            start_s,
+            step.output,
+            log,
+            rows_before,
             num_requests=count,
             new_tokens=count,
             cached_tokens=0,
             output_tokens=count,
-            kv_tokens=kv_tokens,
+            kv_tokens=step.kv_tokens,
         )
-        return self._finish(finished, time.time()), record
+        return StepReport(record, completions, spans=self._traced(log, "decode"))
 
-    def _record(self, kind: str, start: float, output: StepOutput, **counts: int) -> StepRecord:
-        self.expert_tokens[kind] += output.expert_counts.numpy()
+    def _record(
+        self, agreed: Agreed, start_s: float, output: StepOutput, log: SpanLog, rows_before: int, **counts: int
+    ) -> StepRecord:
+        kind = agreed.kind.value
+        self.expert_tokens[kind] += output.expert_counts.cpu().numpy()
         self._num_steps += 1
         return StepRecord(
             step=self._num_steps - 1,
             kind=kind,
-            start_s=start,
-            duration_s=time.time() - start,
+            start_s=start_s,
+            duration_s=time.time() - start_s,
             pages_used=self._pool.num_used,
+            micro_batches=2 if agreed.in_pairs else 1,
+            expert_rows=self._model.num_expert_rows - rows_before,
+            comm_s=log.communication_s() if self._mesh.size > 1 else 0.0,
+            hidden_comm_s=log.hidden_communication_s() if self._mesh.size > 1 else 0.0,
             **counts,
         )
 
-    def _finish(self, sequences: Iterable[Sequence], now: float) -> list[Completion]:
+    def _traced(self, log: SpanLog, kind: str) -> list[Span]:
+        between, self._between_steps = self._between_steps.spans, SpanLog()
+        if self._left_to_trace[kind] <= 0:
+            return []
+        self._left_to_trace[kind] -= 1
+        return between + log.spans
+
+    def _finish(self, sequences: Iterable[Sequence], now_s: float) -> list[Completion]:
         completions = []
         for sequence in sequences:
-            sequence.times.finished_s = now
+            sequence.times.finished_s = now_s
             self._queue.release(sequence)
             completions.append(sequence.completion(self._tokenizer))
         return completions
-
-
-def load_worker(
-    job: JobConfig, tokenizer: PromptTokenizer, *, most_tokens: int, largest_tokens: int, tracer: Tracer
-) -> RankWorker:
-    """Load the model and size the page pool.
-
-    Args:
-        most_tokens: KV tokens of all requests together; more pages than these need would never be used.
-        largest_tokens: KV tokens of the largest request.
-
-    Raises:
-        ModelError: the weights do not fit the config or are damaged.
-        ConfigError: the largest request does not fit the page budget.
-    """
-    with tracer.span("load", "rank 0"):
-        model = Transformer.load(Path(job.model.path), dtype=DTYPES[job.model.dtype], backend=job.cluster.backend)
-    page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
-    budget = job.cluster.page_bytes or int(free_memory_bytes() * MEMORY_SHARE)
-    # unset: no more than two full decode batches of the largest request, which leaves room for shared prefixes
-    useful = (
-        most_tokens if job.cluster.page_bytes else min(most_tokens, 2 * job.cluster.decode_requests * largest_tokens)
-    )
-    num_pages = min(budget // page_bytes, -(-useful // PAGE_TOKENS))
-    if num_pages * PAGE_TOKENS < largest_tokens:
-        raise ConfigError(
-            f"the largest request needs {largest_tokens:,} tokens of KV, but memory for KV pages holds "
-            f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
-        )
-    return RankWorker(
-        model,
-        tokenizer,
-        num_pages=num_pages,
-        prefill_tokens=job.cluster.prefill_tokens,
-        decode_requests=job.cluster.decode_requests,
-        tracer=tracer,
-    )
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
-    try:
-        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    except OSError:
-        available = None
-    free = int(available[1]) * 1024 if available else 4 * 2**30
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return min(free, max(limit - used, 0))
-    except (OSError, ValueError):
-        return free  # no control group, or one without a limit ("max")

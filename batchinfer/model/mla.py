@@ -51,6 +51,10 @@ class AttentionStep:
     )
     copy_to: torch.Tensor | None = None
 
+    @property
+    def is_decode(self) -> bool:
+        return self.page_table is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -86,7 +90,9 @@ class Attention:
 
     def attend(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """Core attention and output projection: [T, D]."""
-        form = self._attend_plain if step.page_table is None else self._attend_absorbed
+        if len(q_THA) == 0:
+            return q_THA.new_empty(0, self.config.hidden_size)
+        form = self._attend_absorbed if step.is_decode else self._attend_plain
         return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out)
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:

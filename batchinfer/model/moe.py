@@ -1,7 +1,7 @@
 """The second half of a layer: one dense MLP, or a mixture of experts that exchanges rows with other ranks.
 
-The mixture is a generator: it yields where rows have just started to travel, so that a scheduler can put another
-micro-batch's work there. DeepSeek-V3 report section 2.1.2.
+The mixture is a generator: it yields while rows travel, so that a scheduler can put another micro-batch's work there
+(parallel/overlap.py). DeepSeek-V3 report section 2.1.2.
 """
 
 # T tokens, K experts per token, E routed experts, D hidden, F intermediate
@@ -11,20 +11,32 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import MlpWeights, MoeWeights
-from batchinfer.parallel.dispatch import Dispatcher, count_rows
+from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
+from batchinfer.parallel.row_format import SCALE_VALUES
+from batchinfer.parallel.spans import MicroBatchSpans
+from batchinfer_kernels import backend
 
 
 class Point(Enum):
     """Where a layer stands when it yields."""
 
+    QUERIES = "queries"  # decode only: projections are done, core attention is next
     DISPATCH = "dispatch"  # rows are on their way to the experts
     COMBINE = "combine"  # results are on their way back
+
+
+class Routing(NamedTuple):
+    """Experts of each token, ids [T, K] int64, and their weights [T, K] float32."""
+
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +60,51 @@ class MoeMlp:
         self.config = config
         self.weights = weights
         self.dispatcher = dispatcher
+        self._num_rows = 0
+        self._num_masked_rows: torch.Tensor | None = None  # not yet in _num_rows
         self.shared = None if weights.shared is None else DenseMlp(ops, weights.shared)
 
     def points(
-        self, x_TD: torch.Tensor, expert_counts_E: torch.Tensor, *, shared_under: Point
+        self, x_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: Point
     ) -> Generator[Point, None, torch.Tensor]:
         """Send tokens to their experts and bring the results back.
 
         Args:
             x_TD: normed hidden states.
-            expert_counts_E: [E] int64, receives how many of these tokens each expert got.
+            routing: the experts of these tokens, from `route`.
             shared_under: the exchange that hides the shared expert (dispatch in decode, combine in prefill).
 
         Yields:
-            Point.DISPATCH and Point.COMBINE, each after the exchange was started.
+            Point.DISPATCH and Point.COMBINE, while the exchange is under way.
 
         Returns:
             [T, D] in the dtype of x; routed and shared parts are added in float32 and rounded once.
         """
-        ids_TK, weights_TK = self.route(x_TD)
-        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts))
-        handle = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+        with spans.send("DISPATCH"):
+            handle = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+        shared_TD = self._shared_expert(x_TD, spans) if shared_under is Point.DISPATCH else None
         yield Point.DISPATCH
 
-        shared_TD = self._shared_expert(x_TD) if shared_under is Point.DISPATCH else None
-        received = handle.wait()
-        assert received.layout == "contiguous", received.layout
-        y = self.ops.grouped_mlp(received.x, received.num_rows_E, self.weights.gate_up_EFD, self.weights.down_EDF)
-        future = self.dispatcher.combine(y, handle)
+        received = spans.receive("DISPATCH", handle)
+        with spans.compute("MLP"):
+            y = self._routed_experts(received, x_TD.dtype)
+        with spans.send("COMBINE"):
+            future = self.dispatcher.combine(y, handle)
         yield Point.COMBINE
 
         if shared_under is Point.COMBINE:
-            shared_TD = self._shared_expert(x_TD)
-        routed_TD = future.wait()
+            shared_TD = self._shared_expert(x_TD, spans)
+        routed_TD = spans.receive("COMBINE", future)
         return (routed_TD if shared_TD is None else routed_TD + shared_TD.float()).to(x_TD.dtype)
 
-    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts of each token: ids [T, K] int64 and weights [T, K] float32; logits are float32 in any dtype."""
+    def route(self, x_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
+        """Experts of each token; logits are float32 in any dtype.
+
+        Args:
+            expert_counts_E: [E] int64, receives how many of these tokens each expert got.
+        """
         logits_TE = self.ops.linear(x_TD.float(), self.weights.router_ED)
-        return self.ops.gate(
+        ids_TK, weights_TK = self.ops.gate(
             logits_TE,
             self.weights.router_bias_E,
             method=self.config.topk_method,
@@ -96,6 +114,35 @@ class MoeMlp:
             normalize=self.config.norm_topk_prob,
             scale=self.config.routed_scaling_factor,
         )
+        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts))
+        return Routing(ids_TK, weights_TK)
 
-    def _shared_expert(self, x_TD: torch.Tensor) -> torch.Tensor | None:
-        return None if self.shared is None else self.shared.forward(x_TD)
+    @property
+    def num_expert_rows(self) -> int:
+        """(token, expert) rows computed so far."""
+        if self._num_masked_rows is not None:
+            self._num_rows += int(self._num_masked_rows)
+            self._num_masked_rows = None
+        return self._num_rows
+
+    def _routed_experts(self, received: ExpertInput, dtype: torch.dtype) -> torch.Tensor:
+        """The results for the rows that came, in their order."""
+        x = received.x
+        if received.scales is not None:
+            dequantize = backend.select("dequantize_fp8_block").run
+            x = dequantize(x.flatten(0, -2), received.scales.flatten(0, -2), dtype, (1, SCALE_VALUES)).view(x.shape)
+        weights = self.weights
+        if received.layout == "contiguous":
+            self._num_rows += len(x)
+            return self.ops.grouped_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
+        # only the device knows how many rows are filled; adding them up there, and reading the sum when somebody asks
+        # (after the step), does not make the host wait here
+        num_rows = received.num_rows_E.sum()
+        self._num_masked_rows = num_rows if self._num_masked_rows is None else self._num_masked_rows + num_rows
+        return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
+
+    def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        with spans.compute("SHARED"):
+            return self.shared.forward(x_TD)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
-from batchinfer_kernels import backend
 
 from batchinfer.records import ModelError
+from batchinfer_kernels import backend
 
 TensorOp = Callable[..., torch.Tensor]
 
@@ -24,6 +24,7 @@ class Ops:
     rope: TensorOp
     gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     grouped_mlp: TensorOp
+    masked_mlp: TensorOp
     mla_prefill: TensorOp
     mla_decode: TensorOp
 

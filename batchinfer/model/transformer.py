@@ -1,7 +1,7 @@
 """The decoder: tokens of one step in, logits out; called by the engine once per step.
 
-A layer is written once, as a generator that yields at each communication point. Running it to its end is the plain
-schedule; a scheduler may instead run two of them in turn, one computing while the other's rows travel.
+A layer is written once, as a generator that yields while rows travel between ranks. Running it to its end is the plain
+schedule; parallel/overlap.py may instead run two of them in turn, one computing while the other's rows travel.
 """
 
 # T tokens of a step, S rows whose logits are wanted, B requests, P pages, L layers, D hidden, E routed experts
@@ -12,10 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies
@@ -23,17 +21,18 @@ from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import ModelWeights, MoeWeights, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
+from batchinfer.parallel.overlap import run_to_end
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
-__all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer", "run_to_end"]
-
-ResultT = TypeVar("ResultT")
+__all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step: either prefill chunks (`prefill`), or the next tokens of many requests (`page_table`, `kv_tokens`).
+    """One step: prefill chunks (`prefill`), or the next tokens of many requests (`page_table` and `kv_tokens` given).
 
-    All tensors are on the model's device.
+    A rank without work takes part with no tokens. All tensors are on the model's device.
     """
 
     tokens: torch.Tensor  # [T] int64
@@ -65,41 +64,64 @@ class DecoderLayer:
     mlp: DenseMlp | MoeMlp
 
     def points(
-        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, expert_counts_E: torch.Tensor | None
+        self,
+        hidden_TD: torch.Tensor,
+        step: AttentionStep,
+        pages: torch.Tensor,
+        expert_counts_E: torch.Tensor | None,
+        spans: MicroBatchSpans,
     ) -> Generator[Point, None, torch.Tensor]:
-        """One layer over one step: yields after starting a dispatch or a combine, returns the new hidden states.
+        """One layer over one step; returns the new hidden states.
 
         Args:
             hidden_TD: the stream.
             pages: [num_pages, 64, latent_dim] of this layer; the step's latents are written to them.
             expert_counts_E: [E] int64, receives the tokens per expert; None for a dense layer.
-        """
-        q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
-        hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
 
-        x_TD = self.mlp_norm(hidden_TD)
+        Yields:
+            While rows travel, and in decode before core attention; a dense layer has nothing to yield for.
+        """
         if isinstance(self.mlp, DenseMlp):
-            return hidden_TD + self.mlp.forward(x_TD)
+            with spans.compute("DENSE"):
+                q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
+                hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
+                return hidden_TD + self.mlp.forward(self.mlp_norm(hidden_TD))
         assert expert_counts_E is not None
-        shared_under = Point.COMBINE if step.page_table is None else Point.DISPATCH
-        return hidden_TD + (yield from self.mlp.points(x_TD, expert_counts_E, shared_under=shared_under))
+        if step.is_decode:
+            with spans.compute("ATTN-0"):
+                q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
+            yield Point.QUERIES
+            with spans.compute("ATTN-1"):
+                hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
+                x_TD = self.mlp_norm(hidden_TD)
+                routing = self.mlp.route(x_TD, expert_counts_E)
+            return hidden_TD + (yield from self.mlp.points(x_TD, routing, spans, shared_under=Point.DISPATCH))
+        with spans.compute("ATTN"):
+            q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
+            hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
+            x_TD = self.mlp_norm(hidden_TD)
+            routing = self.mlp.route(x_TD, expert_counts_E)
+        return hidden_TD + (yield from self.mlp.points(x_TD, routing, spans, shared_under=Point.COMBINE))
 
 
 class Transformer:
     """Weights, operations and a way to exchange expert rows; holds no state between steps (that is in the pages).
 
     Args:
-        weights: of this rank; with fewer than all experts the dispatcher must know where the others are.
+        weights: of this rank; with fewer than all experts the dispatchers must know where the others are.
+        dispatchers: the expert exchange of each mixture-of-experts layer.
         backend: implementation of the operations, "auto" or a name.
 
     Raises:
         ModelError: the backend cannot run here.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, dispatcher: Dispatcher, *, backend: str = "auto"):
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, dispatchers: Sequence[Dispatcher], *, backend: str = "auto"
+    ):
         self.config = config
         self.weights = weights
-        self.dispatcher = dispatcher
+        self._dispatchers = iter(dispatchers)
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
@@ -113,8 +135,8 @@ class Transformer:
         folder: Path,
         *,
         dtype: torch.dtype,
-        dispatcher: Dispatcher | None = None,
-        expert_ids: Sequence[int] | None = None,
+        dispatchers: Sequence[Dispatcher] | None = None,
+        expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         backend: str = "auto",
     ) -> Transformer:
@@ -122,18 +144,18 @@ class Transformer:
 
         Args:
             dtype: of weights, activations and pages.
-            dispatcher: the expert exchange; None keeps all rows here and needs all experts.
-            expert_ids: the routed experts this rank holds, None for all.
+            dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
+            expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
 
         Raises:
             ModelError: config.json or the tensors cannot be used.
         """
         config = load_model_config(folder)
-        if dispatcher is None:
-            assert expert_ids is None, "a part of the experts needs a dispatcher that knows where the others are"
-            dispatcher = LocalDispatcher(config.n_routed_experts)
+        if dispatchers is None:
+            assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
+            dispatchers = [LocalDispatcher(config.n_routed_experts)] * config.num_moe_layers
         weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device)
-        return cls(config, weights, dispatcher, backend=backend)
+        return cls(config, weights, dispatchers, backend=backend)
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype."""
@@ -144,24 +166,38 @@ class Transformer:
         """Run one step to its end; `pages` (from `new_pages`) get the latents of its tokens."""
         return run_to_end(self.forward_points(step, pages))
 
-    def forward_points(self, step: StepInput, pages: torch.Tensor) -> Generator[Point, None, StepOutput]:
-        """One step as a generator over the communication points of all its layers."""
+    def forward_points(
+        self, step: StepInput, pages: torch.Tensor, spans: MicroBatchSpans | None = None
+    ) -> Generator[Point, None, StepOutput]:
+        """One step as a generator over the points of all its layers.
+
+        Args:
+            spans: receives what was done when.
+        """
         config = self.config
-        assert bool(step.prefill) != (step.page_table is not None), "a step is either prefill or decode"
+        spans = spans or MicroBatchSpans(SpanLog())
+        assert not step.prefill or step.page_table is None, "a step is either prefill or decode"
         attention_step = self._attention_step(step)
         expert_counts = torch.zeros(self.num_moe_layers, config.n_routed_experts, dtype=torch.int64, device=self.device)
         rows_of_counts = iter(expert_counts)
         hidden_TD = self.weights.embedding[step.tokens]
         for layer, layer_pages in zip(self._layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
-            hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E)
-        hidden_SD = self._ops.rms_norm(hidden_TD[step.logit_rows], self.weights.norm, config.rms_norm_eps)
-        return StepOutput(self._ops.linear(hidden_SD, self.weights.lm_head).float(), expert_counts)
+            hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans)
+        with spans.compute("LOGITS"):
+            hidden_SD = self._ops.rms_norm(hidden_TD[step.logit_rows], self.weights.norm, config.rms_norm_eps)
+            logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head).float()
+        return StepOutput(logits_SV, expert_counts)
+
+    @property
+    def num_expert_rows(self) -> int:
+        """(token, expert) rows that this rank's experts have computed so far."""
+        return sum(layer.mlp.num_expert_rows for layer in self._layers if isinstance(layer.mlp, MoeMlp))
 
     def _build_layer(self, layer: int) -> DecoderLayer:
         weights = self.weights.layers[layer]
         if isinstance(weights.mlp, MoeWeights):
-            mlp: DenseMlp | MoeMlp = MoeMlp(self._ops, self.config, weights.mlp, self.dispatcher)
+            mlp: DenseMlp | MoeMlp = MoeMlp(self._ops, self.config, weights.mlp, next(self._dispatchers))
         else:
             mlp = DenseMlp(self._ops, weights.mlp)
         norm = partial(self._ops.rms_norm, eps=self.config.rms_norm_eps)
@@ -186,12 +222,3 @@ class Transformer:
             step.copy_from,
             step.copy_to,
         )
-
-
-def run_to_end(points: Generator[Point, None, ResultT]) -> ResultT:
-    """The plain schedule: go on at every communication point at once; returns what the generator returns."""
-    while True:
-        try:
-            next(points)
-        except StopIteration as end:
-            return end.value

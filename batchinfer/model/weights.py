@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from batchinfer_kernels import backend
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
+from batchinfer_kernels import backend
 
 
 class Projection(NamedTuple):
@@ -74,13 +74,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of the model that this rank holds; `expert_ids` are the routed experts behind the E dim of MoeWeights."""
+    """All of the model that this rank holds; `expert_ids` are, per mixture-of-experts layer, those behind its E dim."""
 
     embedding: torch.Tensor  # [vocabulary, D]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: torch.Tensor  # [vocabulary, D]
-    expert_ids: tuple[int, ...]
+    expert_ids: tuple[tuple[int, ...], ...]
 
 
 def load_weights(
@@ -88,23 +88,27 @@ def load_weights(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    expert_ids: Sequence[int] | None = None,
+    expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
     Args:
         dtype: of everything but the router, which stays float32.
-        expert_ids: the routed experts to read, in the order of the E dim; None for all of them.
+        expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
+            stand there twice); None for all of them.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
     checkpoint = open_checkpoint(folder)
     check_tensors(checkpoint, config)
-    held = tuple(range(config.n_routed_experts) if expert_ids is None else expert_ids)
-    if held and not 0 <= min(held) <= max(held) < config.n_routed_experts:
-        raise ModelError(f"expert_ids {held} are not all below n_routed_experts = {config.n_routed_experts}.")
+    if expert_ids is None:
+        expert_ids = [range(config.n_routed_experts)] * config.num_moe_layers
+    held = tuple(tuple(ids) for ids in expert_ids)
+    for ids in held:
+        if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
+            raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     loader = _Loader(checkpoint, config, dtype, torch.device(device), held)
     embedding = loader.tensor("model.embed_tokens.weight")
     return ModelWeights(
@@ -125,13 +129,13 @@ class _Loader:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        expert_ids: tuple[int, ...],
+        expert_ids: tuple[tuple[int, ...], ...],
     ):
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.expert_ids = expert_ids
+        self._expert_ids = iter(expert_ids)
         self._dequantize = backend.select("dequantize_fp8_block").run
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -163,10 +167,11 @@ class _Loader:
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        num_held, hidden, width = len(self.expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
+        expert_ids = next(self._expert_ids)  # layers are read in order
+        num_held, hidden, width = len(expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
         gate_up = torch.empty(num_held, 2 * width, hidden, dtype=self.dtype, device=self.device)
         down = torch.empty(num_held, hidden, width, dtype=self.dtype, device=self.device)
-        for place, expert in enumerate(self.expert_ids):
+        for place, expert in enumerate(expert_ids):
             self._read_into(gate_up[place, :width], f"{prefix}.experts.{expert}.gate_proj.weight")
             self._read_into(gate_up[place, width:], f"{prefix}.experts.{expert}.up_proj.weight")
             self._read_into(down[place], f"{prefix}.experts.{expert}.down_proj.weight")

@@ -19,6 +19,8 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from batchinfer.parallel.row_format import RowFormat
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertInput:
@@ -26,7 +28,7 @@ class ExpertInput:
 
     x: [M, D], sorted by expert, no gaps ("contiguous"), or [E, capacity, D] with a count of filled rows ("masked").
     scales: for FP8 rows one float32 per 128 values, [..., D / 128]; None for wider rows.
-    num_rows_E: [E] int64 on the device of x, rows of each expert.
+    num_rows_E: [E] int64 on the device of x, rows of each expert slot of this rank.
     """
 
     x: torch.Tensor
@@ -42,6 +44,11 @@ class DispatchHandle(Protocol):
         """The rows for this rank's experts, once they are here."""
         ...
 
+    @property
+    def arrived_s(self) -> float | None:
+        """After `wait`: Unix time when all rows were here; None where that is not known."""
+        ...
+
 
 class CombineFuture(Protocol):
     """Results on their way back to the tokens."""
@@ -50,12 +57,17 @@ class CombineFuture(Protocol):
         """[T, D] float32, per token the sum over its experts of weight × row."""
         ...
 
+    @property
+    def arrived_s(self) -> float | None:
+        """After `wait`: Unix time when all results were here; None where that is not known."""
+        ...
+
 
 HandleT = TypeVar("HandleT", bound=DispatchHandle)
 
 
 class Dispatcher(Protocol[HandleT]):
-    """One way of exchanging rows. Calls must come in the same order on all ranks; several may be under way."""
+    """One layer's way of exchanging rows. Calls come in the same order on all ranks; several may be under way."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> HandleT:
         """Start sending rows to their experts.
@@ -79,6 +91,7 @@ class LocalHandle:
     received: ExpertInput
     order_M: torch.Tensor
     weights_TK: torch.Tensor
+    arrived_s: None = None
 
     def wait(self) -> ExpertInput:
         """The sorted rows (nothing to wait for)."""
@@ -90,6 +103,7 @@ class Finished:
     """A combine that is done already."""
 
     y_TD: torch.Tensor
+    arrived_s: None = None
 
     def wait(self) -> torch.Tensor:
         """The sums (nothing to wait for)."""
@@ -97,29 +111,44 @@ class Finished:
 
 
 class LocalDispatcher:
-    """The exchange of a single rank that holds all experts: a sort, and a sum after undoing it."""
+    """The exchange of a single rank that holds all experts: a sort, and a sum after undoing it.
 
-    def __init__(self, num_experts: int):
+    Args:
+        row_format: form of the rows for the experts; None: as they come.
+    """
+
+    def __init__(self, num_experts: int, row_format: RowFormat | None = None):
         self.num_experts = num_experts
+        self._row_format = row_format
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
         expert_M = topk_ids.flatten()
         order_M = torch.argsort(expert_M, stable=True)
-        received = ExpertInput(
-            x=x[order_M // topk_ids.shape[1]],
-            scales=None,
-            layout="contiguous",
-            num_rows_E=count_rows(expert_M, self.num_experts),
-        )
-        return LocalHandle(received, order_M, topk_weights)
+        token_M = order_M // topk_ids.shape[1]
+        scales = None
+        if self._row_format is None:
+            rows = x[token_M]
+        else:
+            rows, scales = self._row_format.unpack(self._row_format.pack(x)[token_M], x.shape[1])
+        num_rows_E = count_rows(expert_M, self.num_experts)
+        return LocalHandle(ExpertInput(rows, scales, "contiguous", num_rows_E), order_M, topk_weights)
 
     def combine(self, y: torch.Tensor, handle: LocalHandle) -> Finished:
         """Undo the sort and sum; see Dispatcher."""
-        rows_MD = torch.empty_like(y)
-        rows_MD[handle.order_M] = y
-        num_tokens, topk = handle.weights_TK.shape
-        return Finished(weighted_sum(rows_MD.view(num_tokens, topk, y.shape[-1]), handle.weights_TK))
+        return Finished(sum_per_token(y, handle.order_M, handle.weights_TK))
+
+
+def sum_per_token(sorted_MD: torch.Tensor, order_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, D] float32: each token's weighted sum, from rows in the order in which a dispatch sorted them.
+
+    Args:
+        order_M: the (token, k) entry behind each row.
+    """
+    rows_MD = torch.empty_like(sorted_MD)
+    rows_MD[order_M] = sorted_MD
+    num_tokens, topk = weights_TK.shape
+    return weighted_sum(rows_MD.view(num_tokens, topk, sorted_MD.shape[-1]), weights_TK)
 
 
 def weighted_sum(rows_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

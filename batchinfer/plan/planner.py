@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, dump_job
 from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema, table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_SUMMARY, PLAN_UNITS, REQUESTS
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
@@ -27,7 +27,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.packing import cut_units
 from batchinfer.plan.requests import PlannedRequests, RowTable, load_rows, plan_requests, sampling_keys
 from batchinfer.progress import Progress, note
-from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 from batchinfer.session import Session
 
@@ -45,6 +45,7 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
     """
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
+    _check_experts(job.cluster, model)
     tokenizer = load_tokenizer(Path(job.model.path))
     shards = find_shards(job.input.files, exclude=Path(job.output.dir))
     _check_shards(shards, strict)
@@ -156,6 +157,13 @@ def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
         if name is not None and not any(name in schema.names for schema in schemas):
             have = ", ".join(schemas[0].names[:20])
             raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")
+
+
+def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
+    """The experts must spread evenly over each group of ranks."""
+    if model.num_moe_layers:
+        for num_ranks in {cluster.num_prefill_ranks, cluster.num_decode_ranks} - {1}:
+            slots_per_rank(model.n_routed_experts, cluster.redundant_experts, num_ranks)
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:

@@ -18,7 +18,7 @@ from batchinfer.rundir import RunDir, read_json
 Figure = float | int | None
 
 # queries/<name>.sql in this order, each a table that the ones after it use; errors.sql stands alone
-QUERIES = ("sessions", "spans", "held", "times", "tokens", "speeds", "extra_work")
+QUERIES = ("sessions", "spans", "held", "times", "tokens", "speeds", "extra_work", "communication", "ranks")
 
 METRICS: dict[str, str] = {
     "rows": "output rows: input rows times samples",
@@ -35,7 +35,7 @@ METRICS: dict[str, str] = {
     "decode_tokens_per_s_per_node": "generated tokens per second of decode steps on one node",
     "replicated_tokens": "prefix tokens computed on more than one rank on purpose",
     "wasted_tokens": "tokens run through the model in vain: lost with a killed session, done again, or of failed rows",
-    "hidden_comm_share": "share of communication time hidden behind computation; null while there is none",
+    "hidden_comm_share": "share of communication time hidden behind computation; null when there was none",
     "wall_s": "seconds in which a session of the run was alive (planning and finishing too); gaps do not count",
     "busy_s": "seconds in model steps; busy, idle, startup: means over ranks, together the time ranks were held",
     "idle_s": "seconds in which ranks were held but neither starting up nor in a step",
@@ -48,6 +48,18 @@ METRICS: dict[str, str] = {
     "cost_profit_margin": "(revenue - cost) / cost, a ratio: 5.45 means 545 %",
     "gross_margin": "(revenue - cost) / revenue, a ratio: 0.845 means 84.5 %",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RankDetails:
+    """What one rank did, added up over the sessions that had a rank of this number."""
+
+    rank: int
+    role: str  # 'prefill + decode', 'prefill' or 'decode'
+    prefill_tokens: int  # run in prefill steps
+    output_tokens: int  # sampled in decode steps
+    busy_s: float
+    expert_rows: int  # (token, expert) rows that its experts computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,9 @@ class RunDetails:
     unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
     errors: tuple[tuple[str, int], ...]  # (error text, number of rows), most frequent first, at most max_errors
     num_error_texts: int  # different texts in all
+    comm_s: float  # in which an expert exchange was under way, added up over ranks
+    ranks: tuple[RankDetails, ...]  # in the order of their numbers
+    restarts: int  # how often ranks were started again after one died
 
 
 def report_metrics(run_folder: Path) -> dict[str, Figure]:
@@ -72,9 +87,9 @@ def report_metrics(run_folder: Path) -> dict[str, Figure]:
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
     """
-    figures: dict[str, Any] = {"hidden_comm_share": None}
+    figures: dict[str, Any] = {}
     with _computed(run_folder) as connection:
-        for name in ("tokens", "speeds", "extra_work", "times", "held"):
+        for name in ("tokens", "speeds", "extra_work", "communication", "times", "held"):
             figures |= _one_row(connection, name, run_folder)
         run = _one_row(connection, "run", run_folder)
     hit_tokens = figures["cached_tokens"]
@@ -92,7 +107,7 @@ def report_metrics(run_folder: Path) -> dict[str, Figure]:
 
 
 def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
-    """The run's name, prediction, unreadable shards and most frequent errors.
+    """The run's name, prediction, ranks, unreadable shards and most frequent errors.
 
     Raises:
         ConfigError: as report_metrics.
@@ -100,6 +115,9 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
     with _computed(run_folder) as connection:
         run = _one_row(connection, "run", run_folder)
         tokens = _one_row(connection, "tokens", run_folder)
+        communication = _one_row(connection, "communication", run_folder)
+        ranks = _query(connection, "SELECT * FROM ranks ORDER BY rank", run_folder)
+        ((restarts,),) = _query(connection, "SELECT coalesce(sum(restarts), 0) FROM nodes", run_folder)
         errors = _query(
             connection, f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}", run_folder
         )
@@ -114,6 +132,9 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         unreadable_shards=_unreadable_shards(run_folder),
         errors=tuple((error, num_rows) for error, num_rows, _ in errors),
         num_error_texts=errors[0][2] if errors else 0,
+        comm_s=communication["comm_s"],
+        ranks=tuple(RankDetails(*rank) for rank in ranks),
+        restarts=restarts,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchinfer.report.metrics import Figure, RunDetails
+from batchinfer.report.metrics import Figure, RankDetails, RunDetails
 from batchinfer.report.terminal import fit
 
 PANEL_WIDTH = 80
 LABEL_WIDTH = 26
 VALUE_WIDTH = 18
+COLUMN_WIDTH = 17  # of the second and third number in a line about a rank
 
 
 def format_report(metrics: dict[str, Figure], details: RunDetails | None = None) -> str:
@@ -17,12 +18,13 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
 
     Args:
         metrics: from report_metrics.
-        details: from report_details; adds the run's name, the prediction, unreadable shards and the commonest errors.
+        details: from report_details; adds the run's name, the prediction, the ranks when there were several, unreadable
+            shards and the commonest errors.
     """
     sections = [
         ("Rows", _row_lines(metrics)),
         ("Tokens", _token_lines(metrics, details)),
-        ("Speed", _speed_lines(metrics)),
+        ("Speed", _speed_lines(metrics, details)),
         ("Time", _time_lines(metrics)),
         ("Money", _money_lines(metrics, details)),
     ]
@@ -32,7 +34,7 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
     for title, body in sections:
         lines += [title, *body]
     if details is not None:
-        lines += _shard_lines(details) + _error_lines(details)
+        lines += _rank_lines(details) + _shard_lines(details) + _error_lines(details)
     return "\n".join(lines) + "\n"
 
 
@@ -64,16 +66,16 @@ def _token_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     ]
 
 
-def _speed_lines(m: dict[str, Figure]) -> list[str]:
+def _speed_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     prefill, decode = m["prefill_tokens_per_s_per_node"], m["decode_tokens_per_s_per_node"]
     per_request, kv_tokens = m["output_tokens_per_s_per_request"], m["mean_kv_tokens_per_output_token"]
-    hidden = m["hidden_comm_share"]
+    comm_note = None if details is None else f"of {_seconds(details.comm_s)} s"
     return [
         _line("prefill per node", _rate(prefill), "tok/s", "cached tokens included", "no prefill step"),
         _line("decode per node", _rate(decode), "tok/s", None, "no decode step"),
         _line("output per request", _rate(per_request), "tok/s", None, "no request of two tokens"),
         _line("mean KV per output token", _rate(kv_tokens), "tokens", None, "nothing was generated"),
-        _line("communication hidden", _percent(hidden), "%", None, "there was none"),
+        _line("communication hidden", _percent(m["hidden_comm_share"]), "%", comm_note, "there was none"),
     ]
 
 
@@ -104,6 +106,41 @@ def _money_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
         _line("cost profit margin", _percent(m["cost_profit_margin"]), "%", "profit / cost", no_margin),
         _line("gross margin", _percent(m["gross_margin"]), "%", "profit / revenue", no_margin),
     ]
+
+
+def _rank_lines(details: RunDetails) -> list[str]:
+    """What each rank did, when there were several, and how often they were started again, when they were."""
+    restarts = [_line("restarts", _count(details.restarts), "", "after a rank died")] if details.restarts else []
+    if len(details.ranks) < 2:
+        return ["Ranks", *restarts] if restarts else []
+    digits = len(str(details.ranks[-1].rank))
+    return [
+        _columns("Ranks", "prefill tokens", "decode tokens", "busy s"),
+        *(
+            _columns(
+                f"  rank {rank.rank:>{digits}}  {rank.role}",
+                _count(rank.prefill_tokens),
+                _count(rank.output_tokens),
+                _rate(rank.busy_s),
+            )
+            for rank in details.ranks
+        ),
+        *_balance_lines(details.ranks),
+        *restarts,
+    ]
+
+
+def _balance_lines(ranks: tuple[RankDetails, ...]) -> list[str]:
+    """How evenly the experts' work was spread over the ranks of one role: they hold the experts between them."""
+    roles = list(dict.fromkeys(rank.role for rank in ranks))
+    lines = []
+    for role in roles:
+        expert_rows = [rank.expert_rows for rank in ranks if rank.role == role]
+        if len(expert_rows) > 1:
+            ratio = max(expert_rows) * len(expert_rows) / sum(expert_rows) if any(expert_rows) else None
+            note = f"{role} ranks" if len(roles) > 1 else None
+            lines.append(_line("expert rows, max / mean", _rate(ratio), "", note, "no expert was used"))
+    return lines
 
 
 def _shard_lines(details: RunDetails) -> list[str]:
@@ -137,6 +174,12 @@ def _line(label: str, value: str | None, unit: str = "", note: str | None = None
     return text if len(text) <= PANEL_WIDTH else text[: PANEL_WIDTH - 1] + "…"
 
 
+def _columns(label: str, first: str | None, second: str | None, third: str | None) -> str:
+    """A line of three numbers, the first one where other lines have theirs."""
+    cells = [value or "-" for value in (first, second, third)]
+    return f"{label:<{LABEL_WIDTH + 2}}{cells[0]:>{VALUE_WIDTH}}{cells[1]:>{COLUMN_WIDTH}}{cells[2]:>{COLUMN_WIDTH}}"
+
+
 def _known(form: Callable[[float], str]) -> Callable[[Figure], str | None]:
     return lambda value: None if value is None else form(value)
 
@@ -146,6 +189,7 @@ _rate = _known(lambda value: f"{value:,.0f}" if value >= 10_000 else f"{value:,.
 _percent = _known(lambda value: f"{100 * value:,.1f}")
 _hours = _known(lambda value: f"{value:,.2f}" if value >= 1 else f"{value:.6f}")
 _dollars = _known(lambda value: f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.6f}")
+_seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}")
 
 
 def _duration(seconds: Figure) -> str | None:

@@ -53,6 +53,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.rope,
         reference.gate,
         reference.grouped_mlp,
+        reference.masked_mlp,
         reference_mla.mla_prefill,
         reference_mla.mla_decode,
         reference.quantize_fp8_block,

@@ -13,7 +13,7 @@ The number of threads has to stay the same, unless every matrix has a multiple o
 each thread some columns of a product, and few columns are summed in another order.
 """
 
-# T tokens (rows), D hidden, F intermediate, E experts, K experts per token, G expert groups
+# T tokens (rows), D hidden, F intermediate, E experts, K experts per token, G expert groups, C rows of room per expert
 # B batches, R rotary width
 
 from __future__ import annotations
@@ -153,9 +153,31 @@ def grouped_mlp(
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
             rows = slice(start, start + num_rows)
-            gate_TF, up_TF = linear(x[rows], gate_up_EFD[expert]).chunk(2, dim=-1)
-            out[rows] = linear(silu_mul(gate_TF, up_TF), down_EDF[expert])
+            out[rows] = _swiglu(x[rows], gate_up_EFD[expert], down_EDF[expert])
             start += num_rows
+    return out
+
+
+def masked_mlp(
+    x_ECD: torch.Tensor, num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
+) -> torch.Tensor:
+    """SwiGLU of several experts, each over the first rows of a block of its own (masked layout).
+
+    The same as grouped_mlp on these rows, bit for bit. Faster versions read no count on the host, which is what the
+    layout is for; this one does.
+
+    Args:
+        x_ECD: [E, C, D], C rows of room per expert; the rows beyond an expert's count may hold anything.
+        num_rows_E: [E] integer, rows of each expert, at most C.
+        gate_up_EFD, down_EDF: as in grouped_mlp.
+
+    Returns:
+        [E, C, D] in the dtype of x; the rows beyond an expert's count are zero.
+    """
+    out = torch.zeros_like(x_ECD)
+    for expert, num_rows in enumerate(num_rows_E.tolist()):
+        if num_rows:
+            out[expert, :num_rows] = _swiglu(x_ECD[expert, :num_rows], gate_up_EFD[expert], down_EDF[expert])
     return out
 
 
@@ -182,6 +204,12 @@ def dequantize_fp8_block(
 ) -> torch.Tensor:
     """weight × its block's scale, multiplied in float32 and rounded once to `dtype`; shapes as quantize_fp8_block."""
     return (weight.float() * _spread(scale, weight.shape, block)).to(dtype)
+
+
+def _swiglu(x_TD: torch.Tensor, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
+    gate_TF, up_TF = linear(x_TD, gate_up_FD).chunk(2, dim=-1)
+    return linear(silu_mul(gate_TF, up_TF), down_DF)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

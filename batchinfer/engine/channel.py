@@ -1,0 +1,115 @@
+"""Messages between the controller and its ranks: JSON documents over a TCP connection, each with its length before it.
+
+Both ends read in a thread of their own, so that neither ever blocks the other by not looking.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+
+_LENGTH = struct.Struct("=I")
+_MAX_BYTES = 1 << 30
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """One connection; `send` may be called from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, host: str, port: int, timeout_s: float) -> Channel:
+        """Call the other end.
+
+        Raises:
+            OSError: nobody answers there.
+        """
+        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection.settimeout(None)
+        return cls(connection)
+
+    @property
+    def own_host(self) -> str:
+        """This end's address, as the other end sees it."""
+        return str(self._connection.getsockname()[0])
+
+    def send(self, message: Message) -> None:
+        """Hand a message over.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
+        content = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
+        try:
+            with self._lock:
+                self._connection.sendall(_LENGTH.pack(len(content)) + content)
+        except OSError:
+            raise ChannelClosedError from None
+
+    def receive(self) -> Message:
+        """The next message; waits for it.
+
+        Raises:
+            ChannelClosedError: the other end is gone, or sent something else than messages.
+        """
+        length = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+        if length > _MAX_BYTES:
+            raise ChannelClosedError
+        try:
+            message = json.loads(self._read(length))
+        except ValueError:
+            raise ChannelClosedError from None
+        if not isinstance(message, dict):
+            raise ChannelClosedError
+        return message
+
+    def read_on(self, take: Callable[[Message], None], at_end: Callable[[], None]) -> None:
+        """Start a thread that calls `take` with every message, and `at_end` when the other end is gone."""
+
+        def read() -> None:
+            while True:
+                try:
+                    take(self.receive())
+                except ChannelClosedError:
+                    at_end()
+                    return
+
+        threading.Thread(target=read, name="channel", daemon=True).start()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Bound how long `receive` may wait (ChannelClosedError after that); None: for ever."""
+        self._connection.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """End the connection; the other end's reading ends."""
+        with suppress(OSError):  # the other end was quicker
+            # wakes a thread that is reading here, which close alone does not
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        view = memoryview(content)
+        while view:
+            try:
+                count = self._connection.recv_into(view)
+            except OSError:
+                raise ChannelClosedError from None
+            if count == 0:
+                raise ChannelClosedError
+            view = view[count:]
+        return bytes(content)

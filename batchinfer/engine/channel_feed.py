@@ -1,0 +1,77 @@
+"""The controller as a rank sees it, over a channel. Called by the rank program."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import numpy as np
+
+from batchinfer.engine.channel import Channel, Message
+from batchinfer.engine.feed import Inbox, StepReport
+from batchinfer.engine.messages import adoption_of, key_of, plain_key, plain_report, request_of
+from batchinfer.records import RequestKey
+
+EXPERTS_S = 5.0  # between reports of the tokens per expert
+
+
+class ChannelFeed:
+    """See feed.Feed.
+
+    Args:
+        messages: what a reading thread has taken from the channel.
+        expert_tokens: the worker's counts by phase, sent now and then.
+    """
+
+    def __init__(self, channel: Channel, messages: queue.Queue[Message], expert_tokens: dict[str, np.ndarray]) -> None:
+        self._channel = channel
+        self._messages = messages
+        self._expert_tokens = expert_tokens
+        self._has_asked = False
+        self._last_experts_s = time.monotonic()
+
+    def receive(self, wait_s: float = 0.0) -> Inbox:
+        """See Feed."""
+        inbox = Inbox()
+        try:
+            self._sort_in(self._messages.get(wait_s > 0, wait_s or None), inbox)
+            while True:
+                self._sort_in(self._messages.get_nowait(), inbox)
+        except queue.Empty:
+            return inbox
+
+    def want_requests(self) -> None:
+        """See Feed."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._channel.send({"type": "want"})
+
+    def send(self, report: StepReport) -> None:
+        """See Feed."""
+        self._channel.send({"type": "step", **plain_report(report)})
+        if time.monotonic() - self._last_experts_s >= EXPERTS_S:
+            self.send_experts()
+
+    def send_experts(self) -> None:
+        """Report the tokens per expert since the start."""
+        self._last_experts_s = time.monotonic()
+        tokens = {phase: counts.tolist() for phase, counts in self._expert_tokens.items()}
+        self._channel.send({"type": "experts", "tokens": tokens})
+
+    def confirm_adopted(self, keys: list[RequestKey]) -> None:
+        """See Feed."""
+        self._channel.send({"type": "adopted", "keys": [plain_key(key) for key in keys]})
+
+    def _sort_in(self, message: Message, inbox: Inbox) -> None:
+        kind = message["type"]
+        if kind == "requests":
+            self._has_asked = False
+            inbox.requests += [request_of(item) for item in message["requests"]]
+        elif kind == "adopt":
+            inbox.adoptions += [adoption_of(item) for item in message["adoptions"]]
+        elif kind == "adopted":
+            inbox.adopted += [key_of(item) for item in message["keys"]]
+        elif kind == "leave":
+            inbox.leave = True
+        else:
+            assert kind == "wake", f"the controller sent {kind!r}"

@@ -1,0 +1,122 @@
+"""What a rank holds: its share of the model, and KV pages for the memory there is. Called by the rank program."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS, JobConfig
+from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.engine.handover import Outbox
+from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.worker import RankWorker
+from batchinfer.model.config import load_model_config
+from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.mesh import Mesh
+from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.row_format import RowFormat
+from batchinfer.records import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank has to know of the job besides its own place."""
+
+    most_tokens: int  # KV tokens of all requests together; more pages than these need would never be used
+    largest_tokens: int  # of the largest request
+    num_local_ranks: int  # ranks that share this host's memory
+    parcel_folder: Path | None  # for KV between hosts; None: all ranks are on one host
+    traced: bool
+
+
+def load_model(job: JobConfig, mesh: Mesh) -> Transformer:
+    """Load this rank's share: everything but the routed experts in other ranks' slots.
+
+    Raises:
+        ModelError: the weights do not fit the config or are damaged.
+        ConfigError: the experts do not spread evenly over the ranks.
+    """
+    folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
+    if mesh.size == 1:
+        return Transformer.load(folder, dtype=dtype, backend=backend)
+    config = load_model_config(folder)
+    placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
+    placements = [placement] * config.num_moe_layers
+    assert job.model.dtype in ("float32", "bfloat16")
+    return Transformer.load(
+        folder,
+        dtype=dtype,
+        dispatchers=mesh.dispatchers(
+            placements,
+            RowFormat(job.model.dtype),
+            max_tokens=max(job.cluster.prefill_tokens, job.cluster.decode_requests),
+            hidden=config.hidden_size,
+            topk=config.num_experts_per_tok,
+        ),
+        expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
+        backend=backend,
+    )
+
+
+def make_worker(
+    job: JobConfig, model: Transformer, tokenizer: PromptTokenizer, mesh: Mesh, place: RankPlace, around: Surroundings
+) -> RankWorker:
+    """Size and allocate the KV pages, once all ranks of the host have loaded.
+
+    Raises:
+        ConfigError: the largest request does not fit the page budget.
+    """
+    cluster = job.cluster
+    page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    # parcels under way take as much as the decode ranks' pages at most
+    num_shares = around.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
+    budget = cluster.page_bytes or int(free_memory_bytes() * MEMORY_SHARE) // num_shares
+    # unset: no more than two full decode batches of the largest request, which leaves room for shared prefixes
+    useful = (
+        around.most_tokens
+        if cluster.page_bytes
+        else min(around.most_tokens, 2 * cluster.decode_requests * around.largest_tokens)
+    )
+    num_pages = min(budget // page_bytes, -(-useful // PAGE_TOKENS))
+    if num_pages * PAGE_TOKENS < around.largest_tokens:
+        raise ConfigError(
+            f"the largest request needs {around.largest_tokens:,} tokens of KV, but memory for KV pages holds "
+            f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
+        )
+    outbox = None
+    if not place.runs_decode:
+        share = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
+        outbox = Outbox(share, None if around.parcel_folder is None else around.parcel_folder / f"rank-{place.rank}")
+    return RankWorker(
+        model,
+        tokenizer,
+        num_pages=num_pages,
+        prefill_tokens=cluster.prefill_tokens,
+        decode_requests=cluster.decode_requests,
+        place=place,
+        mesh=mesh,
+        overlap=cluster.overlap is not False and mesh.size > 1,
+        outbox=outbox,
+        traced=around.traced,
+    )
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
+    try:
+        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        available = None
+    free = int(available[1]) * 1024 if available else 4 * 2**30
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return min(free, max(limit - used, 0))
+    except (OSError, ValueError):
+        return free  # no control group, or one without a limit ("max")

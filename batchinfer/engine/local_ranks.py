@@ -1,0 +1,131 @@
+"""The rank processes of this host: started, watched, killed. Called by the controller and by other nodes' agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from batchinfer.records import ConfigError
+
+_PREFIX = "BATCHINFER_RANK_"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """How a rank process finds its controller; the token shows that it belongs there."""
+
+    rank: int
+    host: str
+    port: int
+    token: str
+
+    def variables(self) -> dict[str, str]:
+        """As environment variables, which only the same user can read."""
+        values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
+        return {_PREFIX + name: str(value) for name, value in values.items()}
+
+    @classmethod
+    def read(cls) -> RankEnvironment:
+        """What the starter of this process left.
+
+        Raises:
+            ConfigError: it was started by hand.
+        """
+        try:
+            number, host, port, token = (os.environ[_PREFIX + name] for name in ("NUMBER", "HOST", "PORT", "TOKEN"))
+        except KeyError:
+            raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
+        return cls(int(number), host, int(port), token)
+
+
+class LocalRanks:
+    """The ranks that run on this host.
+
+    Args:
+        ranks: their numbers.
+        one_host: whether there are no others: then they talk over the loopback interface only.
+    """
+
+    def __init__(self, ranks: range, host: str, port: int, token: str, *, one_host: bool) -> None:
+        self._environments = [RankEnvironment(rank, host, port, token) for rank in ranks]
+        self._one_host = one_host
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._environments)
+
+    def start(self) -> None:
+        """Start all of them; none may be running."""
+        assert not self._processes
+        for environment in self._environments:
+            variables = {**self._defaults(), **os.environ, **environment.variables()}
+            # standard output stays the command's own: what a rank's libraries print is for people
+            self._processes[environment.rank] = subprocess.Popen(
+                [sys.executable, "-m", "batchinfer.engine.rank"], env=variables, stdin=subprocess.DEVNULL, stdout=2
+            )
+
+    def may_be(self, rank: int, pid: int) -> bool:
+        """Whether a caller with this process number can be the rank; of other hosts' ranks nothing is known here."""
+        process = self._processes.get(rank)
+        return process is None or process.pid == pid
+
+    def ended(self) -> dict[int, str]:
+        """Ranks whose process has ended, and how."""
+        return {
+            rank: _describe(process.returncode)
+            for rank, process in self._processes.items()
+            if process.poll() is not None
+        }
+
+    def all_ended_well(self) -> bool:
+        return all(process.poll() == 0 for process in self._processes.values())
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all have ended, at most this long."""
+        deadline = time.monotonic() + timeout_s
+        while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def can_reach_controller(self) -> bool:
+        """Whether anybody listens where the ranks are sent."""
+        environment = self._environments[0]
+        try:
+            socket.create_connection((environment.host, environment.port), timeout=10).close()
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End those that still run, also stopped ones, and wait until they are gone."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+
+    def _defaults(self) -> dict[str, str]:
+        """Settings that the user may override."""
+        num_threads = max(1, len(os.sched_getaffinity(0)) // max(1, self.num_ranks))
+        # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        defaults = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000", **quiet}
+        if self._one_host:
+            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+            defaults["GLOO_SOCKET_IFNAME"] = loopback
+        return defaults
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory, or by hand)" if -code == signal.SIGKILL else "")

@@ -1,0 +1,115 @@
+"""The nouns of records.py and feed.py as plain dictionaries for the channel, and back. No torch: both ends use it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from batchinfer.engine.feed import Adoption, Handover, StepRecord, StepReport
+from batchinfer.parallel.spans import Span
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
+
+Plain = dict[str, Any]
+
+
+def plain_request(request: Request) -> Plain:
+    return {**_shallow(request), "key": plain_key(request.key), "sampling": asdict(request.sampling)}
+
+
+def request_of(plain: Plain) -> Request:
+    sampling = plain["sampling"]
+    return Request(
+        **{
+            **plain,
+            "key": key_of(plain["key"]),
+            "sampling": Sampling(
+                **{
+                    **sampling,
+                    "stop": tuple(sampling["stop"]),
+                    "stop_token_ids": tuple(sampling["stop_token_ids"]),
+                }
+            ),
+        }
+    )
+
+
+def plain_key(key: RequestKey) -> list[int]:
+    return [key.shard, key.row, key.sample]
+
+
+def key_of(plain: list[int]) -> RequestKey:
+    return RequestKey(*plain)
+
+
+def plain_report(report: StepReport) -> Plain:
+    return {
+        "record": asdict(report.record),
+        "completions": [plain_completion(completion) for completion in report.completions],
+        "handovers": [plain_handover(handover) for handover in report.handovers],
+        "spans": [[span.kind, span.name, span.micro_batch, span.start_s, span.end_s] for span in report.spans],
+    }
+
+
+def report_of(plain: Plain) -> StepReport:
+    return StepReport(
+        record=StepRecord(**plain["record"]),
+        completions=[completion_of(item) for item in plain["completions"]],
+        handovers=[handover_of(item) for item in plain["handovers"]],
+        spans=[Span(*item) for item in plain["spans"]],
+    )
+
+
+def plain_completion(completion: Completion) -> Plain:
+    logprobs = completion.logprobs
+    return {
+        **_shallow(completion),
+        "key": plain_key(completion.key),
+        "times": asdict(completion.times),
+        "logprobs": None if logprobs is None else [asdict(item) for item in logprobs],
+    }
+
+
+def completion_of(plain: Plain) -> Completion:
+    logprobs = plain["logprobs"]
+    return Completion(
+        **{
+            **plain,
+            "key": key_of(plain["key"]),
+            "times": RequestTimes(**plain["times"]),
+            "logprobs": None if logprobs is None else tuple(_logprob_of(item) for item in logprobs),
+        }
+    )
+
+
+def plain_handover(handover: Handover) -> Plain:
+    return {**asdict(handover), "key": plain_key(handover.key)}
+
+
+def handover_of(plain: Plain) -> Handover:
+    logprob = plain["logprob"]
+    return Handover(
+        **{
+            **plain,
+            "key": key_of(plain["key"]),
+            "logprob": None if logprob is None else _logprob_of(logprob),
+            "times": RequestTimes(**plain["times"]),
+        }
+    )
+
+
+def plain_adoption(adoption: Adoption) -> Plain:
+    return {"request": plain_request(adoption.request), "handover": plain_handover(adoption.handover)}
+
+
+def adoption_of(plain: Plain) -> Adoption:
+    return Adoption(request_of(plain["request"]), handover_of(plain["handover"]))
+
+
+def _shallow(item: Any) -> Plain:
+    """A dataclass's fields; token lists are not copied, which asdict does one by one."""
+    return {field.name: getattr(item, field.name) for field in fields(item)}
+
+
+def _logprob_of(plain: Plain) -> TokenLogprob:
+    top = tuple((token, value) for token, value in plain["top"])
+    return TokenLogprob(plain["token_id"], plain["logprob"], top)

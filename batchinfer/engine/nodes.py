@@ -1,0 +1,131 @@
+"""Which of a job's ranks this process has to start: all, or its share under `srun` or `torchrun`.
+
+A group over several processes meets through a small file in the run folder: the first process, the group's controller,
+writes where it listens; the others (agent.py) read it and send their ranks there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.stop import StopSignal
+
+MEET_S = 600.0  # tasks of a job may start minutes apart
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """This process's part of a group of processes that start ranks.
+
+    index, count: of the processes; index 0 is the controller.
+    name: of the group, the same in all its processes and in no other group that uses the run folder.
+    ranks: those that this process starts.
+    is_one_host: whether the whole group is on this host.
+    """
+
+    index: int
+    count: int
+    name: str
+    ranks: range
+    is_one_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where the controller of a group listens; the token shows that a caller belongs to it."""
+
+    host: str
+    port: int
+    token: str
+    session: str  # of the controller
+
+
+def this_node(num_ranks: int) -> NodeShare:
+    """This process's share, from the environment that srun (one task per node) or torchrun (one per rank) gave it.
+
+    Raises:
+        ConfigError: the ranks do not spread evenly over the processes.
+    """
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" in environment:
+        index, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        name = f"torchrun-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if count != num_ranks:
+            raise ConfigError(f"torchrun starts {count} processes, but the job has {num_ranks} ranks; make them equal")
+        return NodeShare(index, count, name, range(index, index + 1), int(environment["LOCAL_WORLD_SIZE"]) == count)
+    # set by srun for each task, but not in the batch script itself
+    count = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if count == 1:
+        return NodeShare(0, 1, "", range(num_ranks), True)
+    index = int(environment["SLURM_PROCID"])
+    parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    name = "slurm-" + "-".join(environment.get(part, "0") for part in parts)
+    if num_ranks % count:
+        raise ConfigError(
+            f"the job's {num_ranks} ranks do not spread evenly over {count} tasks; start one task per node, and make "
+            "the number of ranks a multiple of the number of nodes"
+        )
+    share = num_ranks // count
+    return NodeShare(index, count, name, range(index * share, (index + 1) * share), False)
+
+
+def refuse_several_processes(command: str) -> None:
+    """Commands that plan or finish are for one process alone.
+
+    Raises:
+        ConfigError: this is one of several.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if max(count, int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
+        raise ConfigError(
+            f"`batchinfer {command}` was started in several processes; run `batchinfer plan` once, then "
+            "`batchinfer work` under srun or torchrun, then `batchinfer finish` once"
+        )
+
+
+def own_address() -> str:
+    """An address of this host that other hosts can reach."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "127.0.0.1"
+    if not address.startswith("127."):
+        return address
+    # the host's name stands for loopback: ask which address packets to elsewhere would leave from (none are sent)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return address
+
+
+def announce(run: RunDir, node: NodeShare, point: MeetingPoint) -> Path:
+    """Tell the other processes where to meet; returns the file, to be removed at the end."""
+    path = run.meeting(node.name)
+    publish_json(path, {"host": point.host, "port": point.port, "token": point.token, "session": point.session})
+    path.chmod(0o600)
+    return path
+
+
+def find_meeting_point(run: RunDir, node: NodeShare, stop: StopSignal) -> MeetingPoint | None:
+    """Where the controller listens; waits for it to say so. None when a signal came meanwhile.
+
+    Raises:
+        ConfigError: it did not come.
+    """
+    deadline = time.monotonic() + MEET_S
+    while not run.meeting(node.name).exists():
+        if stop.requested:
+            return None
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the first process of this group did not announce itself in {run.root} for {MEET_S:g} s")
+        time.sleep(LOOK_S)
+    return MeetingPoint(**read_json(run.meeting(node.name)))

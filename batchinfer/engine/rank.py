@@ -1,0 +1,131 @@
+"""The program of one rank: `python -m batchinfer.engine.rank`, started by its node's controller (or torchrun).
+
+It finds the controller through its environment, meets the other ranks of its group, loads its share of the model and
+steps until the controller says that this is over. Signals are the controller's business: a rank ignores those that stop
+a job, and ends by itself when the controller is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from batchinfer.config import JobConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.engine.channel import Channel, ChannelClosedError, Message
+from batchinfer.engine.channel_feed import ChannelFeed
+from batchinfer.engine.layout import rank_places
+from batchinfer.engine.load import Surroundings, load_model, make_worker
+from batchinfer.engine.local_ranks import RankEnvironment
+from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
+from batchinfer.records import BatchinferError, ExitCode
+
+CONNECT_S = 30.0
+
+
+def main() -> NoReturn:
+    """Run one rank to its end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    environment = RankEnvironment.read()
+    try:
+        channel = Channel.connect(environment.host, environment.port, CONNECT_S)
+    except OSError as error:
+        print(f"rank {environment.rank}: no controller at {environment.host}: {error}", file=sys.stderr)
+        _end(ExitCode.INTERRUPTED)
+    messages: queue.Queue[Message] = queue.Queue()
+    # without its controller nothing that a rank computes would be kept
+    channel.read_on(messages.put, at_end=lambda: _end(ExitCode.INTERRUPTED))
+    channel.send(
+        {
+            "type": "hello",
+            "token": environment.token,
+            "rank": environment.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+    )
+    code = _run(channel, messages, environment.rank)
+    channel.close()
+    _end(code)
+
+
+def _run(channel: Channel, messages: queue.Queue[Message], rank: int) -> int:
+    """Take part in the job; what goes wrong is told to the controller."""
+    try:
+        feed = _work(channel, messages, rank)
+        feed.send_experts()
+        channel.send({"type": "bye"})
+        return ExitCode.OK
+    except ChannelClosedError:
+        return ExitCode.INTERRUPTED
+    except BatchinferError as error:
+        channel.send({"type": "failed", "error": str(error), "class": type(error).__name__})
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        channel.send({"type": "failed", "error": f"{type(error).__name__}: {error}", "class": ""})
+        return ExitCode.INTERNAL
+
+
+def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> ChannelFeed:
+    message = messages.get()
+    store = None
+    if message["type"] == "open_store":
+        store = open_store(channel.own_host)
+        channel.send({"type": "store", "host": channel.own_host, "port": store.port})
+        message = messages.get()
+    assert message["type"] == "join", message
+    job = JobConfig.model_validate_json(message["job"])
+    place = rank_places(job.cluster)[rank]
+    if store is None and place.group_size > 1:
+        store = find_store(message["store_host"], message["store_port"], job.cluster.collective_seconds)
+    seat = Seat(
+        rank=place.group_rank,
+        size=place.group_size,
+        exchange=job.cluster.exchange,
+        one_host=message["group_on_one_host"],
+        timeout_s=job.cluster.collective_seconds,
+    )
+    device = torch.device("cpu")
+    mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
+    model = load_model(job, mesh)
+    tokenizer = load_tokenizer(Path(job.model.path))
+    moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
+    channel.send({"type": "ready", "device": str(device), "exchange": mesh.kind, "moe_layers": moe_layers})
+
+    started = messages.get()
+    if started["type"] == "leave":
+        return ChannelFeed(channel, messages, {})
+    assert started["type"] == "start", started
+    around = Surroundings(
+        most_tokens=message["most_tokens"],
+        largest_tokens=message["largest_tokens"],
+        num_local_ranks=message["num_local_ranks"],
+        parcel_folder=None if message["all_on_one_host"] else Path(message["parcel_folder"]),
+        traced=message["traced"],
+    )
+    worker = make_worker(job, model, tokenizer, mesh, place, around)
+    feed = ChannelFeed(channel, messages, worker.expert_tokens)
+    worker.run(feed)
+    mesh.close()
+    return feed
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: threads of libraries may be stuck in a collective that nobody else is in any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

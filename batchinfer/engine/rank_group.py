@@ -1,0 +1,309 @@
+"""All ranks of a job as their controller sees them: started, met, watched, and started again when one dies.
+
+The ranks come to the controller by TCP and show a token that only their starter knew. Those of other nodes are started
+by an agent there (agent.py); to the controller they look the same. When one rank is lost the others cannot go on: all
+are ended and all start anew.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from batchinfer import records
+from batchinfer.engine.channel import Channel, ChannelClosedError, Message
+from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.local_ranks import LocalRanks
+from batchinfer.records import InterruptedRunError
+from batchinfer.stop import StopSignal
+
+HANDSHAKE_S = 30.0
+CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks say about it
+LEAVE_S = 60.0  # for ranks to finish their step and leave
+START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
+POLL_S = 0.2
+
+
+class RanksDiedError(Exception):
+    """One rank was lost, and all were ended with it; the message says which one and why.
+
+    has_reason: the rank itself said what went wrong.
+    """
+
+    def __init__(self, text: str, *, has_reason: bool = False) -> None:
+        super().__init__(text)
+        self.has_reason = has_reason
+
+
+@dataclass(slots=True)
+class _Connected:
+    channel: Channel
+    host: str
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """See module docstring.
+
+    Args:
+        places: all ranks.
+        local: those that this process starts itself.
+        listener: a listening TCP socket where ranks call.
+        stop: asked while waiting.
+    """
+
+    places: list[RankPlace]
+    local: LocalRanks
+    listener: socket.socket
+    token: str
+    stop: StopSignal
+    _start_deadline: float = 0.0
+    _connected: dict[int, _Connected] = field(default_factory=dict)
+    _incoming: queue.Queue[tuple[Channel, Message | None]] = field(default_factory=queue.Queue)
+    _callers: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._answer_callers, name="rank listener", daemon=True).start()
+
+    def start(self, join: Message) -> list[Message]:
+        """Start all ranks and bring them together.
+
+        Args:
+            join: what each rank has to know; where its group meets is added here.
+
+        Returns:
+            What each rank said when it was ready to step.
+
+        Raises:
+            RanksDiedError: one of them ended or a controller's deadline passed.
+            BatchinferError: the job cannot run (a rank said so).
+            InterruptedRunError: a signal came.
+        """
+        self._start_deadline = time.monotonic() + START_S
+        self.local.start()
+        while len(self._connected) < len(self.places):
+            self._let_in()
+        leaders = {place.leader for place in self.places if place.group_size > 1}
+        for leader in leaders:
+            self.send(leader, {"type": "open_store"})
+        stores = self._answers(leaders, "store")
+        for place in self.places:
+            self.send(place.rank, {"type": "join", **join, **self._meeting_point(place, stores)})
+        ready = self._answers(range(len(self.places)), "ready")
+        for place in self.places:
+            self.send(place.rank, {"type": "start"})
+        return [ready[place.rank] for place in self.places]
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to one rank.
+
+        Raises:
+            RanksDiedError: it is gone.
+        """
+        try:
+            self._connected[rank].channel.send(message)
+        except ChannelClosedError:
+            raise self._died() from None
+
+    def receive(self) -> list[tuple[int, Message]]:
+        """What has come from ranks; waits a moment for the first message.
+
+        Raises:
+            RanksDiedError: a rank has ended without a farewell.
+            BatchinferError: a rank says that the job cannot run.
+        """
+        messages: list[tuple[int, Message]] = []
+        try:
+            channel, message = self._incoming.get(timeout=POLL_S)
+            while True:
+                rank = self._rank_of(channel)
+                if rank is not None:
+                    if message is None or message["type"] == "failed":
+                        # give what came before it a chance to be used
+                        self._incoming.put((channel, message))
+                        if messages:
+                            return messages
+                        raise self._died()
+                    messages.append((rank, message))
+                channel, message = self._incoming.get_nowait()
+        except queue.Empty:
+            pass
+        if not messages and self.local.ended():
+            raise self._died()
+        return messages
+
+    def give_up(self, reason: str) -> NoReturn:
+        """End all ranks because of something they do not notice themselves.
+
+        Raises:
+            RanksDiedError: with this reason.
+        """
+        self.end()
+        raise RanksDiedError(reason)
+
+    def leave(self) -> list[tuple[int, Message]]:
+        """Ask all ranks to finish their step and go; returns their last messages. Those that do not are killed."""
+        last: list[tuple[int, Message]] = []
+        try:
+            for place in self.places:
+                self.send(place.rank, {"type": "leave"})
+            deadline = time.monotonic() + LEAVE_S
+            gone: set[int] = set()
+            while len(gone) < len(self.places) and time.monotonic() < deadline:
+                try:
+                    channel, message = self._incoming.get(timeout=POLL_S)
+                except queue.Empty:
+                    continue
+                rank = self._rank_of(channel)
+                if rank is None:
+                    continue
+                if message is None or message["type"] in ("bye", "failed"):
+                    gone.add(rank)
+                else:
+                    last.append((rank, message))
+        except RanksDiedError:
+            pass  # they are on their way out in any case
+        self.end()
+        return last
+
+    def end(self) -> None:
+        """End all ranks at once: those of other nodes notice that their connection is closed."""
+        self.local.kill()
+        for connected in self._connected.values():
+            connected.channel.close()
+        self._connected.clear()
+
+    def close(self) -> None:
+        """End all ranks and answer no calls any more."""
+        self.end()
+        # wakes the thread that waits for calls
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+    def _let_in(self) -> None:
+        """Take a rank that has called; look after signs of death meanwhile."""
+        try:
+            channel, hello = self._callers.get(timeout=POLL_S)
+        except queue.Empty:
+            if self.local.ended():
+                raise self._died() from None
+            self._check_start()
+            return
+        rank = hello["rank"]
+        if not 0 <= rank < len(self.places) or not self.local.may_be(rank, hello["pid"]):
+            channel.close()  # of an earlier start, ended meanwhile
+            return
+        if rank in self._connected:
+            # another node has started its ranks once more: the latest one counts
+            self._connected[rank].channel.close()
+        self._connected[rank] = _Connected(channel, hello["host"])
+        channel.read_on(
+            lambda message: self._incoming.put((channel, message)), at_end=lambda: self._incoming.put((channel, None))
+        )
+
+    def _check_start(self) -> None:
+        if self.stop.requested:
+            raise InterruptedRunError("stopped by a signal; run the same command to go on")
+        if time.monotonic() > self._start_deadline:
+            self.give_up(f"the ranks were not ready within {START_S:,.0f} s")
+
+    def _meeting_point(self, place: RankPlace, stores: dict[int, Message]) -> Message:
+        """Where a rank finds the others of its group, and which of them share its host."""
+        hosts = {rank: connected.host for rank, connected in self._connected.items()}
+        group = [hosts[other.rank] for other in self.places if other.leader == place.leader]
+        store = stores.get(place.leader, {"host": None, "port": None})
+        return {
+            "store_host": store["host"],
+            "store_port": store["port"],
+            "num_local_ranks": list(hosts.values()).count(hosts[place.rank]),
+            "group_on_one_host": len(set(group)) == 1,
+            "all_on_one_host": len(set(hosts.values())) == 1,
+        }
+
+    def _answers(self, ranks: Iterable[int], kind: str) -> dict[int, Message]:
+        """The next message of each of these ranks, all of this kind; nothing else can come before `start`."""
+        answers: dict[int, Message] = {}
+        missing = set(ranks)
+        while missing:
+            self._check_start()
+            for rank, message in self.receive():
+                assert message["type"] == kind, f"rank {rank} sent {message['type']!r}"
+                missing.discard(rank)
+                answers[rank] = message
+        return answers
+
+    def _died(self) -> Exception:
+        """End all ranks; the exception to raise, which names the rank that was lost first and why."""
+        said: dict[int, Message] = {}
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            try:
+                channel, message = self._incoming.get(timeout=POLL_S)
+            except queue.Empty:
+                if self.local.ended():
+                    break
+                continue
+            rank = self._rank_of(channel)
+            if rank is not None and message is not None and message["type"] == "failed":
+                said.setdefault(rank, message)
+        ended = self.local.ended()
+        silent = [str(rank) for rank in self._connected if rank not in said]
+        self.end()
+        for message in said.values():
+            error_class = getattr(records, message["class"], None) if message["class"] else None
+            if error_class in (records.ConfigError, records.ModelError):
+                return error_class(message["error"])
+        # a rank that complains about another one is not the cause
+        culprits = {rank: how for rank, how in ended.items() if rank not in said}
+        if culprits:
+            return RanksDiedError("; ".join(f"rank {rank} {how}" for rank, how in culprits.items()))
+        for rank, message in said.items():
+            if message["class"] != "PeerLostError":
+                return RanksDiedError(f"rank {rank} failed: {message['error']}", has_reason=True)
+        for rank, message in said.items():
+            return RanksDiedError(f"rank {rank}: {message['error']}")
+        return RanksDiedError(f"the connection to one of the ranks {', '.join(silent)} was lost")
+
+    def _rank_of(self, channel: Channel) -> int | None:
+        """The rank behind a connection; None for one that was ended before."""
+        return next((rank for rank, item in self._connected.items() if item.channel is channel), None)
+
+    def _answer_callers(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._greet, args=(Channel(connection),), name="rank greeting", daemon=True).start()
+
+    def _greet(self, channel: Channel) -> None:
+        """Let a caller in who knows the token."""
+        try:
+            channel.set_timeout(HANDSHAKE_S)
+            hello = channel.receive()
+            channel.set_timeout(None)
+        except ChannelClosedError:
+            return channel.close()
+        token = hello.get("token")
+        is_rank = hello.get("type") == "hello" and isinstance(hello.get("rank"), int) and "pid" in hello
+        if not is_rank or not isinstance(token, str) or not hmac.compare_digest(token, self.token):
+            return channel.close()
+        self._callers.put((channel, hello))
+        return None
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port of this address."""
+    return socket.create_server((host, 0), backlog=1024)
+
+
+def new_token() -> str:
+    """A secret that ranks show when they call."""
+    return secrets.token_hex(16)

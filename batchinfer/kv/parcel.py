@@ -1,0 +1,101 @@
+"""The KV of one prompt on its way from a prefill rank to a decode rank: written once, read once, whole pages.
+
+On one host a parcel is anonymous memory that the receiver opens through the sender's process: it has no name to collide
+with and is gone with the sender. Between hosts it is a file in a folder that both see.
+
+    | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | …
+"""
+
+# L layers, P pages of the pool, N pages of the parcel, W latent width
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchinfer.records import PeerLostError
+
+_LENGTH = struct.Struct("=q")
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A parcel as its sender holds it: `close` lets go of it once the receiver has read it."""
+
+    path: str
+    num_bytes: int
+    descriptor: int | None  # of anonymous memory
+    file: Path | None
+
+    def close(self) -> None:
+        """Free the memory or delete the file."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def parcel_bytes(pages: torch.Tensor, num_pages: int) -> int:
+    """Size of a parcel of `num_pages` pages, without its header."""
+    return num_pages * pages[:, 0].numel() * pages.element_size()
+
+
+def pack_parcel(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) -> Parcel:
+    """Copy pages into a parcel.
+
+    Args:
+        pages: [L, P, 64, W], the pool.
+        page_ids: the prompt's pages in order.
+        file: where to write it; None for anonymous memory.
+
+    Raises:
+        OSError: no room.
+    """
+    content = pages[:, torch.tensor(page_ids, device=pages.device)].transpose(0, 1).contiguous().cpu()
+    header = json.dumps({"shape": list(content.shape), "dtype": str(pages.dtype)}).encode()
+    if file is None:
+        descriptor = os.memfd_create("batchinfer-kv")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        path = str(file)
+    with open(descriptor, "wb", closefd=file is not None) as target:
+        target.write(_LENGTH.pack(len(header)) + header)
+        target.write(content.view(torch.uint8).numpy().reshape(-1).data)
+    num_bytes = content.numel() * content.element_size()
+    return Parcel(path, num_bytes, None if file is not None else descriptor, file)
+
+
+def unpack_parcel(path: str, pages: torch.Tensor, page_ids: list[int], *, first_page: int) -> None:
+    """Copy a parcel's pages from `first_page` on into the pool.
+
+    Args:
+        pages: [L, P, 64, W].
+        page_ids: where all pages of the parcel belong; the first `first_page` hold their content already.
+
+    Raises:
+        PeerLostError: the parcel is gone or not what it should be; its sender has ended.
+    """
+    try:
+        with open(path, "rb") as source:
+            header = json.loads(source.read(_LENGTH.unpack(source.read(_LENGTH.size))[0]))
+            shape = (len(page_ids), pages.shape[0], *pages.shape[2:])
+            if tuple(header["shape"]) != shape or header["dtype"] != str(pages.dtype):
+                raise PeerLostError(f"the KV parcel {path} holds {header}, not {shape} of {pages.dtype}")
+            num_bytes = parcel_bytes(pages, 1)
+            source.seek(first_page * num_bytes, os.SEEK_CUR)
+            content = bytearray((len(page_ids) - first_page) * num_bytes)
+            if source.readinto(content) != len(content):
+                raise PeerLostError(f"the KV parcel {path} is cut short")
+    except (OSError, ValueError, struct.error) as error:
+        raise PeerLostError(f"cannot read the KV parcel {path}: {error}") from None
+    if content:
+        values = torch.frombuffer(content, dtype=pages.dtype).view(len(page_ids) - first_page, *shape[1:])
+        ids = torch.tensor(page_ids[first_page:], device=pages.device)
+        pages[:, ids] = values.transpose(0, 1).to(pages.device)

@@ -1,0 +1,97 @@
+"""Expert parallelism over any row exchange: every rank sends (token, expert) rows to the slots that take them.
+
+Rows are sorted by slot, so those for one rank stand together; each travels there, through its expert and back
+unreduced. The token's own rank sums, in the order of the token's experts: what a slot or rank holds changes nothing.
+"""
+
+# T tokens of this rank, K experts per token, M = T * K rows sent, N rows received, D hidden, S slots of one rank
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from batchinfer.parallel.dispatch import ExpertInput, sum_per_token
+from batchinfer.parallel.exchange import Exchange, PendingRows
+from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.row_format import RowFormat
+
+
+@dataclass(slots=True)
+class AllToAllHandle:
+    """A dispatch under way, and afterwards what combine needs to send each row back."""
+
+    pending: PendingRows
+    row_format: RowFormat
+    num_values: int
+    order_M: torch.Tensor  # the (token, k) entry behind each sent row
+    weights_TK: torch.Tensor
+    sizes: list[list[int]] = field(default_factory=list)  # rows received by [source rank][slot]
+    arrived_s: float | None = None
+
+    def wait(self) -> ExpertInput:
+        """Rows by slot, within a slot by source rank and token."""
+        received = self.pending.wait()
+        self.arrived_s, self.sizes = received.arrived_s, received.counts
+        parts = [rows.split(sizes) for rows, sizes in zip(received.rows, self.sizes, strict=True)]
+        rows_NB = torch.cat([part for slot_parts in zip(*parts, strict=True) for part in slot_parts])
+        x_ND, scales = self.row_format.unpack(rows_NB, self.num_values)
+        num_rows_S = torch.tensor([sum(sizes) for sizes in zip(*self.sizes, strict=True)], device=x_ND.device)
+        return ExpertInput(x_ND, scales, "contiguous", num_rows_S)
+
+
+@dataclass(slots=True)
+class AllToAllFuture:
+    """A combine under way."""
+
+    pending: PendingRows
+    row_format: RowFormat
+    handle: AllToAllHandle
+    arrived_s: float | None = None
+
+    def wait(self) -> torch.Tensor:
+        """[T, D] float32 sums."""
+        received = self.pending.wait()
+        self.arrived_s = received.arrived_s
+        # rank by rank in slot order: the order in which the rows were sent
+        sorted_MD, _ = self.row_format.unpack(torch.cat(received.rows), self.handle.num_values)
+        return sum_per_token(sorted_MD, self.handle.order_M, self.handle.weights_TK)
+
+
+class AllToAllDispatcher:
+    """The exchange of one layer; see Dispatcher.
+
+    Args:
+        exchange: of the expert-parallel group.
+        placement: of this layer, the same on all ranks.
+        row_format: form of the rows on their way to the experts.
+    """
+
+    def __init__(self, exchange: Exchange, placement: Placement, row_format: RowFormat):
+        assert placement.num_ranks == exchange.size, f"{placement.num_ranks} ranks placed, {exchange.size} in the group"
+        self._exchange = exchange
+        self._placement = placement
+        self._row_format = row_format
+        self._combine_format = RowFormat.for_combine(row_format)
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> AllToAllHandle:
+        """Start sending each (token, expert) row to a slot of its expert."""
+        placement, num_values = self._placement, x.shape[1]
+        slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank)
+        order_M = torch.argsort(slot_M, stable=True)
+        counts = torch.bincount(slot_M, minlength=placement.num_slots).view(placement.num_ranks, -1).tolist()
+        rows = self._exchange.buffer(len(order_M), self._row_format.row_bytes(num_values))
+        torch.index_select(self._row_format.pack(x), 0, order_M // topk_ids.shape[1], out=rows)
+        return AllToAllHandle(self._exchange.start(rows, counts), self._row_format, num_values, order_M, topk_weights)
+
+    def combine(self, y: torch.Tensor, handle: AllToAllHandle) -> AllToAllFuture:
+        """Start sending each result back to the rank it came from."""
+        num_ranks, num_slots = len(handle.sizes), self._placement.slots_per_rank
+        by_slot = self._combine_format.pack(y).split(list(itertools.chain(*zip(*handle.sizes, strict=True))))
+        by_rank = [by_slot[slot * num_ranks + rank] for rank in range(num_ranks) for slot in range(num_slots)]
+        rows = self._exchange.buffer(len(y), self._combine_format.row_bytes(y.shape[1]))
+        torch.cat(by_rank, out=rows)
+        pending = self._exchange.start(rows, [[sum(sizes)] for sizes in handle.sizes])
+        return AllToAllFuture(pending, self._combine_format, handle)

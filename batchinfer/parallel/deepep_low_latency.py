@@ -1,0 +1,146 @@
+"""DeepEP's low-latency mode: one block of fixed size per slot, nothing read on the host; opened by deepep.py.
+
+    slot 0   | row row row ···· |        num_rows[slot] rows are filled; ranks × max_tokens have room
+    slot 1   | row ············ |
+
+A call has two halves: sending, and a hook that receives. Between them the network card works and no part of the GPU.
+DeepEP has two sets of arrival flags and uses them in turn; the sending half of a call clears the other set, where the
+rows of the call before it are announced (github.com/deepseek-ai/DeepEP/issues/513). So at most one call is under way:
+the next one receives it first. In the order of overlap.py this is the moment at which its rows are to be here anyway.
+"""
+
+# T tokens of this rank, K experts per token, S slots of this rank, C rows of room per slot, D hidden
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.parallel.dispatch import ExpertInput
+
+_MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may lie in its two halves
+
+
+class Receiver:
+    """The receiving half of a call, which runs once: when somebody waits for it or the next call starts."""
+
+    def __init__(self, hook: Callable[[], None]):
+        self._hook: Callable[[], None] | None = hook
+
+    def receive(self) -> None:
+        """Let the current stream wait for the rows and take them in; nothing if that is done."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+
+
+class LowLatencyBuffer:
+    """The group's buffer, with the call that is under way on it; all layers share it."""
+
+    def __init__(self, buffer: Any):
+        self.buffer = buffer
+        self.num_results = 0
+        self._last: Receiver | None = None
+
+    def receive_last(self) -> None:
+        """Take in what is under way; to be called before another call starts."""
+        if self._last is not None:
+            self._last.receive()
+
+    def started(self, hook: Callable[[], None]) -> Receiver:
+        """A call has started; `hook` receives it."""
+        self._last = Receiver(hook)
+        return self._last
+
+
+@dataclass(slots=True)
+class LowLatencyHandle:
+    """A dispatch under way, and what combine needs to reverse it."""
+
+    rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    num_rows_S: torch.Tensor
+    slots_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    ep_handle: Any
+    receiver: Receiver
+    arrived_s: None = None
+
+    def wait(self) -> ExpertInput:
+        """Blocks [S, C, D]; what lies beyond the filled rows of a block is left over from before."""
+        self.receiver.receive()
+        x_SCD, scales = self.rows if isinstance(self.rows, tuple) else (self.rows, None)
+        return ExpertInput(x_SCD, scales, "masked", self.num_rows_S.long())
+
+
+@dataclass(slots=True)
+class LowLatencySums:
+    """Sums on their way back."""
+
+    sums_TD: torch.Tensor
+    receiver: Receiver
+    arrived_s: None = None
+
+    def wait(self) -> torch.Tensor:
+        """[T, D] float32; DeepEP sums in float32, in the order of the token's experts, and rounds to bfloat16."""
+        self.receiver.receive()
+        return self.sums_TD.float()
+
+
+class LowLatencyDispatcher:
+    """The exchange of one layer; see Dispatcher. At most two dispatches may wait for their combine.
+
+    Args:
+        shared: the group's buffer.
+        slot_ids: gives the slots for [T, K] expert ids.
+        num_slots: of all ranks.
+        max_tokens: room per rank and slot, the number that the buffer was made for.
+        use_fp8: DeepEP rounds the rows to FP8 itself, with a scale per 128 values.
+    """
+
+    def __init__(
+        self,
+        shared: LowLatencyBuffer,
+        slot_ids: Callable[[torch.Tensor], torch.Tensor],
+        num_slots: int,
+        max_tokens: int,
+        *,
+        use_fp8: bool,
+    ):
+        self._shared = shared
+        self._slot_ids = slot_ids
+        self._num_slots = num_slots
+        self._max_tokens = max_tokens
+        self._use_fp8 = use_fp8
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LowLatencyHandle:
+        """Start sending each (token, slot) row into the slot's block."""
+        assert self._shared.num_results < _MAX_RESULTS, "a third dispatch before the first one's combine"
+        slots_TK = self._slot_ids(topk_ids)
+        self._shared.receive_last()
+        rows, num_rows_S, ep_handle, _, hook = self._shared.buffer.low_latency_dispatch(
+            x.to(torch.bfloat16).contiguous(),
+            slots_TK,
+            self._max_tokens,
+            self._num_slots,
+            use_fp8=self._use_fp8,
+            return_recv_hook=True,
+        )
+        self._shared.num_results += 1
+        receiver = self._shared.started(hook)
+        return LowLatencyHandle(rows, num_rows_S, slots_TK, topk_weights.contiguous(), ep_handle, receiver)
+
+    def combine(self, y: torch.Tensor, handle: LowLatencyHandle) -> LowLatencySums:
+        """Start sending the filled rows of each block back; DeepEP weights them where they are summed."""
+        self._shared.receive_last()
+        sums_TD, _, hook = self._shared.buffer.low_latency_combine(
+            y.to(torch.bfloat16).contiguous(),
+            handle.slots_TK,
+            handle.weights_TK,
+            handle.ep_handle,
+            return_recv_hook=True,
+        )
+        self._shared.num_results -= 1
+        return LowLatencySums(sums_TD, self._shared.started(hook))

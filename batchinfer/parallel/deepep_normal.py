@@ -1,0 +1,207 @@
+"""DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1; opened by deepep.py.
+
+Both run on a stream of their own beside the computation; `wait` makes the current stream wait for them, not the host.
+Only `dispatch` holds the host up, until the other ranks have said how many rows will come.
+
+    version 2   sends a token once per rank, hands out one row per (token, slot), and adds those up again
+    version 1   hands out the token; copying it for each slot, weighting and adding up are left to us
+"""
+
+# T tokens of this rank, K experts per token, N tokens received, M received (token, slot) rows, S slots of this rank,
+# D hidden
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.parallel.dispatch import ExpertInput, count_rows
+from batchinfer.parallel.row_format import SCALE_VALUES
+from batchinfer_kernels import backend
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bfloat16, or FP8 with its scales
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums on their way back, complete once `event` is."""
+
+    sums_TD: torch.Tensor
+    event: Any
+    arrived_s: None = None
+
+    def wait(self) -> torch.Tensor:
+        """[T, D] float32; DeepEP has rounded the sums to bfloat16."""
+        self.event.current_stream_wait()
+        return self.sums_TD.float()
+
+
+@dataclass(slots=True)
+class ElasticHandle:
+    """A dispatch under way with version 2."""
+
+    rows: Rows
+    weights_M: torch.Tensor
+    ep_handle: Any
+    event: Any
+    arrived_s: None = None
+
+    def wait(self) -> ExpertInput:
+        """Rows by slot, in no particular order within one."""
+        self.event.current_stream_wait()
+        # where each slot's rows end; with an alignment of 1 the next slot's begin there
+        ends_S = self.ep_handle.psum_num_recv_tokens_per_expert.long()
+        num_rows_S = torch.diff(ends_S, prepend=ends_S.new_zeros(1))
+        x_MD, scales = self.rows if isinstance(self.rows, tuple) else (self.rows, None)
+        return ExpertInput(x_MD, scales, "contiguous", num_rows_S)
+
+
+class ElasticDispatcher:
+    """The exchange of one layer over version 2's ElasticBuffer; see Dispatcher.
+
+    Args:
+        buffer: of the group, shared by all layers.
+        slot_ids: gives the slots for [T, K] expert ids.
+        num_slots: of all ranks.
+    """
+
+    def __init__(self, buffer: Any, slot_ids: Callable[[torch.Tensor], torch.Tensor], num_slots: int, *, use_fp8: bool):
+        self._buffer = buffer
+        self._slot_ids = slot_ids
+        self._num_slots = num_slots
+        self._use_fp8 = use_fp8
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> ElasticHandle:
+        """Start sending each token to the ranks of its slots."""
+        rows, _, weights_M, ep_handle, event = self._buffer.dispatch(
+            _rows_to_send(x, self._use_fp8),
+            topk_idx=self._slot_ids(topk_ids),
+            topk_weights=topk_weights.contiguous(),
+            num_experts=self._num_slots,
+            # no padding between the slots' rows: grouped_mlp takes rows without gaps
+            expert_alignment=1,
+            async_with_compute_stream=True,
+            do_expand=True,
+        )
+        return ElasticHandle(rows, weights_M, ep_handle, event)
+
+    def combine(self, y: torch.Tensor, handle: ElasticHandle) -> Sums:
+        """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are."""
+        weighted_MD = (y.float() * handle.weights_M[:, None]).to(torch.bfloat16)
+        sums_TD, _, event = self._buffer.combine(weighted_MD, handle.ep_handle, async_with_compute_stream=True)
+        return Sums(sums_TD, event)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The sorted rows of each received token: a token's own slots come first and ascending in K, then the rest."""
+
+    rows_NK: torch.Tensor  # num_rows or more: a slot of another rank
+    weights_NK: torch.Tensor
+    num_rows: int
+    num_local_slots: int
+
+    def weighted_sums(self, y_MD: torch.Tensor) -> torch.Tensor:
+        """[N, D] float32: per token the sum of weight × row over the slots of this rank."""
+        total_ND = torch.zeros(len(self.rows_NK), y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
+        for place in range(min(self.rows_NK.shape[1], self.num_local_slots)):  # no token has more rows than that
+            row_N, weight_N = self.rows_NK[:, place], self.weights_NK[:, place]
+            is_row_N = row_N < self.num_rows
+            part_ND = y_MD[torch.where(is_row_N, row_N, 0)].float() * weight_N[:, None]
+            total_ND += torch.where(is_row_N[:, None], part_ND, 0.0)
+        return total_ND
+
+
+@dataclass(slots=True)
+class NormalHandle:
+    """A dispatch under way with version 1, and after `wait` where each received token's rows are."""
+
+    tokens: Rows
+    slots_NK: torch.Tensor  # slots of this rank, counted from 0; -1 for slots of other ranks
+    weights_NK: torch.Tensor
+    num_rows: int
+    num_local_slots: int
+    ep_handle: Any
+    event: Any
+    token_rows: TokenRows | None = None
+    arrived_s: None = None
+
+    def wait(self) -> ExpertInput:
+        """Rows by slot, within a slot in the order in which the tokens came."""
+        self.event.current_stream_wait()
+        elsewhere = self.num_local_slots
+        slots_NK, k_NK = torch.where(self.slots_NK < 0, elsewhere, self.slots_NK.long()).sort(dim=1)
+        entries = torch.argsort(slots_NK.flatten(), stable=True)
+        rows = torch.empty_like(entries)
+        rows[entries] = torch.arange(len(entries), device=entries.device)
+        weights_NK = self.weights_NK.gather(1, k_NK)
+        self.token_rows = TokenRows(rows.view(k_NK.shape), weights_NK, self.num_rows, self.num_local_slots)
+        token_M = entries[: self.num_rows] // k_NK.shape[1]
+        num_rows_S = count_rows(slots_NK.flatten(), elsewhere + 1)[:elsewhere]
+        if isinstance(self.tokens, tuple):
+            values, scales = self.tokens
+            x_MD = values.view(torch.uint8)[token_M].view(values.dtype)  # not every device indexes FP8
+            return ExpertInput(x_MD, scales[token_M], "contiguous", num_rows_S)
+        return ExpertInput(self.tokens[token_M], None, "contiguous", num_rows_S)
+
+
+class NormalDispatcher:
+    """The exchange of one layer over version 1's Buffer in normal mode; see Dispatcher.
+
+    Args:
+        buffer: of the group, shared by all layers.
+        slot_ids: gives the slots for [T, K] expert ids.
+        num_slots: of all ranks.
+        num_ranks: of the group.
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        slot_ids: Callable[[torch.Tensor], torch.Tensor],
+        num_slots: int,
+        num_ranks: int,
+        *,
+        use_fp8: bool,
+    ):
+        self._buffer = buffer
+        self._slot_ids = slot_ids
+        self._num_slots = num_slots
+        self._num_local_slots = num_slots // num_ranks
+        self._use_fp8 = use_fp8
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> NormalHandle:
+        """Start sending each token to the ranks of its slots."""
+        slots_TK = self._slot_ids(topk_ids)
+        # asynchronous too: else the computation would wait here for whatever the other micro-batch has under way.
+        # Its event is not needed, since the dispatch comes after it on the same stream.
+        per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
+            slots_TK, self._num_slots, async_finish=True
+        )
+        tokens, slots_NK, weights_NK, counts, ep_handle, event = self._buffer.dispatch(
+            _rows_to_send(x, self._use_fp8),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_slot,
+            topk_idx=slots_TK,
+            topk_weights=topk_weights.contiguous(),
+            async_finish=True,
+        )
+        return NormalHandle(tokens, slots_NK, weights_NK, sum(counts), self._num_local_slots, ep_handle, event)
+
+    def combine(self, y: torch.Tensor, handle: NormalHandle) -> Sums:
+        """Weight and add up per received token, and start sending that back; DeepEP adds up over the ranks."""
+        assert handle.token_rows is not None, "combine before wait"
+        sums_ND = handle.token_rows.weighted_sums(y).to(torch.bfloat16)
+        sums_TD, _, event = self._buffer.combine(sums_ND, handle.ep_handle, async_finish=True)
+        return Sums(sums_TD, event)
+
+
+def _rows_to_send(x_TD: torch.Tensor, use_fp8: bool) -> Rows:
+    if use_fp8:
+        return backend.select("quantize_fp8_block").run(x_TD, (1, SCALE_VALUES))
+    return x_TD.to(torch.bfloat16).contiguous()

@@ -1,0 +1,125 @@
+"""Moving rows of bytes between the ranks of a group: an uneven all-to-all that goes on while the caller computes.
+
+Dispatchers use it for expert rows, the mesh for the small agreements between steps. Exchanges are started in the same
+order on all ranks, and waited for in that order; up to two may be under way, one per micro-batch. This file holds the
+interface and the version over torch.distributed (gloo between hosts, NCCL on GPUs); shared_memory.py the one for ranks
+on one host.
+"""
+
+# R ranks, C counts per rank, M rows sent
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from batchinfer.records import PeerLostError
+
+MAX_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedRows:
+    """What came from each rank, own rows included; valid until MAX_UNDER_WAY further exchanges were started.
+
+    rows: per rank [its rows, row bytes] uint8.
+    counts: per rank the C counts it sent along for this rank.
+    arrived_s: Unix time when the last row was here.
+    """
+
+    rows: list[torch.Tensor]
+    counts: list[list[int]]
+    arrived_s: float
+
+
+class PendingRows(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> ReceivedRows:
+        """The rows from all ranks.
+
+        Raises:
+            PeerLostError: a rank has ended, or did not answer before the deadline.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """One way of moving rows between the ranks of a group."""
+
+    rank: int
+    size: int
+
+    def buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """[num_rows, row_bytes] uint8 to be filled and given to the next `start`."""
+        ...
+
+    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> PendingRows:
+        """Start sending.
+
+        Args:
+            rows: [M, row bytes] from `buffer`, those for rank 0 first.
+            counts: for each of the R ranks C >= 1 counts that add up to its rows; the same C on all ranks.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and memory; other ranks that still wait get a PeerLostError."""
+        ...
+
+
+class DistributedExchange:
+    """Over a process group of torch.distributed, by a thread of its own: counts first, then the rows.
+
+    Args:
+        group: its size, rank and deadline count; gloo for CPU tensors, NCCL for GPU tensors.
+        device: where rows live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._device = torch.device(device)
+        # one thread keeps the collectives in order, as they must be
+        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+
+    def buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """See Exchange."""
+        return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=self._device)
+
+    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> _FutureRows:
+        """See Exchange."""
+        return _FutureRows(self._lane.submit(self._all_to_all, rows, counts))
+
+    def close(self) -> None:
+        """See Exchange; does not wait for a collective that is stuck."""
+        self._lane.shutdown(wait=False, cancel_futures=True)
+
+    def _all_to_all(self, rows: torch.Tensor, counts: list[list[int]]) -> ReceivedRows:
+        try:
+            sent_RC = torch.tensor(counts, dtype=torch.int64, device=self._device)
+            received_RC = torch.empty_like(sent_RC)
+            dist.all_to_all_single(received_RC, sent_RC, group=self._group)
+            received_counts = received_RC.tolist()
+            sizes = [sum(count) for count in received_counts]
+            received = torch.empty(sum(sizes), rows.shape[1], dtype=torch.uint8, device=self._device)
+            dist.all_to_all_single(received, rows, sizes, [sum(count) for count in counts], group=self._group)
+        except RuntimeError as error:
+            raise PeerLostError(f"the exchange between ranks failed: {(str(error).splitlines() or [''])[0]}") from error
+        return ReceivedRows(list(received.split(sizes)), received_counts, time.time())
+
+
+@dataclass(slots=True)
+class _FutureRows:
+    future: Future[ReceivedRows] = field(repr=False)
+
+    def wait(self) -> ReceivedRows:
+        return self.future.result()

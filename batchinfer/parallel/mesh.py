@@ -1,0 +1,161 @@
+"""The ranks that share the experts, as one rank sees them: joining, agreeing between steps, one dispatcher per layer.
+
+A job's ranks form one group (colocated), or one for prefill and one for decode, each with experts of its own
+(disaggregated). Each group is a world of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from batchinfer.parallel import deepep
+from batchinfer.parallel.all_to_all import AllToAllDispatcher
+from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
+from batchinfer.parallel.exchange import DistributedExchange, Exchange
+from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.row_format import RowFormat
+from batchinfer.parallel.shared_memory import SharedMemoryExchange, can_share_memory
+from batchinfer.records import ConfigError, PeerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in its group, and how to find the others."""
+
+    rank: int
+    size: int
+    exchange: str  # cluster.exchange of the job
+    one_host: bool  # whether all ranks of the group are on this host
+    timeout_s: float
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """A meeting point on a free port of this host's address `host`; the first rank of a group opens it."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(4096)
+    # the store closes the descriptor; bound here so that only this address listens
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def find_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The meeting point that another rank opened."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Mesh:
+    """The group that this rank belongs to; `exchange` is None for a rank alone."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange | None,
+        *,
+        kind: str = "local",
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.rank = rank
+        self.size = size
+        self.kind = kind
+        self._exchange = exchange
+        self._group = group
+        self._device = torch.device(device)
+
+    @classmethod
+    def alone(cls) -> Mesh:
+        """A rank that holds all experts and asks nobody."""
+        return cls(0, 1, None)
+
+    @classmethod
+    def join(cls, seat: Seat, store: dist.Store, device: torch.device) -> Mesh:
+        """Meet the other ranks of the group.
+
+        Raises:
+            ConfigError: the exchange that was asked for cannot run here.
+            PeerLostError: a rank did not come in time.
+        """
+        if seat.size == 1:
+            return cls.alone()
+        kind = _choose(seat, device)
+        if kind == "shared":
+            exchange: Exchange = SharedMemoryExchange(store, seat.rank, seat.size, timeout_s=seat.timeout_s)
+            return cls(seat.rank, seat.size, exchange, kind=kind)
+        try:
+            dist.init_process_group(
+                "gloo" if kind == "gloo" else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=timedelta(seconds=seat.timeout_s),
+            )
+        except RuntimeError as error:
+            raise PeerLostError(f"the group's ranks did not meet within {seat.timeout_s:g} s: {error}") from error
+        group = dist.group.WORLD
+        assert group is not None
+        rows_device = device if kind == "nccl" else torch.device("cpu")
+        exchange = DistributedExchange(group, rows_device)
+        return cls(seat.rank, seat.size, exchange, kind=kind, group=group, device=device)
+
+    def agree(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of every rank, by rank; each rank gives the same number of them.
+
+        Raises:
+            PeerLostError: a rank has ended or did not answer.
+        """
+        if self._exchange is None:
+            return [list(values)]
+        rows = self._exchange.buffer(self.size, 8 * len(values))
+        rows.view(torch.int64)[:] = torch.tensor(list(values))
+        received = self._exchange.start(rows, [[1]] * self.size).wait()
+        return [row.view(torch.int64)[0].tolist() for row in received.rows]
+
+    def dispatchers(
+        self, placements: Sequence[Placement], row_format: RowFormat, *, max_tokens: int, hidden: int, topk: int
+    ) -> list[Dispatcher]:
+        """The expert exchange of each mixture-of-experts layer; all ranks call this with the same arguments.
+
+        Args:
+            row_format: form of the rows on their way to the experts.
+            max_tokens: most tokens of one rank in one micro-batch.
+            hidden: values per row.
+            topk: experts per token.
+
+        Raises:
+            ConfigError: DeepEP was asked for and cannot run here.
+        """
+        if self._exchange is None:
+            plain = None if row_format.dtype != "fp8" else row_format
+            return [LocalDispatcher(placement.num_experts, plain) for placement in placements]
+        if self.kind in deepep.KINDS:
+            assert self._group is not None
+            sizes = {"max_tokens": max_tokens, "hidden": hidden, "topk": topk}
+            return deepep.open_dispatchers(self.kind, self._group, placements, row_format, **sizes, device=self._device)
+        return [AllToAllDispatcher(self._exchange, placement, row_format) for placement in placements]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _choose(seat: Seat, device: torch.device) -> str:
+    """The exchange to use: the one asked for, or the fastest that can run."""
+    can_share = seat.one_host and can_share_memory()
+    if seat.exchange == "auto":
+        return "nccl" if device.type == "cuda" else "shared" if can_share else "gloo"
+    if seat.exchange == "shared" and not can_share:
+        raise ConfigError(
+            "cluster.exchange is 'shared', but the ranks are on several hosts (or not on Linux); use 'auto'"
+        )
+    if seat.exchange in ("nccl", *deepep.KINDS) and device.type != "cuda":
+        raise ConfigError(f"cluster.exchange is {seat.exchange!r}, which needs GPUs, but there is none; use 'auto'")
+    return seat.exchange

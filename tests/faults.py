@@ -1,0 +1,91 @@
+"""Killing ranks on purpose: a job worth disturbing, who is below a process, and a run with kills at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
+
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05}  # many small steps and commits
+MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
+TWO = ("--set", "cluster.prefill_ranks=2")
+_APART = ("--set", "cluster.mode=disaggregated")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "two": TWO,
+    "four": ("--set", "cluster.prefill_ranks=4"),
+    "apart": (*_APART, "--set", "cluster.prefill_ranks=1", "--set", "cluster.decode_ranks=1"),
+    "apart 2 + 2": (*_APART, "--set", "cluster.prefill_ranks=2", "--set", "cluster.decode_ranks=2"),
+    "gloo": (*TWO, "--set", "cluster.exchange=gloo"),
+}
+
+
+def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[Path, dict[str, bytes]]:
+    """A folder with job.toml, and the job's output files from one rank that nothing disturbed."""
+    write_questions(folder / "prompts", counts)
+    job = write_job(folder, cluster=SLOW, sampling=MIXED)
+    assert batchinfer("run", job).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, as /proc shows them now."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if fields[0] not in "ZX":
+            parents[int(stat.parent.name)] = int(fields[1])
+    found, frontier = [], {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found += sorted(frontier)
+    return found
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 200.0) -> Any:
+    """Wait for something to become true while the process runs."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    """How the process ends."""
+    out, err = process.communicate(timeout=400)
+    return Ended(process.returncode, out, err)
+
+
+def run_while_killing(
+    job: Path, run: Path, options: tuple[str, ...], *, num_kills: int, seed: int
+) -> tuple[Ended, int]:
+    """Run the job and kill a descendant of its controller at random moments.
+
+    Returns:
+        How the job ended, and how often somebody was killed.
+    """
+    rng, num_killed = random.Random(seed), 0
+    process = start("run", job, "--set", f"output.dir={run}", *options)
+    for _ in range(num_kills):
+        try:
+            process.wait(timeout=rng.uniform(0.2, 6.0 if num_killed else 1.5))
+            break
+        except subprocess.TimeoutExpired:
+            pass
+        below = descendants(process.pid)
+        if below:
+            os.kill(rng.choice(below), signal.SIGKILL)
+            num_killed += 1
+    return ended(process), num_killed
