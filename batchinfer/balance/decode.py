@@ -1,0 +1,288 @@
+"""Which rank decodes which request: equal KV tokens and equal request counts. Called by the controller.
+
+Ranks decode in lock-step, a step takes as long as the busiest rank, and nobody knows how long an answer will be:
+
+    assign_decode   requests to ranks, all at once
+    OutputLengths   how long an answer may get, learnt from those that have finished
+    admit           requests that are ready, as ranks have free slots
+    propose_moves   running requests from busy to idle ranks, where that pays
+"""
+
+# N requests, W waiting ones, R ranks
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.records import ConfigError
+
+LEVEL = 1.0001  # busiest rank by the bound: stop exchanging
+EXCHANGES_PER_RANK = 50
+START_MOVING = 1.05  # busiest rank by the mean: below, no moves
+STOP_MOVING = 1.02
+MUST_PAY_TIMES = 4.0  # loads also even out as requests end: a move has to bring its cost this many times over
+
+
+def decode_bound(kv_tokens: np.ndarray, *, num_ranks: int) -> float:
+    """With equal request counts, the busiest rank cannot have fewer KV tokens; arguments as for `assign_decode`.
+
+    The larger of an even share, and the largest request together with the smallest that have to be beside it.
+    """
+    ascending = np.sort(_counts("kv_tokens", kv_tokens, num_ranks))
+    num_beside = max(0, len(ascending) // num_ranks - 1)
+    return max(float(ascending.sum()) / num_ranks, float(ascending[-1:].sum() + ascending[:num_beside].sum()))
+
+
+def assign_decode(kv_tokens: np.ndarray, *, num_ranks: int) -> np.ndarray:
+    """Give each request a rank: counts differ by at most 1, and the busiest rank has as few KV tokens as possible.
+
+    Largest request first, to the rank with the fewest tokens that has room (LPT with equal counts; ties go to the
+    lowest rank). Then the busiest rank exchanges a request for a smaller one elsewhere, the two that even out the ranks
+    best, until no exchange helps.
+
+    Args:
+        kv_tokens: [N] integers, KV tokens that a request's next step attends to.
+        num_ranks: ranks that run decode, at least 1.
+
+    Returns:
+        [N] int64, the rank of each request.
+
+    Raises:
+        ConfigError: num_ranks < 1 or a negative count.
+    """
+    kv_N = _counts("kv_tokens", kv_tokens, num_ranks)
+    rank_N = _largest_first(kv_N, num_ranks)
+    _exchange(kv_N, rank_N, num_ranks)
+    return rank_N
+
+
+def _counts(name: str, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Checked int64 counts."""
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}, but requests need at least 1 rank; use 1 or more")
+    counts = np.asarray(values).astype(np.int64)
+    if (counts < 0).any():
+        first = int(np.argmax(counts < 0))
+        raise ConfigError(f"{name}[{first}] is {counts[first]}, but a count is at least 0; correct the count")
+    return counts
+
+
+def _check_lengths(**arrays: np.ndarray) -> None:
+    """All arrays have as many entries as the first."""
+    (first, expected), *others = [(name, len(values)) for name, values in arrays.items()]
+    for name, num in others:
+        if num != expected:
+            raise ConfigError(f"{name} has {num} entries, but {first} has {expected}; give as many")
+
+
+def _largest_first(kv_N: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[N] ranks; where N is not a multiple, the first ranks to ask for one request more than the others get it."""
+    num_each, num_extra = divmod(len(kv_N), num_ranks)
+    rank_N = np.empty(len(kv_N), dtype=np.int64)
+    num_of_rank = [0] * num_ranks
+    least_first = [(0, rank) for rank in range(num_ranks)]  # a heap: (KV tokens, rank)
+    for request in np.argsort(-kv_N, kind="stable").tolist():
+        tokens, rank = heapq.heappop(least_first)
+        while num_of_rank[rank] == num_each and not num_extra:
+            tokens, rank = heapq.heappop(least_first)  # the one before is full
+        rank_N[request] = rank
+        num_of_rank[rank] += 1
+        if num_of_rank[rank] > num_each:
+            num_extra -= 1
+        else:
+            heapq.heappush(least_first, (tokens + int(kv_N[request]), rank))
+    return rank_N
+
+
+def _exchange(kv_N: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> None:
+    """Even out the busiest rank with the idlest one that has a fitting request, again and again; changes rank_N."""
+    goal = LEVEL * decode_bound(kv_N, num_ranks=num_ranks)
+    load_R = np.bincount(rank_N, weights=kv_N, minlength=num_ranks)
+    for _ in range(EXCHANGES_PER_RANK * num_ranks):
+        busiest = int(load_R.argmax())
+        if load_R[busiest] <= goal:
+            return
+        mine = np.flatnonzero(rank_N == busiest)
+        for other in np.argsort(load_R, kind="stable").tolist():
+            theirs = np.flatnonzero(rank_N == other)
+            theirs = theirs[np.argsort(kv_N[theirs], kind="stable")]
+            pair = _best_pair(kv_N[mine], kv_N[theirs], load_R[busiest] - load_R[other])
+            if pair is not None:
+                break
+        else:
+            return
+        given, taken = mine[pair[0]], theirs[pair[1]]
+        tokens = kv_N[given] - kv_N[taken]
+        load_R[busiest] -= tokens
+        load_R[other] += tokens
+        rank_N[given], rank_N[taken] = other, busiest
+
+
+def _best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, int] | None:
+    """The two whose exchange evens out loads a gap apart best: their difference is nearest to half of it.
+
+    Args:
+        mine: KV tokens of the busier rank's requests.
+        theirs: those of the other, ascending.
+    """
+    if len(theirs) == 0:
+        return None
+    after = np.searchsorted(theirs, mine - gap / 2)
+    near = np.stack([after - 1, after], axis=1).clip(0, len(theirs) - 1)
+    off = np.abs(mine[:, None] - theirs[near] - gap / 2)
+    place, side = divmod(int(off.argmin()), 2)
+    return (place, int(near[place, side])) if off[place, side] < gap / 2 else None
+
+
+class OutputLengths:
+    """Expected output lengths by prompt group: the mean of those that have finished, learnt during the run.
+
+    The mean over all groups counts as one more answer of each, so that a new group starts with it. Early on, short
+    answers are over-represented; that changes the order of groups little.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._tokens = 0
+        self._of_group: dict[Hashable, tuple[int, int]] = {}  # finished answers and their tokens
+
+    def finish(self, group: Hashable, num_tokens: int) -> None:
+        """An answer is complete."""
+        num, tokens = self._of_group.get(group, (0, 0))
+        self._of_group[group] = (num + 1, tokens + num_tokens)
+        self._num += 1
+        self._tokens += num_tokens
+
+    def expected(self, group: Hashable, max_tokens: int) -> float:
+        """Length of an answer that has not begun; `max_tokens`, its limit, while nothing has finished."""
+        if not self._num:
+            return float(max_tokens)
+        num, tokens = self._of_group.get(group, (0, 0))
+        return min(float(max_tokens), (tokens + self._tokens / self._num) / (num + 1))
+
+    def remaining(self, group: Hashable, num_generated: int, max_tokens: int) -> float:
+        """Tokens to come. What has run for more than half the mean is expected to run as long again."""
+        expected = max(self.expected(group, max_tokens) - num_generated, float(num_generated))
+        return min(expected, float(max_tokens - num_generated))
+
+
+def admit(
+    expected_tokens: np.ndarray,
+    kv_tokens: np.ndarray,
+    *,
+    load_of_rank: np.ndarray,
+    free_slots_of_rank: np.ndarray,
+    request_load: float = 0.0,
+) -> np.ndarray:
+    """Ranks for requests that are ready: the longest expected get the slots, each the least loaded rank with one.
+
+    Long answers that begin early do not keep a few ranks busy at the end. Of those that get a slot, the one with the
+    most KV chooses first. Ties go to the earlier request and the lower rank.
+
+    Args:
+        expected_tokens: [W] output lengths to expect (`OutputLengths.expected`).
+        kv_tokens: [W] KV tokens at once: the prompt.
+        load_of_rank: [R] expected KV tokens, plus `request_load` for each request there.
+        free_slots_of_rank: [R] requests that each rank can take.
+        request_load: what a request costs a step beside its KV, as KV tokens.
+
+    Returns:
+        [W] int64 ranks; -1: it waits.
+
+    Raises:
+        ConfigError: arrays that should have the same length have not, or there is no rank.
+    """
+    kv_W = _counts("kv_tokens", kv_tokens, len(load_of_rank))
+    _check_lengths(kv_tokens=kv_W, expected_tokens=expected_tokens)
+    _check_lengths(load_of_rank=load_of_rank, free_slots_of_rank=free_slots_of_rank)
+    load_R, free_R = np.array(load_of_rank, dtype=np.float64), np.maximum(free_slots_of_rank, 0)
+    rank_W = np.full(len(kv_W), -1, dtype=np.int64)
+    chosen = np.sort(np.argsort(-np.asarray(expected_tokens), kind="stable")[: free_R.sum()])
+    for request in chosen[np.argsort(-kv_W[chosen], kind="stable")]:
+        rank = int(np.where(free_R > 0, load_R, np.inf).argmin())
+        rank_W[request] = rank
+        load_R[rank] += kv_W[request] + request_load
+        free_R[rank] -= 1
+    return rank_W
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A running request changes its rank at a step boundary; its KV goes along."""
+
+    request: int
+    from_rank: int
+    to_rank: int
+    kv_tokens: int
+
+
+def propose_moves(
+    rank_of_request: np.ndarray,
+    kv_tokens: np.ndarray,
+    remaining_tokens: np.ndarray,
+    *,
+    max_requests_of_rank: np.ndarray,
+    move_steps: float,
+    request_load: float = 0.0,
+) -> list[Move]:
+    """Moves that make steps so much shorter that they pay; none while the ranks are about equal.
+
+    From the busiest rank to the idlest with a slot, the request nearest to half of what lies between them, again and
+    again. Of these moves, as many of the first are proposed as bring most: what they take off the busiest rank, for as
+    long as the moved requests are expected to run, less the time that the busiest link is sending.
+
+    Args:
+        rank_of_request: [N] ranks of the running requests.
+        kv_tokens: [N] their KV tokens now.
+        remaining_tokens: [N] tokens still to come (`OutputLengths.remaining`).
+        max_requests_of_rank: [R] slots of each rank.
+        move_steps: sending a KV token takes as long as reading it in so many steps.
+        request_load: what a request costs a step beside its KV, as KV tokens.
+
+    Raises:
+        ConfigError: arrays that should have the same length have not, or there is no rank.
+    """
+    num_ranks = len(max_requests_of_rank)
+    kv_N, rank_N = _counts("kv_tokens", kv_tokens, num_ranks), np.array(rank_of_request, dtype=np.int64)
+    _check_lengths(kv_tokens=kv_N, rank_of_request=rank_N, remaining_tokens=remaining_tokens)
+    size_N = kv_N + request_load
+    load_R = np.bincount(rank_N, weights=size_N, minlength=num_ranks)
+    free_R = np.asarray(max_requests_of_rank) - np.bincount(rank_N, minlength=num_ranks)
+    load_before, mean = load_R.max(), load_R.mean()
+    if load_before <= START_MOVING * mean:
+        return []
+    sent_R = np.zeros(num_ranks)
+    moves: list[Move] = []
+    best_num, best_net = 0, 0.0
+    while load_R.max() > STOP_MOVING * mean:
+        move = _next_move(size_N, kv_N, rank_N, load_R, free_R)
+        if move is None:
+            break
+        moves.append(move)
+        ranks = [move.from_rank, move.to_rank]
+        load_R[ranks] += np.array([-1.0, 1.0]) * size_N[move.request]
+        free_R[ranks] += [1, -1]
+        sent_R[ranks] += move.kv_tokens
+        rank_N[move.request] = -1  # it moves only once
+        num_steps = np.mean([remaining_tokens[done.request] for done in moves])
+        net = (load_before - load_R.max()) * num_steps - MUST_PAY_TIMES * move_steps * sent_R.max()
+        if net > best_net:
+            best_num, best_net = len(moves), net
+    return moves[:best_num]
+
+
+def _next_move(
+    size_N: np.ndarray, kv_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, free_R: np.ndarray
+) -> Move | None:
+    """From the busiest rank to the idlest with a slot, what is nearest to half of the gap between them."""
+    busiest, idlest = int(load_R.argmax()), int(np.where(free_R > 0, load_R, np.inf).argmin())
+    gap = load_R[busiest] - load_R[idlest]
+    mine = np.flatnonzero((rank_N == busiest) & (size_N < gap))
+    if free_R[idlest] <= 0 or len(mine) == 0:
+        return None
+    request = int(mine[np.abs(size_N[mine] - gap / 2).argmin()])
+    return Move(request, busiest, idlest, int(kv_N[request]))
