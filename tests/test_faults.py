@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number)
     command = ["batchinfer", "run", str(job), "--set", f"output.dir={run}", *TWO]
     code = f"import sys; sys.argv = {command!r}; from batchinfer.cli import main; main()"
     process = subprocess.Popen(
-        ["python", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_until(lambda: list(run.glob("units/*/*/part-*.parquet")), process)
     os.killpg(process.pid, number)
