@@ -158,6 +158,15 @@ class ClusterConfig(_Part):
         return self.decode_ranks or self.prefill_ranks or 1
 
     @property
+    def expert_groups(self) -> dict[str, int]:
+        """The groups of ranks over which experts are spread: what they run -> how many ranks, where that is several."""
+        if self.mode == "colocated":
+            groups = {"both": self.num_prefill_ranks}
+        else:
+            groups = {"prefill": self.num_prefill_ranks, "decode": self.num_decode_ranks}
+        return {phase: num_ranks for phase, num_ranks in groups.items() if num_ranks > 1}
+
+    @property
     def num_ranks(self) -> int:
         """Processes in all: colocated ranks do both phases."""
         both = self.num_prefill_ranks

@@ -119,7 +119,10 @@ class Request:
     sampling: Sampling
     sampling_key: int  # 64 bits from (seed, id, occurrence, sample), see `sampling_key`
     cached_tokens: int = 0  # prompt tokens that the plan has computed by an earlier request
-    replicated_tokens: int = 0  # of these, tokens that another rank has: this one computes them again
+    shared_tokens: int = 0  # prompt tokens that the request before it has, in the order of all ranks together
+    replicated_tokens: int = 0  # of these, what its own rank is not expected to have: it computes them again
+    prompt_group: int = 0  # prompts with a long common start have the same: their answers are expected to be alike
+    expected_tokens: float | None = None  # output tokens of this group in an earlier run
 
 
 @dataclass(slots=True)
@@ -157,7 +160,7 @@ class Completion:
     times: RequestTimes = field(default_factory=RequestTimes)
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
-    replicated_tokens: int = 0  # prompt tokens that another rank computed as well
+    replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: found although it did
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

@@ -19,7 +19,7 @@ class RunDir:
     """A run folder.
 
     job.toml  run.json  tokens/<shard>.parquet
-    plan/{units,requests,duplicates,summary}.parquet
+    plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes}/<session>*.parquet
     """
@@ -49,6 +49,10 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.root / "plan" / "summary.parquet"
+
+    @property
+    def experts(self) -> Path:
+        return self.root / "plan" / "experts.parquet"
 
     @property
     def outputs(self) -> Path:

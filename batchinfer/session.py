@@ -37,6 +37,7 @@ class Session:
         self._cluster: ClusterConfig | None = None
         self._num_ranks = 0
         self.restarts = 0  # of the ranks, after one of them died
+        self.moves = 0  # of running requests from one rank to another
         self.device: str | None = None
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
@@ -64,6 +65,7 @@ class Session:
             "decode_ranks": 0 if self._cluster is None else self._cluster.num_decode_ranks,
             "device": self.device,
             "restarts": self.restarts,
+            "moves": self.moves,
             "start_s": self.start_s,
             "first_prefill_s": self.first_prefill_s,
             "end_s": time.time(),

@@ -85,7 +85,17 @@ def session(
     """One session; `ranks` > 0: a colocated group of its own on this node, unless `more` says otherwise."""
     group = {"num_ranks": ranks, "mode": "colocated" if ranks else None, "prefill_ranks": ranks, "decode_ranks": ranks}
     times = {"start_s": start_s, "first_prefill_s": prefill_s, "end_s": end_s}
-    return {"session": name, "command": "work", "node": "n1", "state": "done", "restarts": 0, **group, **times, **more}
+    return {
+        "session": name,
+        "command": "work",
+        "node": "n1",
+        "state": "done",
+        "restarts": 0,
+        "moves": 0,
+        **group,
+        **times,
+        **more,
+    }
 
 
 def output(row: int, **more: Any) -> dict[str, Any]:

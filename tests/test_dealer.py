@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchinfer.config import SamplingConfig
-from batchinfer.engine.dealer import Dealer, cut_evenly
+from batchinfer.engine.dealer import Dealer
 from batchinfer.records import Request, RequestKey
 
 GREEDY = SamplingConfig(max_tokens=4).to_sampling()
@@ -23,28 +22,82 @@ def rows(requests):
     return [item.key.row for item in requests]
 
 
-def test_worked_example_of_a_cut():
+def test_groups_with_a_common_start_stay_on_one_rank():
     # two groups of three prompts with a common start of 40 tokens; work: 46 + 6 + 6 | 46 + 6 + 6
     first, second = [1] * 40, [2] * 40
     requests = [request(i, [*first, 7, i], cached=40 if i else 0) for i in range(3)]
     requests += [request(3 + i, [*second, 7, i], cached=40 if i else 0) for i in range(3)]
-    assert [rows(part) for part in cut_evenly(requests, 2)] == [[0, 1, 2], [3, 4, 5]]
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, requests)
+    assert sorted(rows(dealer.take(rank, 9)) for rank in (0, 1)) == [[0, 1, 2], [3, 4, 5]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 400), st.floats(0, 1)), max_size=60), st.integers(1, 8))
-def test_a_cut_keeps_order_and_balances_up_to_one_request(sizes, num_parts):
+def test_a_rank_gets_no_more_than_it_asks_for():
+    dealer = Dealer([0])
+    dealer.add_unit(0, [request(row, [row] * 10) for row in range(9)])
+    assert len(dealer.take(0, 3)) == 3
+    assert len(dealer.take(0, 9, num_tokens=11)) == 2  # the second one begins below 11 tokens
+    assert len(dealer.take(0, 9)) == 4
+
+
+def test_a_rank_without_requests_takes_over_half_of_what_another_has():
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, [request(row, [row] * 10) for row in range(12)])
+    mine = dealer.take(0, 99)
+    dealer.take_over(0)
+    taken, left = dealer.take(0, 99), dealer.take(1, 99)
+    assert (len(mine), len(taken), len(left)) == (6, 3, 3)
+    assert sorted(rows(mine + taken + left)) == list(range(12))
+    dealer.take_over(0)
+    assert dealer.take(0, 99) == []
+
+
+def test_the_last_waiting_request_can_be_taken_over():
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, [request(0)])
+    (busy,) = (rank for rank in (0, 1) if dealer._waiting[rank])
+    dealer.take_over(1 - busy)
+    assert rows(dealer.take(1 - busy, 9)) == [0]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_computed_is_what_the_plan_needs_and_what_is_replicated(seed):
+    """Whoever takes requests over from whom: ranks compute the distinct tokens, and those that they said they would."""
+    rng = random.Random(seed)
+    prompts = sorted({tuple(rng.choices(range(3), k=rng.randint(1, 12))) for _ in range(60)})
+    cut = rng.randrange(len(prompts) + 1)
+    shared = [0, *(common(*pair) for pair in itertools.pairwise(prompts))]
     requests = [
-        request(row, [0] * size, cached=int(share * (size - 1)) if row else 0)
-        for row, (size, share) in enumerate(sizes)
+        request(row, prompt, cached=min(shared[row], len(prompt) - 1), unit=int(row >= cut))
+        for row, prompt in enumerate(prompts)
     ]
-    parts = cut_evenly(requests, num_parts)
-    assert len(parts) == num_parts
-    assert [row for part in parts for row in rows(part)] == list(range(len(requests)))
-    work = [[len(r.token_ids) - r.cached_tokens + 4 for r in part] for part in parts]
-    total = sum(map(sum, work))
-    largest = max((item for part in work for item in part), default=0)
-    # each end of a part is off by an eighth of a share, or by one request
-    assert all(sum(part) <= total / num_parts * 1.25 + 2 * largest for part in work)
+    ranks = range(rng.randint(1, 4))
+    dealer, known, computed, replicated, done = Dealer(ranks), {rank: [] for rank in ranks}, 0, 0, 0
+    units = [unit for unit in (requests[:cut], requests[cut:]) if unit]
+    while done < len(prompts):
+        rank = rng.choice(ranks)
+        taken = dealer.take(rank, rng.randint(1, 9))
+        if not taken and rng.random() < 0.5:
+            dealer.take_over(rank)
+        elif not taken and units:
+            after = units[1][0].cached_tokens if len(units) > 1 else 0
+            dealer.add_unit(units[0][0].unit, units.pop(0), is_fresh=True, after_tokens=after)
+        for item in taken:
+            found = max((common(other, item.token_ids) for other in known[rank]), default=0)
+            found = min(found, len(item.token_ids) - 1)
+            computed += len(item.token_ids) - found
+            replicated += min(item.replicated_tokens, item.shared_tokens - found)
+            known[rank].append(item.token_ids)
+            dealer.finish(item.unit, item.key)
+            done += 1
+    needed = sum(len(item.token_ids) - item.cached_tokens for item in requests)
+    assert computed == needed + replicated
+
+
+def common(first, second):
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def test_what_a_cut_makes_both_sides_compute_is_counted_once():

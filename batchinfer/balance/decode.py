@@ -157,16 +157,22 @@ class OutputLengths:
         self._num += 1
         self._tokens += num_tokens
 
-    def expected(self, group: Hashable, max_tokens: int) -> float:
-        """Length of an answer that has not begun; `max_tokens`, its limit, while nothing has finished."""
-        if not self._num:
-            return float(max_tokens)
-        num, tokens = self._of_group.get(group, (0, 0))
-        return min(float(max_tokens), (tokens + self._tokens / self._num) / (num + 1))
+    def expected(self, group: Hashable, max_tokens: int, earlier: float | None = None) -> float:
+        """Length of an answer that has not begun; `max_tokens`, its limit, while nothing is known.
 
-    def remaining(self, group: Hashable, num_generated: int, max_tokens: int) -> float:
+        Args:
+            earlier: mean of the group in an earlier run; it counts as one answer, instead of the mean over all groups.
+        """
+        if earlier is None:
+            if not self._num:
+                return float(max_tokens)
+            earlier = self._tokens / self._num
+        num, tokens = self._of_group.get(group, (0, 0))
+        return min(float(max_tokens), (tokens + earlier) / (num + 1))
+
+    def remaining(self, group: Hashable, num_generated: int, max_tokens: int, earlier: float | None = None) -> float:
         """Tokens to come. What has run for more than half the mean is expected to run as long again."""
-        expected = max(self.expected(group, max_tokens) - num_generated, float(num_generated))
+        expected = max(self.expected(group, max_tokens, earlier) - num_generated, float(num_generated))
         return min(expected, float(max_tokens - num_generated))
 
 

@@ -59,7 +59,12 @@ def prefill_bounds(
 
 
 def assign_prefill(
-    new_tokens: np.ndarray, cached_tokens: np.ndarray, *, num_ranks: int, group_of_request: np.ndarray | None = None
+    new_tokens: np.ndarray,
+    cached_tokens: np.ndarray,
+    *,
+    num_ranks: int,
+    group_of_request: np.ndarray | None = None,
+    load_of_rank: np.ndarray | None = None,
 ) -> np.ndarray:
     """Give each request a rank so that the busiest rank has as few new tokens and as little attention work as possible.
 
@@ -77,6 +82,7 @@ def assign_prefill(
         cached_tokens: [N] integers, prompt tokens before these whose KV is there already.
         num_ranks: ranks that run prefill, at least 1.
         group_of_request: [N] integers, any ids; None: each request for itself.
+        load_of_rank: [R, 2] new tokens and attention work that ranks have already; None: nothing.
 
     Returns:
         [N] int64, the rank of each request.
@@ -87,11 +93,14 @@ def assign_prefill(
     sizes_N2, group_N = _read(new_tokens, cached_tokens, num_ranks, group_of_request)
     item_N, cut_groups = _items(sizes_N2, group_N, num_ranks)
     items_I2 = _sum_by(item_N, sizes_N2)
-    bounds_2 = _bounds(items_I2, num_ranks)
+    start_R2 = np.zeros((num_ranks, 2)) if load_of_rank is None else np.asarray(load_of_rank, dtype=np.float64)
+    if start_R2.shape != (num_ranks, 2):
+        raise ConfigError(f"load_of_rank has the shape {start_R2.shape}; give two loads for each of {num_ranks} ranks")
+    bounds_2 = np.maximum(_bounds(items_I2, num_ranks), (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / num_ranks)
     unit_2 = np.where(bounds_2 > 0, bounds_2, 1.0)
     if len(cut_groups):
-        return _pack_cutting(sizes_N2 / unit_2, group_N, cut_groups, num_ranks)
-    return _pack(items_I2 / unit_2, np.zeros((num_ranks, 2)))[item_N]
+        return _pack_cutting(sizes_N2 / unit_2, group_N, cut_groups, start_R2 / unit_2)
+    return _pack(items_I2 / unit_2, start_R2 / unit_2)[item_N]
 
 
 def _read(
@@ -134,27 +143,28 @@ def _sum_by(index_N: np.ndarray, sizes_N2: np.ndarray, num: int = 0) -> np.ndarr
     return np.stack([np.bincount(index_N, weights=size_N, minlength=num) for size_N in sizes_N2.T], axis=1)
 
 
-def _pack_cutting(sizes_N2: np.ndarray, group_N: np.ndarray, cut_groups: np.ndarray, num_ranks: int) -> np.ndarray:
+def _pack_cutting(sizes_N2: np.ndarray, group_N: np.ndarray, cut_groups: np.ndarray, load_R2: np.ndarray) -> np.ndarray:
     """[N] ranks when some groups are too large: their parts are packed, which says the ranks they may use.
 
     A part is an even share, the last one what is left. The requests are then dealt for real onto these ranks, beside
     the groups that stay whole; while one is too busy, the cut groups on it may use 1, 2, 4, ... more of the idlest.
     """
+    num_ranks = len(load_R2)
     is_cut_N = np.isin(group_N, cut_groups)
     whole_N = np.unique(group_N[~is_cut_N], return_inverse=True)[1]
     cut_N = np.searchsorted(cut_groups, group_N[is_cut_N])
     whole_I2 = _sum_by(whole_N, sizes_N2[~is_cut_N])
     parts_P2, group_P = _parts(sizes_N2[is_cut_N], cut_N, sizes_N2.sum(axis=0) / num_ranks)
-    rank_I = _pack(np.concatenate([whole_I2, parts_P2]), np.zeros((num_ranks, 2)))
+    rank_I = _pack(np.concatenate([whole_I2, parts_P2]), load_R2)
     rank_N = np.empty(len(group_N), dtype=np.int64)
     rank_N[~is_cut_N] = rank_I[whole_N]
-    start_R2 = _sum_by(rank_I[: len(whole_I2)], whole_I2, num_ranks)
+    start_R2 = load_R2 + _sum_by(rank_I[: len(whole_I2)], whole_I2, num_ranks)
     may_use_GR = np.zeros((len(cut_groups), num_ranks), dtype=bool)
     may_use_GR[group_P, rank_I[len(whole_I2) :]] = True
     best_peak, num_more = np.inf, 1
     while True:
         rank_N[is_cut_N] = _pack(sizes_N2[is_cut_N], start_R2, may_use_GR[cut_N])
-        peak_R = _sum_by(rank_N, sizes_N2, num_ranks).max(axis=1)
+        peak_R = (load_R2 + _sum_by(rank_N, sizes_N2, num_ranks)).max(axis=1)
         if peak_R.max() < best_peak - WORTH_CUTTING:
             best_N, best_peak = rank_N.copy(), peak_R.max()
         busiest_groups = np.unique(cut_N[rank_N[is_cut_N] == peak_R.argmax()])

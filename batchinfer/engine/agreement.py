@@ -15,6 +15,7 @@ class Kind(Enum):
     """What a group does together."""
 
     LEAVE = "leave"
+    PLACE = "place"
     PREFILL = "prefill"
     DECODE = "decode"
     WAIT = "wait"
@@ -28,6 +29,7 @@ class Wish:
     prefill: bool = False
     decode: bool = False
     fills_both_halves: bool = False  # has at least two tokens to run in the step it wishes for
+    place: bool = False  # knows of another placement of the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,14 @@ def agree(mesh: Mesh, wish: Wish, *, overlap: bool) -> Agreed:
     """One small exchange between all ranks of the group.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
-    requests. Two micro-batches are run when `overlap` is on and some rank can fill both.
+    requests. Experts move once all ranks know where to. Two micro-batches are run when `overlap` is on and some rank
+    can fill both.
     """
     wishes = [Wish(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(wish)])]
     if any(wish.leave for wish in wishes):
         kind = Kind.LEAVE
+    elif all(wish.place for wish in wishes):
+        kind = Kind.PLACE
     elif any(wish.prefill for wish in wishes):
         kind = Kind.PREFILL
     elif any(wish.decode for wish in wishes):

@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from batchinfer.engine.channel import Channel, Message
-from batchinfer.engine.feed import Inbox, StepReport
-from batchinfer.engine.messages import adoption_of, key_of, plain_key, plain_report, request_of
+from batchinfer.engine.feed import ExpertSlots, Handover, Inbox, StepReport
+from batchinfer.engine.messages import adoption_of, key_of, plain_handover, plain_key, plain_report, request_of
 from batchinfer.records import RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
@@ -53,10 +53,14 @@ class ChannelFeed:
             self.send_experts()
 
     def send_experts(self) -> None:
-        """Report the tokens per expert since the start."""
+        """See Feed."""
         self._last_experts_s = time.monotonic()
         tokens = {phase: counts.tolist() for phase, counts in self._expert_tokens.items()}
         self._channel.send({"type": "experts", "tokens": tokens})
+
+    def hand_over(self, handovers: list[Handover]) -> None:
+        """See Feed."""
+        self._channel.send({"type": "handovers", "handovers": [plain_handover(handover) for handover in handovers]})
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """See Feed."""
@@ -71,6 +75,12 @@ class ChannelFeed:
             inbox.adoptions += [adoption_of(item) for item in message["adoptions"]]
         elif kind == "adopted":
             inbox.adopted += [key_of(item) for item in message["keys"]]
+        elif kind == "place_experts":
+            inbox.expert_slots = ExpertSlots(message["expert_of_slot"], message["share_of_slot"])
+        elif kind == "count_experts":
+            inbox.count_experts = True
+        elif kind == "give_away":
+            inbox.give_away += [key_of(item) for item in message["keys"]]
         elif kind == "leave":
             inbox.leave = True
         else:

@@ -10,9 +10,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from batchinfer.balance.decode import OutputLengths
 from batchinfer.config import JobConfig, load_job
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.tokenizer import load_tokenizer
@@ -20,15 +22,18 @@ from batchinfer.engine.agent import serve_node
 from batchinfer.engine.channel import Message
 from batchinfer.engine.claims import Claims
 from batchinfer.engine.dealer import Dealer
+from batchinfer.engine.decode_loads import DecodeLoads
+from batchinfer.engine.expert_placer import ExpertPlacer
 from batchinfer.engine.feed import Adoption, Handover, StepReport
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.local_ranks import LocalRanks
-from batchinfer.engine.messages import key_of, plain_adoption, plain_key, plain_request, report_of
+from batchinfer.engine.messages import handover_of, key_of, plain_adoption, plain_key, plain_request, report_of
 from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, listen, new_token
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
 from batchinfer.fingerprint import check_same, model_fingerprint, settings_fingerprint
+from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
 from batchinfer.records import BatchinferError, Completion, ConfigError, InterruptedRunError, Request, RequestKey
 from batchinfer.rundir import RunDir, read_json
@@ -38,6 +43,9 @@ from batchinfer.trace import Tracer
 
 GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
 LOOK_AGAIN_S = 1.0  # between looks at units that others hold
+# Sending a KV token takes as long as reading it in so many decode steps: two copies, or memory against network speed
+MOVE_STEPS = 4.0
+MOVE_STEPS_BETWEEN_HOSTS = 64.0
 # When ranks die again and again before they have any request, none is to blame: end after so many starts in a row
 FAILED_STARTS = 3  # in which a rank said what was wrong
 KILLED_STARTS = 50  # in which it was killed without a word,
@@ -127,9 +135,24 @@ class Controller:
         self._ranks, self._claims, self._units, self._progress = ranks, claims, units, progress
         self._results = Results(run, session, claims)
         self._default = job.sampling.to_sampling()
-        self._dealer = Dealer(place.rank for place in ranks.places if place.runs_prefill)
-        self._decode_load = {place.rank: 0 for place in ranks.places if place.role == "decode"}
-        self._adopted_by: dict[RequestKey, int] = {}
+        model = load_model_config(Path(job.model.path))
+        self._lengths = OutputLengths()
+        self._dealer = Dealer(
+            (place.rank for place in ranks.places if place.runs_prefill),
+            self._lengths,
+            with_decode=job.cluster.mode == "colocated",
+        )
+        self._loads = DecodeLoads(
+            [place.rank for place in ranks.places if place.runs_decode],
+            self._lengths,
+            max_requests=job.cluster.decode_requests,
+            request_load=model.row_cost_in_kv_tokens,
+            move_steps=MOVE_STEPS if ranks.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
+        )
+        self._experts = ExpertPlacer(run, job.cluster, model.n_routed_experts)
+        self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
+        # unit -> tokens that its last prompt shares with the first of the unit behind it
+        self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units}
         self._hungry: set[int] = set()
         self._claimed: set[int] = set()
         self._look_again_s = 0.0
@@ -178,6 +201,7 @@ class Controller:
         elif time.monotonic() - self._last_sign_s > self._job.cluster.collective_seconds + GRACE_S:
             self._ranks.give_up(f"no rank has ended a step for {time.monotonic() - self._last_sign_s:,.0f} s")
         self._deal()
+        self._place_experts()
         if time.monotonic() - self._results.last_commit_s >= self._job.cluster.commit_seconds:
             self._commit()
 
@@ -192,9 +216,11 @@ class Controller:
                     "largest_tokens": largest_tokens,
                     "parcel_folder": str(self._run.parcels(self._session.name)),
                     "traced": self._tracer.enabled,
+                    "expert_slots": {place.role: self._slots(place.role) for place in self._ranks.places},
                 }
             )
         self._results.set_moe_layers(ready[0]["moe_layers"])
+        self._experts.set_layers(ready[0]["moe_layers"])
         self._session.device = ready[0]["device"]
         self._hungry.clear()
         self._last_sign_s = time.monotonic()
@@ -205,11 +231,14 @@ class Controller:
             self._take_step(rank, report_of({name: value for name, value in message.items() if name != "type"}))
         elif kind == "want":
             self._hungry.add(rank)
+        elif kind == "handovers":
+            self._pass_on(rank, [handover_of(item) for item in message["handovers"]])
         elif kind == "adopted":
-            self._tell_adopted([key_of(item) for item in message["keys"]])
+            self._adopted(rank, [key_of(item) for item in message["keys"]])
         else:
             assert kind == "experts", f"rank {rank} sent {kind!r}"
             self._results.set_expert_tokens(rank, message["tokens"])
+            self._experts.add_counts(rank, message["tokens"])
 
     def _take_step(self, rank: int, report: StepReport) -> None:
         self._has_stepped = True
@@ -220,45 +249,80 @@ class Controller:
             self._session.record("running")
         self._results.add_step(rank, report.record)
         self._tracer.add_step(rank, report.record.kind, report.record.start_s, report.record.duration_s, report.spans)
-        for handover in report.handovers:
-            self._pass_on(handover)
+        if report.record.kind == "decode":
+            self._loads.step(rank)
+        for key in report.started:
+            self._loads.start(self._dealer.running_request(key), rank)
         self._finish(report.completions)
         self._show(len(report.completions), report.record.new_tokens)
 
     def _finish(self, completions: list[Completion]) -> None:
         for completion in completions:
+            request = self._dealer.running_request(completion.key)
+            self._lengths.finish(request.prompt_group, len(completion.token_ids))
             self._dealer.finish(completion.unit, completion.key)
-            rank = self._adopted_by.pop(completion.key, None)
-            if rank is not None:
-                self._decode_load[rank] -= completion.prompt_tokens
+            self._loads.finish(completion.key)
         if self._results.add(completions):
             self._commit()
+            self._experts.unit_done()
 
-    def _pass_on(self, handover: Handover) -> None:
-        """Give a request whose prompt has run to the decode rank with the least to do."""
-        request = self._dealer.running_request(handover.key)
-        rank = min(self._decode_load, key=lambda rank: self._decode_load[rank])
-        self._decode_load[rank] += len(request.token_ids)
-        self._adopted_by[handover.key] = rank
-        self._send_and_wake(rank, {"type": "adopt", "adoptions": [plain_adoption(Adoption(request, handover))]})
+    def _pass_on(self, holder: int, handovers: list[Handover]) -> None:
+        """Requests that go on elsewhere: prompts that have run wait for a place, moved requests have one."""
+        for handover in handovers:
+            self._handovers[handover.key] = (holder, handover)
+            moved = self._loads.give_away(handover.key)
+            if moved is None:
+                self._loads.add_ready(self._dealer.running_request(handover.key))
+            else:
+                self._session.moves += 1
+                self._send_handover(*moved)
 
-    def _tell_adopted(self, keys: list[RequestKey]) -> None:
-        """Prefill ranks may free the KV that decode ranks have read."""
+    def _send_handover(self, request: Request, rank: int) -> None:
+        adoption = Adoption(request, self._handovers[request.key][1])
+        self._send_and_wake(rank, {"type": "adopt", "adoptions": [plain_adoption(adoption)]})
+
+    def _adopted(self, rank: int, keys: list[RequestKey]) -> None:
+        """A rank goes on with requests; whoever holds their KV may free it."""
         for key in keys:
-            rank = self._dealer.rank_of(key)
-            if rank is not None:
-                self._ranks.send(rank, {"type": "adopted", "keys": [plain_key(key)]})
+            holder, handover = self._handovers.pop(key)
+            self._loads.start(self._dealer.running_request(key), rank, len(handover.tokens))
+            self._ranks.send(holder, {"type": "adopted", "keys": [plain_key(key)]})
 
     def _deal(self) -> None:
-        """Requests for the ranks that ask; opens the next unit when theirs have run out."""
+        """Requests for the ranks that ask; opens the next unit when theirs have run out. Places and moves others."""
         for rank in sorted(self._hungry):
-            requests = self._dealer.take(rank, self._job.cluster.decode_requests)
-            if not requests and not self._dealer.is_isolating and self._open_next_unit():
-                requests = self._dealer.take(rank, self._job.cluster.decode_requests)
+            requests = self._take_for(rank)
+            if not requests and not self._dealer.is_isolating:
+                if not self._open_next_unit():
+                    self._dealer.take_over(rank)
+                requests = self._take_for(rank)
             if requests:
                 self._hungry.discard(rank)
                 message = {"type": "requests", "requests": [plain_request(request) for request in requests]}
                 self._send_and_wake(rank, message)
+        for request, rank in self._loads.place_ready():
+            self._send_handover(request, rank)
+        for key, rank in self._loads.moves():
+            self._ranks.send(rank, {"type": "give_away", "keys": [plain_key(key)]})
+
+    def _take_for(self, rank: int) -> list[Request]:
+        """What keeps a rank busy until it asks again: two prefill steps."""
+        cluster = self._job.cluster
+        return self._dealer.take(rank, cluster.decode_requests, 2 * cluster.prefill_tokens)
+
+    def _place_experts(self) -> None:
+        """After the first unit ask the ranks for their counts; when their experts are placed, let them move."""
+        if self._dealer.num_unfinished and self._experts.should_count():
+            for place in self._ranks.places:
+                self._ranks.send(place.rank, {"type": "count_experts"})
+        for role in self._experts.take_placed():
+            for place in self._ranks.places:
+                if place.role == role:
+                    self._ranks.send(place.rank, {"type": "place_experts", **(self._slots(role) or {})})
+
+    def _slots(self, role: str) -> dict[str, Any] | None:
+        slots = self._experts.slots(role)
+        return None if slots is None else asdict(slots)
 
     def _send_and_wake(self, rank: int, message: Message) -> None:
         """Send to a rank, and wake the others of its group: they take part in every step."""
@@ -284,7 +348,12 @@ class Controller:
             missing = self._results.open_unit(claim, {request.key for request in requests})
             self._progress.advance(row["num_requests"] - len(missing))
             if missing:
-                self._dealer.add_unit(unit, [request for request in requests if request.key in missing])
+                self._dealer.add_unit(
+                    unit,
+                    [request for request in requests if request.key in missing],
+                    is_fresh=len(missing) == len(requests),
+                    after_tokens=self._shared_with_next.get(unit, 0),
+                )
                 return True
             return self._open_next_unit()
         self._look_again_s = time.monotonic() + LOOK_AGAIN_S
@@ -303,8 +372,9 @@ class Controller:
     def _ranks_died(self, death: RanksDiedError) -> None:
         """Put back what was running; give up a request that is the cause."""
         self._results.ranks_ended()
-        self._adopted_by.clear()
-        self._decode_load = dict.fromkeys(self._decode_load, 0)
+        self._experts.ranks_died()
+        self._handovers.clear()
+        self._loads.clear()
         self._session.restarts += 1
         is_in_vain = not self._dealer.num_running
         self._starts_in_vain = self._starts_in_vain + 1 if is_in_vain else 0

@@ -1,7 +1,8 @@
 """Which rank runs which request, and what is run again when ranks have died. Called by the controller; no I/O here.
 
-A unit is cut into one stretch of the plan's order per rank, near equal work, where neighbours share least: a prefix
-that crosses a cut is computed on both sides (`replicated_tokens`).
+The requests of a unit run branch by branch of their prefix tree, the longest answers first, spread over the ranks by
+work (balance/). A prefix that several ranks need is computed by each (`replicated_tokens`). A rank that has run out of
+requests takes over half of what another one has left.
 
 When ranks die, all that was running goes back. A unit in which this happened twice holds a suspect: what ran last is
 then run in halves, nothing beside it, until one request alone has brought the ranks down twice. That one is given up.
@@ -9,17 +10,21 @@ then run in halves, nothing beside it, until one request alone has brought the r
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
+import numpy as np
+
+from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.prefill import attention_work
+from batchinfer.balance.prefix_groups import deal_prefixes
+from batchinfer.balance.prefix_order import longest_first
 from batchinfer.records import Request, RequestKey
 
 DEATHS_BEFORE_HALVING = 2
 DEATHS_ALONE = 2
-CUT_WINDOW = 8  # a cut may move by this fraction (1/8) of a rank's share to where neighbours share less
 
 
 class Dealer:
@@ -27,15 +32,19 @@ class Dealer:
 
     Args:
         ranks: those that run prefill.
+        lengths: what is known of output lengths.
+        with_decode: these ranks also decode what they prefill, which is work, too.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], lengths: OutputLengths | None = None, *, with_decode: bool = True) -> None:
         self._ranks = list(ranks)
+        self._lengths = lengths or OutputLengths()
+        self._with_decode = with_decode
         self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
         self._waiting: dict[int, deque[Request]] = {rank: deque() for rank in self._ranks}
         self._running: dict[RequestKey, tuple[int, Request]] = {}  # with its rank
         self._last_of_rank: dict[int, Request] = {}
-        self._last_added: tuple[Request, int] | None = None  # and its rank
+        self._last_dealt: Request | None = None
         self._deaths_of_unit: Counter[int] = Counter()
         self._deaths_alone: Counter[RequestKey] = Counter()
         self._suspects: list[list[Request]] = []  # lists to run alone, the next one last
@@ -57,19 +66,56 @@ class Dealer:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def add_unit(self, unit: int, requests: list[Request]) -> None:
-        """Open a unit: its requests in the plan's order."""
+    def add_unit(self, unit: int, requests: list[Request], *, is_fresh: bool = False, after_tokens: int = 0) -> None:
+        """Open a unit.
+
+        Args:
+            requests: in the plan's order.
+            is_fresh: nobody has run any of them: what its first request shares with the unit before was computed there.
+            after_tokens: what the last request shares with the first of the next unit.
+        """
         self._open[unit] = {request.key: request for request in requests}
         if not self._suspects:
-            self._deal(requests)
+            self._deal(requests, is_fresh=is_fresh, after_tokens=after_tokens)
 
-    def take(self, rank: int, count: int) -> list[Request]:
-        """The next requests of a rank, at most `count`; they run from now on."""
+    def take(self, rank: int, count: int, num_tokens: int | None = None) -> list[Request]:
+        """The next requests of a rank; they run from now on.
+
+        Args:
+            count: at most so many.
+            num_tokens: no more once they have so many prompt tokens to compute.
+        """
         waiting = self._waiting[rank]
-        taken = [waiting.popleft() for _ in range(min(count, len(waiting)))]
-        for request in taken:
+        taken: list[Request] = []
+        while waiting and len(taken) < count and (num_tokens is None or num_tokens > 0):
+            request = waiting.popleft()
+            taken.append(request)
             self._running[request.key] = (rank, request)
+            if num_tokens is not None:
+                num_tokens -= _new_tokens(request)
         return taken
+
+    def take_over(self, rank: int) -> None:
+        """Give a rank without requests the later half, by work, of those of the rank that has most left."""
+        busiest = max(self._ranks, key=self._waiting_work)
+        waiting = self._waiting[busiest]
+        if rank == busiest or not waiting or self._waiting[rank]:
+            return
+        before = [0.0, *accumulate(map(self._work, waiting))]
+        num_left = sum(done < before[-1] / 2 for done in before[:-1])
+        # the only one left goes, too: its rank has not asked for it yet
+        num_left = min(num_left, len(waiting) - 1)
+        taken = [waiting.pop() for _ in range(len(waiting) - num_left)][::-1]
+        first = taken[0]
+        found = _shared_tokens(self._last_of_rank[rank], first) if rank in self._last_of_rank else 0
+        replicated = max(0, first.shared_tokens - found)
+        taken[0] = self._open[first.unit][first.key] = replace(first, replicated_tokens=replicated)
+        self._waiting[rank].extend(taken)
+        self._last_of_rank[rank] = taken[-1]
+        if waiting:
+            self._last_of_rank[busiest] = waiting[-1]
+        else:
+            del self._last_of_rank[busiest]
 
     def rank_of(self, key: RequestKey) -> int | None:
         """The rank that got a running request; None when it has finished meanwhile."""
@@ -99,7 +145,7 @@ class Dealer:
         ]
         self._running.clear()
         self._last_of_rank.clear()
-        self._last_added = None
+        self._last_dealt = None
         given_up = []
         if self._suspects and running:
             given_up = self._narrow(running)
@@ -145,43 +191,56 @@ class Dealer:
         for requests in self._open.values():
             self._deal([request for request in requests.values() if request.key not in self._running])
 
-    def _deal(self, requests: list[Request]) -> None:
-        for rank, stretch in zip(self._ranks, cut_evenly(requests, len(self._ranks)), strict=True):
-            if not stretch:
-                continue
-            first = replace(stretch[0], replicated_tokens=self._replicated_tokens(stretch[0], rank))
-            stretch[0] = self._open[first.unit][first.key] = first
-            self._waiting[rank].extend(stretch)
-            self._last_of_rank[rank] = stretch[-1]
-            self._last_added = (stretch[-1], rank)
-
-    def _replicated_tokens(self, request: Request, rank: int) -> int:
-        """Tokens before the cut that this rank has to compute although its neighbour in the plan's order has them."""
-        if self._last_added is None or self._last_added[1] == rank:
-            return 0
-        shared = min(request.cached_tokens, _common_length(self._last_added[0], request))
-        own = self._last_of_rank.get(rank)
-        return max(0, shared - (0 if own is None else _common_length(own, request)))
-
-
-def cut_evenly(requests: list[Request], num_parts: int) -> list[list[Request]]:
-    """Consecutive parts of near equal work (tokens to compute and generate), cut where neighbours share least."""
-    before = [0, *accumulate(len(r.token_ids) - r.cached_tokens + r.sampling.max_tokens for r in requests)]
-    share = before[-1] / num_parts
-    cuts = [0]
-    for part in range(1, num_parts):
-        goal = share * part
-        near = range(
-            max(bisect_left(before, goal - share / CUT_WINDOW), cuts[-1] + 1),
-            min(bisect_right(before, goal + share / CUT_WINDOW), len(requests)),
+    def _deal(self, requests: list[Request], *, is_fresh: bool = False, after_tokens: int = 0) -> None:
+        """Put requests, which stand in the plan's order, behind what the ranks have waiting."""
+        if not requests:
+            return
+        before = _shared_tokens(self._last_dealt, requests[0]) if self._last_dealt is not None else 0
+        if is_fresh:
+            before = requests[0].cached_tokens
+        order = longest_first(
+            np.array([0, *map(_shared_tokens, requests, requests[1:])]),
+            np.array([self._expected(request) for request in requests]),
+            before_tokens=before,
+            after_tokens=after_tokens,
         )
-        place = bisect_left(before, goal)
-        if near:
-            # of several that share equally little, the one nearest to equal work
-            place = min(near, key=lambda cut: (requests[cut].cached_tokens, abs(before[cut] - goal)))
-        cuts.append(max(cuts[-1], min(place, len(requests))))
-    cuts.append(len(requests))
-    return [requests[start:end] for start, end in pairwise(cuts)]
+        ordered = [requests[place] for place in order]
+        shared = [before, *map(_shared_tokens, ordered, ordered[1:])]
+        self._last_dealt = ordered[-1]
+        rank_of_request = deal_prefixes(
+            np.array([len(request.token_ids) for request in ordered]),
+            np.array(shared),
+            np.array([self._expected(request) * self._with_decode for request in ordered]),
+            num_ranks=len(self._ranks),
+            load_of_rank=np.array([self._load(rank) for rank in self._ranks]),
+        )
+        for request, shared_tokens, place in zip(ordered, shared, rank_of_request.tolist(), strict=True):
+            rank = self._ranks[place]
+            last = self._last_of_rank.get(rank)
+            own = 0 if last is None else _shared_tokens(last, request)
+            replicated = max(0, shared_tokens - own)
+            dealt = replace(request, shared_tokens=shared_tokens, replicated_tokens=replicated)
+            self._open[dealt.unit][dealt.key] = dealt
+            self._waiting[rank].append(dealt)
+            self._last_of_rank[rank] = dealt
+
+    def _expected(self, request: Request) -> float:
+        """Output tokens to expect."""
+        return self._lengths.expected(request.prompt_group, request.sampling.max_tokens, request.expected_tokens)
+
+    def _work(self, request: Request) -> float:
+        """Tokens to run through the model."""
+        return _new_tokens(request) + self._expected(request) * self._with_decode
+
+    def _waiting_work(self, rank: int) -> float:
+        return sum(map(self._work, self._waiting[rank]))
+
+    def _load(self, rank: int) -> tuple[float, float]:
+        """New tokens and attention work of what a rank has waiting."""
+        waiting = self._waiting[rank]
+        new = np.array([self._work(request) for request in waiting])
+        cached = np.array([request.shared_tokens - request.replicated_tokens for request in waiting])
+        return float(new.sum()), float(attention_work(new, cached).sum())
 
 
 def _halves(requests: list[Request]) -> list[list[Request]]:
@@ -190,8 +249,15 @@ def _halves(requests: list[Request]) -> list[list[Request]]:
     return [half for half in (requests[middle:], requests[:middle]) if half]
 
 
-def _common_length(first: Request, second: Request) -> int:
-    for place, (left, right) in enumerate(zip(first.token_ids, second.token_ids, strict=False)):
-        if left != right:
+def _new_tokens(request: Request) -> int:
+    """Prompt tokens that its rank has to compute."""
+    return len(request.token_ids) - request.shared_tokens + request.replicated_tokens
+
+
+def _shared_tokens(first: Request, second: Request) -> int:
+    """Tokens that the second prompt finds in memory after the first; its last one always runs."""
+    most = min(len(first.token_ids), len(second.token_ids) - 1)
+    for place in range(most):
+        if first.token_ids[place] != second.token_ids[place]:
             return place
-    return min(len(first.token_ids), len(second.token_ids))
+    return most

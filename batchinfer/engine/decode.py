@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from batchinfer.model.sampling import Sampled, SamplingRows, sample
 from batchinfer.model.transformer import StepOutput, Transformer
 from batchinfer.parallel.overlap import run_decode_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import TokenLogprob
+from batchinfer.records import RequestKey, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class DecodeBatch:
         """Sequences with at least one generated token join."""
         self.sequences += sequences
         self._table = None
+
+    def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
+        """Take those of these requests that still run out of the batch."""
+        removed = [sequence for sequence in self.sequences if sequence.request.key in keys]
+        if removed:
+            self.sequences = [sequence for sequence in self.sequences if sequence.request.key not in keys]
+            self._table = None
+        return removed
 
     def step(self, model: Transformer, pages: torch.Tensor, log: SpanLog, *, in_pairs: bool) -> DecodeStep:
         """Generate one token for every running sequence (there may be none: then only take part).

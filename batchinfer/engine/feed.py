@@ -31,12 +31,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A request whose prompt has run here and that another rank is to decode: its first token and its KV."""
+    """A request that another rank is to go on with: what it has generated so far, and its KV."""
 
     key: RequestKey
-    token: int
-    logprob: TokenLogprob | None
+    tokens: list[int]
+    logprobs: list[TokenLogprob]  # of each token; empty unless asked for
     times: RequestTimes
+    replicated_tokens: int  # see Completion
     parcel: str  # where its KV lies (kv/parcel.py)
     num_bytes: int
 
@@ -49,6 +50,14 @@ class Adoption:
     handover: Handover
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSlots:
+    """Expert and share of each slot, per mixture-of-experts layer: [L, P] each."""
+
+    expert_of_slot: list[list[int]]
+    share_of_slot: list[list[float]]
+
+
 @dataclass(slots=True)
 class Inbox:
     """What has come from the controller since the last look."""
@@ -56,6 +65,9 @@ class Inbox:
     requests: list[Request] = field(default_factory=list)  # in the order in which to run them
     adoptions: list[Adoption] = field(default_factory=list)
     adopted: list[RequestKey] = field(default_factory=list)  # handovers whose KV has been read: free it
+    give_away: list[RequestKey] = field(default_factory=list)  # running requests that another rank is to go on with
+    expert_slots: ExpertSlots | None = None  # place the experts like this as soon as all ranks know
+    count_experts: bool = False  # report the tokens per expert now
     leave: bool = False  # end after this step; unfinished requests are dropped and run again later
 
 
@@ -65,7 +77,7 @@ class StepReport:
 
     record: StepRecord
     completions: list[Completion] = field(default_factory=list)
-    handovers: list[Handover] = field(default_factory=list)
+    started: list[RequestKey] = field(default_factory=list)  # prompts that have run and that decode here from now on
     spans: list[Span] = field(default_factory=list)  # empty unless traced
 
 
@@ -80,6 +92,12 @@ class Feed(Protocol):
 
     def send(self, report: StepReport) -> None:
         """Hand over what a step gave."""
+
+    def hand_over(self, handovers: list[Handover]) -> None:
+        """Give up requests, which the controller passes on to other ranks."""
+
+    def send_experts(self) -> None:
+        """Report the tokens per expert since the start."""
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """The KV of these requests has been read; their parcels can go."""

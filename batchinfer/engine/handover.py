@@ -1,8 +1,8 @@
-"""KV from prefill ranks to decode ranks, both ends of it. Called by the worker; parcels are kv/parcel.py.
+"""Requests that go on at another rank, both ends of it. Called by the worker; their KV travels in kv/parcel.py.
 
 A prefill rank packs the KV of each prompt that has run and goes on; it stops admitting prompts while the parcels that
-nobody has read yet hold more than its share of the decode ranks' page budget. A decode rank takes them in order, as
-pages come free.
+nobody has read yet hold more than its share of the decode ranks' page budget. A decode rank gives away running requests
+when it is asked to, and takes others in order, as pages come free.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from batchinfer.records import Request, RequestKey
 
 
 class Outbox:
-    """The parcels of a prefill rank that nobody has read yet.
+    """The parcels of a rank that nobody has read yet.
 
     Args:
-        max_bytes: no prompt is admitted while they hold more than this.
+        max_bytes: a prefill rank admits no prompt while they hold more than this.
         folder: for parcels between hosts; None: anonymous memory.
     """
 
@@ -54,17 +54,19 @@ class Outbox:
         return count or int(not self._parcels)
 
     def pack(self, sequence: Sequence, pages: torch.Tensor) -> Handover:
-        """Copy the prompt's KV out of the pages, which can be released then."""
-        key, num_pages = sequence.request.key, pages_for(sequence.num_prompt_tokens)
+        """Copy the KV that is there so far out of the pages, which can be released then."""
+        # the newest token has not run yet
+        key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)
         file = None if self._folder is None else self._folder / f"{key.shard}-{key.row}-{key.sample}.kv"
         parcel = pack_parcel(pages, sequence.pages[:num_pages], file=file)
         self._parcels[key] = parcel
         self._num_bytes += parcel.num_bytes
         return Handover(
             key=key,
-            token=sequence.token_ids[0],
-            logprob=sequence.logprobs[0] if sequence.logprobs else None,
+            tokens=sequence.token_ids,
+            logprobs=sequence.logprobs,
             times=sequence.times,
+            replicated_tokens=sequence.replicated_tokens,
             parcel=parcel.path,
             num_bytes=parcel.num_bytes,
         )
@@ -94,9 +96,12 @@ class AdoptionQueue:
                 break
             self.waiting.popleft()
             sequence, num_known = adopted
-            page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens)]
+            sequence.replicated_tokens = handover.replicated_tokens
+            page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
             with log.kv("KV in"):
                 unpack_parcel(handover.parcel, pages, page_ids, first_page=num_known)
-            sequence.accept(handover.token, handover.logprob, self._eos_token_ids)
+            for place, token in enumerate(handover.tokens):
+                logprob = handover.logprobs[place] if handover.logprobs else None
+                sequence.accept(token, logprob, self._eos_token_ids)
             taken.append(sequence)
         return taken

@@ -10,6 +10,7 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.handover import Outbox
 from batchinfer.engine.layout import RankPlace
 from batchinfer.engine.worker import RankWorker
@@ -35,8 +36,11 @@ class Surroundings:
     traced: bool
 
 
-def load_model(job: JobConfig, mesh: Mesh) -> Transformer:
+def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transformer:
     """Load this rank's share: everything but the routed experts in other ranks' slots.
+
+    Args:
+        slots: where the experts stand; None: in order.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged.
@@ -46,8 +50,11 @@ def load_model(job: JobConfig, mesh: Mesh) -> Transformer:
     if mesh.size == 1:
         return Transformer.load(folder, dtype=dtype, backend=backend)
     config = load_model_config(folder)
-    placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
-    placements = [placement] * config.num_moe_layers
+    if slots is None:
+        placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
+        placements = [placement] * config.num_moe_layers
+    else:
+        placements = _placements(slots, config.n_routed_experts, mesh)
     assert job.model.dtype in ("float32", "bfloat16")
     return Transformer.load(
         folder,
@@ -90,9 +97,14 @@ def make_worker(
             f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
         )
     outbox = None
-    if not place.runs_decode:
+    if not place.runs_decode or place.group_size > 1:
         share = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
         outbox = Outbox(share, None if around.parcel_folder is None else around.parcel_folder / f"rank-{place.rank}")
+
+    def place_experts(slots: ExpertSlots) -> None:
+        placements = _placements(slots, model.config.n_routed_experts, mesh)
+        model.place_experts(Path(job.model.path), placements, mesh.rank)
+
     return RankWorker(
         model,
         tokenizer,
@@ -103,8 +115,13 @@ def make_worker(
         mesh=mesh,
         overlap=cluster.overlap is not False and mesh.size > 1,
         outbox=outbox,
+        place_experts=place_experts,
         traced=around.traced,
     )
+
+
+def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:
+    return Placement.of_layers(slots.expert_of_slot, slots.share_of_slot, num_experts, mesh.size)
 
 
 def free_memory_bytes() -> int:

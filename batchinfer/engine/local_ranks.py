@@ -53,7 +53,7 @@ class LocalRanks:
 
     def __init__(self, ranks: range, host: str, port: int, token: str, *, one_host: bool) -> None:
         self._environments = [RankEnvironment(rank, host, port, token) for rank in ranks]
-        self._one_host = one_host
+        self.one_host = one_host
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -115,7 +115,7 @@ class LocalRanks:
         # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         defaults = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000", **quiet}
-        if self._one_host:
+        if self.one_host:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback
         return defaults

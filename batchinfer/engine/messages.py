@@ -45,7 +45,7 @@ def plain_report(report: StepReport) -> Plain:
     return {
         "record": asdict(report.record),
         "completions": [plain_completion(completion) for completion in report.completions],
-        "handovers": [plain_handover(handover) for handover in report.handovers],
+        "started": [plain_key(key) for key in report.started],
         "spans": [[span.kind, span.name, span.micro_batch, span.start_s, span.end_s] for span in report.spans],
     }
 
@@ -54,7 +54,7 @@ def report_of(plain: Plain) -> StepReport:
     return StepReport(
         record=StepRecord(**plain["record"]),
         completions=[completion_of(item) for item in plain["completions"]],
-        handovers=[handover_of(item) for item in plain["handovers"]],
+        started=[key_of(item) for item in plain["started"]],
         spans=[Span(*item) for item in plain["spans"]],
     )
 
@@ -82,16 +82,20 @@ def completion_of(plain: Plain) -> Completion:
 
 
 def plain_handover(handover: Handover) -> Plain:
-    return {**asdict(handover), "key": plain_key(handover.key)}
+    return {
+        **_shallow(handover),
+        "key": plain_key(handover.key),
+        "logprobs": [asdict(item) for item in handover.logprobs],
+        "times": asdict(handover.times),
+    }
 
 
 def handover_of(plain: Plain) -> Handover:
-    logprob = plain["logprob"]
     return Handover(
         **{
             **plain,
             "key": key_of(plain["key"]),
-            "logprob": None if logprob is None else _logprob_of(logprob),
+            "logprobs": [_logprob_of(item) for item in plain["logprobs"]],
             "times": RequestTimes(**plain["times"]),
         }
     )

@@ -111,6 +111,8 @@ class PrefillQueue:
         if match is None:
             return None
         sequence = self._new_sequence(request, match, RequestTimes(admitted_s=time.time()))
+        # what is missing beyond what other ranks have is not on purpose: it counts as wasted
+        sequence.replicated_tokens = min(request.replicated_tokens, request.shared_tokens - match.num_tokens)
         if match.branch is not None:
             self._copy_branch(match, sequence.pages[len(match.full)], copies)
         return sequence

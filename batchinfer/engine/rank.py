@@ -22,6 +22,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.channel import Channel, ChannelClosedError, Message
 from batchinfer.engine.channel_feed import ChannelFeed
+from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, load_model, make_worker
 from batchinfer.engine.local_ranks import RankEnvironment
@@ -97,7 +98,8 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
     )
     device = torch.device("cpu")
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
-    model = load_model(job, mesh)
+    slots = message["expert_slots"][place.role]
+    model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
     channel.send({"type": "ready", "device": str(device), "exchange": mesh.kind, "moe_layers": moe_layers})

@@ -23,6 +23,7 @@ class Sequence:
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
     num_prefill_steps: int = 0
+    replicated_tokens: int = 0  # prompt tokens computed again because another rank has them
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text_so_far: str = ""
@@ -81,7 +82,7 @@ class Sequence:
             times=self.times,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             error=self.error,
-            replicated_tokens=self.request.replicated_tokens,
+            replicated_tokens=self.replicated_tokens,
         )
 
     def _look_for_stop_string(self, token: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.agreement import Agreed, Kind, Wish, agree
 from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows
 from batchinfer.engine.decode import DecodeBatch, joined, take_tokens
-from batchinfer.engine.feed import Feed, StepRecord, StepReport
+from batchinfer.engine.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
 from batchinfer.engine.handover import AdoptionQueue, Outbox
 from batchinfer.engine.layout import RankPlace
 from batchinfer.engine.micro_batches import halve_copies, halve_prefill
@@ -25,7 +25,7 @@ from batchinfer.model.transformer import Point, StepOutput, Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, Span, SpanLog
-from batchinfer.records import Completion, ConfigError
+from batchinfer.records import Completion, ConfigError, RequestKey
 
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 WAIT_S = 0.5  # a rank with nothing to do looks at its messages at once, at the other ranks this often
@@ -40,7 +40,8 @@ class RankWorker:
     Args:
         mesh: the group; None for a rank alone.
         overlap: run two micro-batches in turn when there is work for both.
-        outbox: of a rank that only runs prefill.
+        outbox: for requests that go on at another rank; None for a rank alone.
+        place_experts: moves this rank's experts; None for a rank alone.
         traced: report the spans of the first steps.
     """
 
@@ -56,6 +57,7 @@ class RankWorker:
         mesh: Mesh | None = None,
         overlap: bool = False,
         outbox: Outbox | None = None,
+        place_experts: Callable[[ExpertSlots], None] | None = None,
         traced: bool = False,
         share_prefixes: bool = True,
     ) -> None:
@@ -76,6 +78,9 @@ class RankWorker:
         self._decode = DecodeBatch(tokenizer.eos_token_ids)
         self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
         self._outbox = outbox
+        self._place_experts = place_experts
+        self._expert_slots: ExpertSlots | None = None  # to be placed
+        self._prefill_tokens = prefill_tokens
         self._decode_requests = decode_requests
         self._num_steps = 0
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if traced else Counter()
@@ -99,8 +104,16 @@ class RankWorker:
             agreed = agree(self._mesh, self._wish(), overlap=self._overlap)
             if agreed.kind is Kind.LEAVE:
                 return
-            if agreed.kind is Kind.PREFILL:
-                feed.send(self._prefill(agreed))
+            if agreed.kind is Kind.PLACE:
+                assert self._place_experts is not None
+                assert self._expert_slots is not None
+                self._place_experts(self._expert_slots)
+                self._expert_slots = None
+            elif agreed.kind is Kind.PREFILL:
+                report, handovers = self._prefill(agreed)
+                feed.send(report)
+                if handovers:
+                    feed.hand_over(handovers)
             elif agreed.kind is Kind.DECODE:
                 feed.send(self._decode_once(agreed))
             wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
@@ -109,18 +122,37 @@ class RankWorker:
         """Look at what came, ask for more, and give adopted requests pages."""
         inbox = feed.receive(wait_s)
         self._leave = self._leave or inbox.leave
+        self._expert_slots = inbox.expert_slots or self._expert_slots
+        if inbox.count_experts:
+            feed.send_experts()
         self._queue.waiting.extend(inbox.requests)
         self._adoptions.waiting.extend(inbox.adoptions)
         if self._outbox is not None:
             for key in inbox.adopted:
                 self._outbox.free(key)
-        if self._place.runs_prefill and len(self._queue.waiting) < self._decode_requests:
+            if inbox.give_away:
+                feed.hand_over(self._give_away(self._outbox, inbox.give_away))
+        if self._place.runs_prefill and self._is_running_out():
             feed.want_requests()
         taken = self._adoptions.take_in(self._pages, self._num_free_slots, self._between_steps)
         if taken:
             self._decode.add(taken)
             feed.confirm_adopted([sequence.request.key for sequence in taken])
         self._refuse_what_never_fits()
+
+    def _give_away(self, outbox: Outbox, keys: list[RequestKey]) -> list[Handover]:
+        """Pack running requests; those that have finished meanwhile are not there any more."""
+        handovers = []
+        for sequence in self._decode.remove(set(keys)):
+            with self._between_steps.kv("KV out"):
+                handovers.append(outbox.pack(sequence, self._pages))
+            self._queue.release(sequence)
+        return handovers
+
+    def _is_running_out(self) -> bool:
+        """Whether less is waiting than the next prefill step could take; more would only lie here."""
+        num_tokens = sum(len(request.token_ids) - request.cached_tokens for request in self._queue.waiting)
+        return num_tokens < self._prefill_tokens and len(self._queue.waiting) < self._decode_requests
 
     def _wish(self) -> Wish:
         prefill = self._should_prefill()
@@ -130,21 +162,37 @@ class RankWorker:
             both_halves = self._queue.has_cut_prompt or len(self._queue.waiting[0].token_ids) > 1
         else:
             both_halves = len(self._decode.sequences) > 1
-        return Wish(leave=self._leave, prefill=prefill, decode=decode, fills_both_halves=both_halves)
+        return Wish(
+            leave=self._leave,
+            prefill=prefill,
+            decode=decode,
+            fills_both_halves=both_halves,
+            place=self._expert_slots is not None,
+        )
 
     @property
     def _num_free_slots(self) -> int:
-        if self._outbox is not None:
-            page_bytes = parcel_bytes(self._pages, 1)
-            return min(self._decode_requests, self._outbox.num_fitting(self._queue.waiting, page_bytes))
         return self._decode_requests - len(self._decode.sequences)
 
+    @property
+    def _num_to_admit(self) -> int:
+        """Prompts that may begin now: none while adopted requests wait here, or decode ranks have enough to read."""
+        if self._place.runs_decode:
+            return 0 if self._adoptions.waiting else self._num_free_slots
+        assert self._outbox is not None
+        page_bytes = parcel_bytes(self._pages, 1)
+        return min(self._decode_requests, self._outbox.num_fitting(self._queue.waiting, page_bytes))
+
+    @property
+    def _may_prefill(self) -> bool:
+        return self._place.runs_decode or (self._outbox is not None and self._outbox.has_room)
+
     def _should_prefill(self) -> bool:
-        if self._outbox is not None and not self._outbox.has_room:
+        if not self._may_prefill:
             return False
         if self._queue.has_cut_prompt:
             return True
-        num_free = self._num_free_slots
+        num_free = self._num_to_admit
         enough_free = num_free * FREE_SHARE >= self._decode_requests or not self._decode.sequences
         return enough_free and num_free > 0 and self._queue.can_admit()
 
@@ -160,11 +208,11 @@ class RankWorker:
                 f"budget holds {self._pool.num_pages}; raise cluster.page_bytes or lower max_tokens"
             )
 
-    def _prefill(self, agreed: Agreed) -> StepReport:
+    def _prefill(self, agreed: Agreed) -> tuple[StepReport, list[Handover]]:
+        """One prefill step; returns its report, and the requests that another rank is to decode."""
         start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
         # a rank may take part for the others' sake alone
-        can_run = self._outbox is None or self._outbox.has_room
-        chunks, copies = self._queue.next_step(self._num_free_slots) if can_run else ([], {})
+        chunks, copies = self._queue.next_step(self._num_to_admit) if self._may_prefill else ([], {})
         output, complete = self._run_prefill(chunks, copies, log, in_pairs=agreed.in_pairs)
         self._queue.end_step()
         if complete:
@@ -175,10 +223,13 @@ class RankWorker:
             sequence.times.first_token_s = now_s
         finished = [sequence for sequence in complete if sequence.finish_reason is not None]
         running = [sequence for sequence in complete if sequence.finish_reason is None]
-        handovers = []
-        if self._outbox is None:
+        handovers: list[Handover] = []
+        if self._place.runs_decode:
             self._decode.add(running)
+            started = [sequence.request.key for sequence in running]
         else:
+            assert self._outbox is not None
+            started = []
             for sequence in running:
                 with log.kv("KV out"):
                     handovers.append(self._outbox.pack(sequence, self._pages))
@@ -197,7 +248,7 @@ class RankWorker:
             output_tokens=len(complete),
             kv_tokens=sum(chunk.end for chunk in chunks),
         )
-        return StepReport(record, completions, handovers, self._traced(log, "prefill"))
+        return StepReport(record, completions, started, self._traced(log, "prefill")), handovers
 
     def _run_prefill(
         self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool

@@ -140,6 +140,28 @@ class ModelConfig:
         """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
         return self.num_hidden_layers * self.latent_dim * bytes_per_value
 
+    @property
+    def row_cost_in_kv_tokens(self) -> float:
+        """What a decode row costs beside its attention: the weights it runs through, in KV tokens attended to.
+
+        Both are counted in multiplications; attention in its absorbed form, weights with the output head.
+        """
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        query = (
+            hidden * heads * self.qk_head_dim
+            if self.q_lora_rank is None
+            else self.q_lora_rank * (hidden + heads * self.qk_head_dim)
+        )
+        absorbed = heads * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+        attention = query + hidden * self.latent_dim + absorbed + heads * self.v_head_dim * hidden
+        expert = 3 * hidden * self.moe_intermediate_size
+        mixture = expert * (self.num_experts_per_tok + self.n_shared_experts) + hidden * self.n_routed_experts
+        num_dense = self.num_hidden_layers - self.num_moe_layers
+        mlps = self.num_moe_layers * mixture + num_dense * 3 * hidden * self.intermediate_size
+        per_row = self.num_hidden_layers * attention + mlps + self.vocab_size * hidden
+        per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
+        return per_row / per_kv_token
+
 
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json.

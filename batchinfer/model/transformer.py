@@ -19,9 +19,10 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
-from batchinfer.model.weights import ModelWeights, MoeWeights, load_weights
+from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.overlap import run_to_end
+from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
@@ -156,6 +157,22 @@ class Transformer:
             dispatchers = [LocalDispatcher(config.n_routed_experts)] * config.num_moe_layers
         weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device)
         return cls(config, weights, dispatchers, backend=backend)
+
+    def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:
+        """Between steps: hold the experts that these placements give to `rank`; all ranks do this together.
+
+        Args:
+            folder: the model's, for experts that this rank does not hold yet.
+            placements: one per mixture-of-experts layer.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        expert_ids = [placement.experts_of_rank(rank) for placement in placements]
+        self.weights = exchange_experts(self.weights, folder, self.config, expert_ids)
+        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
+        for mlp, placement in zip(mixtures, placements, strict=True):
+            mlp.dispatcher.place(placement)
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype."""

@@ -10,7 +10,7 @@ block) are multiplied out to the run's dtype here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +120,37 @@ def load_weights(
     )
 
 
+def exchange_experts(
+    weights: ModelWeights, folder: Path, config: ModelConfig, expert_ids: Sequence[Sequence[int]]
+) -> ModelWeights:
+    """Put other routed experts into the E dims of the mixture layers, in place; as many per layer as before.
+
+    Those that this rank holds already are copied, the others are read from the checkpoint in `folder`.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    device = weights.embedding.device
+    loader = _Loader(checkpoint, config, weights.embedding.dtype, device, expert_ids=())
+    mixtures = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
+    for layer, held, wanted in zip(mixtures, weights.expert_ids, expert_ids, strict=True):
+        mlp = weights.layers[layer].mlp
+        assert isinstance(mlp, MoeWeights)
+        assert len(held) == len(wanted), "a layer keeps its number of slots"
+        changed = [slot for slot, (old, new) in enumerate(zip(held, wanted, strict=True)) if old != new]
+        # where copies come from may itself be overwritten
+        here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
+        kept = {expert: (mlp.gate_up_EFD[slot].clone(), mlp.down_EDF[slot].clone()) for expert, slot in here.items()}
+        for slot in changed:
+            expert = wanted[slot]
+            if expert in kept:
+                mlp.gate_up_EFD[slot], mlp.down_EDF[slot] = kept[expert]
+            else:
+                loader.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD[slot], mlp.down_EDF[slot])
+    return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
+
+
 class _Loader:
     """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
 
@@ -172,9 +203,7 @@ class _Loader:
         gate_up = torch.empty(num_held, 2 * width, hidden, dtype=self.dtype, device=self.device)
         down = torch.empty(num_held, hidden, width, dtype=self.dtype, device=self.device)
         for place, expert in enumerate(expert_ids):
-            self._read_into(gate_up[place, :width], f"{prefix}.experts.{expert}.gate_proj.weight")
-            self._read_into(gate_up[place, width:], f"{prefix}.experts.{expert}.up_proj.weight")
-            self._read_into(down[place], f"{prefix}.experts.{expert}.down_proj.weight")
+            self.expert(prefix, expert, gate_up[place], down[place])
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
             router_ED=self.tensor(f"{prefix}.gate.weight", torch.float32),
@@ -183,6 +212,13 @@ class _Loader:
             down_EDF=down,
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
         )
+
+    def expert(self, prefix: str, expert: int, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> None:
+        """Read one routed expert of the layer `prefix` into these."""
+        width = self.config.moe_intermediate_size
+        self._read_into(gate_up_FD[:width], f"{prefix}.experts.{expert}.gate_proj.weight")
+        self._read_into(gate_up_FD[width:], f"{prefix}.experts.{expert}.up_proj.weight")
+        self._read_into(down_DF, f"{prefix}.experts.{expert}.down_proj.weight")
 
     def _mlp(self, prefix: str) -> MlpWeights:
         gate, up = self._projection(f"{prefix}.gate_proj"), self._projection(f"{prefix}.up_proj")

@@ -76,6 +76,10 @@ class AllToAllDispatcher:
         self._row_format = row_format
         self._combine_format = RowFormat.for_combine(row_format)
 
+    def place(self, placement: Placement) -> None:
+        """See Dispatcher."""
+        self._placement = placement
+
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> AllToAllHandle:
         """Start sending each (token, expert) row to a slot of its expert."""
         placement, num_values = self._placement, x.shape[1]

@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from batchinfer.parallel.deepep_low_latency import LowLatencyBuffer, LowLatencyDispatcher
 from batchinfer.parallel.deepep_normal import ElasticDispatcher, NormalDispatcher
 from batchinfer.parallel.dispatch import Dispatcher
-from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.placement import Placement, SlotIds
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ConfigError
 
@@ -85,18 +84,13 @@ def open_dispatchers(
         else:
             buffer = _open_low_latency(library.Buffer, group, max_tokens, hidden, num_slots)
     ids_dtype = getattr(library, "topk_idx_t", torch.int64)
-    slot_ids = [partial(_slot_ids, placement, group.rank(), ids_dtype) for placement in placements]
+    slot_ids = [SlotIds(placement, group.rank(), ids_dtype) for placement in placements]
     if kind == "deepep":
         return [ElasticDispatcher(buffer, ids, num_slots, use_fp8=use_fp8) for ids in slot_ids]
     if kind == "deepep-v1":
         return [NormalDispatcher(buffer, ids, num_slots, num_ranks, use_fp8=use_fp8) for ids in slot_ids]
     shared = LowLatencyBuffer(buffer)
     return [LowLatencyDispatcher(shared, ids, num_slots, max_tokens, use_fp8=use_fp8) for ids in slot_ids]
-
-
-def _slot_ids(placement: Placement, rank: int, dtype: torch.dtype, topk_ids: torch.Tensor) -> torch.Tensor:
-    """[T, K] slots for the experts of this rank's tokens, in the integer type that the library was built for."""
-    return placement.slots_for(topk_ids.flatten(), rank).view(topk_ids.shape).to(dtype)
 
 
 def _open_elastic(

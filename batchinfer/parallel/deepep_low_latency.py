@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from batchinfer.parallel.dispatch import ExpertInput
+from batchinfer.parallel.placement import Placement, SlotIds
 
 _MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may lie in its two halves
 
@@ -103,7 +104,7 @@ class LowLatencyDispatcher:
     def __init__(
         self,
         shared: LowLatencyBuffer,
-        slot_ids: Callable[[torch.Tensor], torch.Tensor],
+        slot_ids: SlotIds,
         num_slots: int,
         max_tokens: int,
         *,
@@ -114,6 +115,10 @@ class LowLatencyDispatcher:
         self._num_slots = num_slots
         self._max_tokens = max_tokens
         self._use_fp8 = use_fp8
+
+    def place(self, placement: Placement) -> None:
+        """See Dispatcher."""
+        self._slot_ids.placement = placement
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LowLatencyHandle:
         """Start sending each (token, slot) row into the slot's block."""

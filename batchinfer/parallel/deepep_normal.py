@@ -12,13 +12,13 @@ Only `dispatch` holds the host up, until the other ranks have said how many rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from batchinfer.parallel.dispatch import ExpertInput, count_rows
+from batchinfer.parallel.placement import Placement, SlotIds
 from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer_kernels import backend
 
@@ -68,11 +68,15 @@ class ElasticDispatcher:
         num_slots: of all ranks.
     """
 
-    def __init__(self, buffer: Any, slot_ids: Callable[[torch.Tensor], torch.Tensor], num_slots: int, *, use_fp8: bool):
+    def __init__(self, buffer: Any, slot_ids: SlotIds, num_slots: int, *, use_fp8: bool):
         self._buffer = buffer
         self._slot_ids = slot_ids
         self._num_slots = num_slots
         self._use_fp8 = use_fp8
+
+    def place(self, placement: Placement) -> None:
+        """See Dispatcher."""
+        self._slot_ids.placement = placement
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> ElasticHandle:
         """Start sending each token to the ranks of its slots."""
@@ -161,7 +165,7 @@ class NormalDispatcher:
     def __init__(
         self,
         buffer: Any,
-        slot_ids: Callable[[torch.Tensor], torch.Tensor],
+        slot_ids: SlotIds,
         num_slots: int,
         num_ranks: int,
         *,
@@ -172,6 +176,10 @@ class NormalDispatcher:
         self._num_slots = num_slots
         self._num_local_slots = num_slots // num_ranks
         self._use_fp8 = use_fp8
+
+    def place(self, placement: Placement) -> None:
+        """See Dispatcher."""
+        self._slot_ids.placement = placement
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> NormalHandle:
         """Start sending each token to the ranks of its slots."""

@@ -19,6 +19,7 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 
 
@@ -83,6 +84,10 @@ class Dispatcher(Protocol[HandleT]):
         """Start sending the experts' results back; `y` has the layout that `handle.wait()` gave."""
         ...
 
+    def place(self, placement: Placement) -> None:
+        """Between steps: from now on experts stand in these slots, as many as before, on all ranks at once."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LocalHandle:
@@ -137,6 +142,9 @@ class LocalDispatcher:
     def combine(self, y: torch.Tensor, handle: LocalHandle) -> Finished:
         """Undo the sort and sum; see Dispatcher."""
         return Finished(sum_per_token(y, handle.order_M, handle.weights_TK))
+
+    def place(self, placement: Placement) -> None:
+        """See Dispatcher; all experts are here, wherever they stand."""
 
 
 def sum_per_token(sorted_MD: torch.Tensor, order_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

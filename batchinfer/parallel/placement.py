@@ -63,6 +63,18 @@ class Placement:
         shares = tuple(1.0 / expert_of_slot.count(expert) for expert in expert_of_slot)
         return cls(expert_of_slot, shares, num_experts, num_ranks)
 
+    @classmethod
+    def of_layers(
+        cls, expert_of_slot: list[list[int]], share_of_slot: list[list[float]], num_experts: int, num_ranks: int
+    ) -> list[Placement]:
+        """One placement per layer, from tables [L, P].
+
+        Raises:
+            ConfigError: a table breaks a rule.
+        """
+        layers = zip(expert_of_slot, share_of_slot, strict=True)
+        return [cls(tuple(experts), tuple(shares), num_experts, num_ranks) for experts, shares in layers]
+
     @property
     def num_slots(self) -> int:
         return len(self.expert_of_slot)
@@ -131,3 +143,22 @@ class Placement:
         # the last slot of an expert ends exactly at the next expert, and none beyond, whatever rounding said
         next_P = (expert_P + 1).double()
         return slot_P[is_last_P], torch.where(is_last_P, next_P, torch.minimum(ends_P, next_P)), slot_P
+
+
+@dataclass
+class SlotIds:
+    """Slots in the place of expert ids, for libraries that know slots only.
+
+    Args:
+        placement: of the layer; may be exchanged between steps.
+        rank: whose tokens they are for.
+        dtype: integer type that the library was built for.
+    """
+
+    placement: Placement
+    rank: int
+    dtype: torch.dtype
+
+    def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """[T, K] slots for [T, K] expert ids."""
+        return self.placement.slots_for(topk_ids.flatten(), self.rank).view(topk_ids.shape).to(self.dtype)

@@ -262,6 +262,7 @@ def _write_plan(job: JobConfig, run: RunDir, shards: list[Shard], rows: RowTable
                     "num_row_groups": num_row_groups - first_row_group,
                     "prompt_tokens": int(rows.num_tokens[index].sum()),
                     "new_tokens": int(new_tokens[first:end].sum()),
+                    "shared_tokens": int(planned.cached_tokens[first]),
                     "max_output_tokens": int(rows.max_tokens[index].sum()),
                 }
             )

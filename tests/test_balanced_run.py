@@ -1,0 +1,135 @@
+"""Work that moves between ranks while a job runs: running requests, waiting ones, experts. Outputs stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.balance import decode
+from batchinfer.balance.experts import place_experts
+from batchinfer.data.expert_tables import read_expert_tables
+from batchinfer.engine import decode_loads
+from batchinfer.plan import packing
+from batchinfer.rundir import RunDir
+from jobs import batchinfer, output_bytes, question, write_job, write_shard
+from paths import RANDOM_MODEL
+
+LAYOUTS = {
+    "2": {"prefill_ranks": 2},
+    "4": {"prefill_ranks": 4},
+    "1+2": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2},
+    "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2},
+}
+NUM_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder with a job whose answers end at very different lengths, some by a stop string, and its one-rank run."""
+    folder = tmp_path_factory.mktemp("balanced")
+    lengths = [3, 60, 5, 9, 2, 30, 4, 90]
+    how = [
+        {
+            "max_tokens": lengths[row % 8],
+            "stop": ["e", "t"] if row % 5 == 0 else None,
+            "logprobs": 2 if row % 3 else None,
+        }
+        for row in range(NUM_ROWS)
+    ]
+    columns = {
+        "id": list(range(NUM_ROWS)),
+        "prompt": [question(row) for row in range(NUM_ROWS)],
+        "how": pa.array(
+            how, pa.struct([("max_tokens", pa.int32()), ("stop", pa.list_(pa.string())), ("logprobs", pa.int32())])
+        ),
+    }
+    write_shard(folder / "prompts" / "part-0.parquet", columns)
+    ended = batchinfer("run", write(folder, "one"))
+    assert ended.code == 0, ended.err
+    return folder
+
+
+def write(folder, name, **cluster):
+    return write_job(
+        folder,
+        name=f"{name}.toml",
+        input={"id": "id", "sampling": "how"},
+        model={"path": str(RANDOM_MODEL), "dtype": "float32"},
+        sampling={"max_tokens": 12, "seed": 4},
+        output={"dir": name},
+        cluster=cluster,
+    )
+
+
+def query(run, sql):
+    return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_requests_that_move_while_they_run_give_the_same_outputs(job, monkeypatch, layout):
+    # move whatever makes loads the least bit more even, at every step
+    monkeypatch.setattr(decode, "START_MOVING", 1.0)
+    monkeypatch.setattr(decode, "STOP_MOVING", 1.0)
+    monkeypatch.setattr(decode, "MUST_PAY_TIMES", 0.0)
+    monkeypatch.setattr(decode_loads, "LOOK_EVERY", 1)
+    run = job / f"moves-{layout}"
+    ended = batchinfer("run", write(job, run.name, **LAYOUTS[layout], decode_requests=12))
+    assert ended.code == 0, ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+    assert query(run, "SELECT sum(moves)::INT AS moves FROM nodes")[0]["moves"] > 0
+
+
+@pytest.mark.parametrize("layout", ["2", "2+2"])
+@pytest.mark.parametrize("num_redundant", [0, 4])
+def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkeypatch, layout, num_redundant):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+    # small steps, so that there is work left when the first unit is done; compiled before, so that placing is quick
+    small = {"redundant_experts": num_redundant, "decode_requests": 4, "prefill_tokens": 64}
+    place_experts(np.ones((1, 6)), num_slots=6, num_gpus=2)
+    run = job / f"experts-{layout}-{num_redundant}"
+    ended = batchinfer("run", write(job, run.name, **LAYOUTS[layout], **small))
+    assert ended.code == 0, ended.err
+    assert "experts placed by the loads of the first unit" in ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+    tables = read_expert_tables(RunDir(run))
+    assert set(tables) == ({"both"} if layout == "2" else {"prefill", "decode"})
+    for table in tables.values():
+        num_experts = table.expert_of_slot.shape[1] - num_redundant
+        in_order = np.arange(num_experts + num_redundant) % num_experts
+        even = 1.0 / np.bincount(in_order)[in_order]
+        # with redundant experts other shares may be enough
+        assert (table.expert_of_slot != in_order).any() or not np.allclose(table.share_of_slot, even), "all as before"
+        assert table.bound_over_mean - 1e-9 <= table.max_over_mean
+    # whoever goes on later begins with these experts in place
+    (run / "stats" / "run.parquet").unlink()
+    shutil.rmtree(run / "units")
+    again = batchinfer("run", write(job, run.name, **LAYOUTS[layout], **small))
+    assert again.code == 0, again.err
+    assert "experts placed by the loads" not in again.err
+    assert output_bytes(run) == output_bytes(job / "one")
+
+
+def test_experts_stay_where_they_are_on_one_rank(job):
+    assert not RunDir(job / "one").experts.exists()
+
+
+def test_work_is_even_at_the_end(job):
+    """Steps in which one rank has nothing to do are few: long answers begin first, and the rest moves."""
+    run = job / "even"
+    ended = batchinfer("run", write(job, run.name, prefill_ranks=2))
+    assert ended.code == 0, ended.err
+    rows = query(run, "SELECT rank, sum(output_tokens)::INT AS tokens FROM steps WHERE kind = 'decode' GROUP BY rank")
+    tokens = [row["tokens"] for row in rows]
+    assert len(tokens) == 2
+    assert max(tokens) <= 1.25 * min(tokens)
+
+
+def test_the_table_of_experts_is_a_plain_parquet_file(job):
+    run = job / "experts-2-4"
+    table = pq.read_table(run / "plan" / "experts.parquet")
+    assert table.schema.names == ["phase", "layer", "slot", "rank", "expert", "share", "tokens", "bound"]
