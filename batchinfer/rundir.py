@@ -54,6 +54,10 @@ class RunDir:
     def experts(self) -> Path:
         return self.root / "plan" / "experts.parquet"
 
+    def plan_scratch(self) -> Path:
+        """Sorted token ids of a plan that is being made; gone when it stands."""
+        return self.root / "plan" / ".sorted"
+
     @property
     def outputs(self) -> Path:
         return self.root / "outputs"

@@ -15,23 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, dump_job
-from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema, table_writer
-from batchinfer.data.schemas import DUPLICATES, PLAN_SUMMARY, PLAN_UNITS, REQUESTS
+from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema
+from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.plan.packing import cut_units
-from batchinfer.plan.requests import PlannedRequests, RowTable, load_rows, plan_requests, sampling_keys
+from batchinfer.plan.plan_tables import write_plan, write_rows
+from batchinfer.plan.prefix_stream import PrefixStream
+from batchinfer.plan.requests import PlannedRequests, plan_requests, sampling_keys
+from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 from batchinfer.session import Session
 
-ROW_GROUP_REQUESTS = 4096
+PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -87,14 +88,18 @@ def _plan(
     strict: bool,
 ) -> None:
     """Tokenise, order, cut, predict; the plan stands once run.json says so."""
+    _remove_leftovers(run)
     shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
     _refuse_no_shard(shards)
-    rows = load_rows(run, shards)
-    planned = plan_requests(rows, job.sampling.to_sampling())
-    _check_memory(job, model, rows, shards)
-    num_units = _write_plan(job, run, shards, rows, planned)
+    sampling = job.sampling.to_sampling()
+    with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes:
+        rows = load_rows(run, shards, prefixes.add)
+        _check_memory(job, model, rows, shards)
+        planned = plan_requests(rows, prefixes.plan(), sampling)
+        keys = sampling_keys(run, shards, rows, planned, sampling)
+        num_units = write_plan(run, rows, planned, keys, prefixes.in_order())
     summary = _summary(rows, planned, num_units, time.monotonic() - started)
-    _write_rows(run.summary, PLAN_SUMMARY.schema, summary)
+    write_rows(run.summary, PLAN_SUMMARY.schema, summary)
     planned_state = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
     publish_json(run.run_json, {**state, **planned_state})
 
@@ -147,6 +152,13 @@ def _locked(run: RunDir) -> Iterator[None]:
 def _is_leftover(path: Path, run: RunDir) -> bool:
     """Whether a file is what a plan killed at its very start leaves behind."""
     return path.name.startswith(f".{run.run_json.name}.")
+
+
+def _remove_leftovers(run: RunDir) -> None:
+    """Delete the half-written tables of a plan that was killed: they can be as large as the whole job."""
+    for table in (run.tokens(0), run.requests):
+        for path in table.parent.glob(".*.parquet.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
@@ -238,73 +250,6 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
         )
 
 
-def _write_plan(job: JobConfig, run: RunDir, shards: list[Shard], rows: RowTable, planned: PlannedRequests) -> int:
-    """Write plan/{requests,units,duplicates}.parquet; returns the number of units."""
-    new_tokens = rows.num_tokens[planned.row_index] - planned.cached_tokens
-    starts = cut_units(new_tokens, rows.max_tokens[planned.row_index])
-    keys = sampling_keys(rows, planned, shards, job.sampling.to_sampling())
-    units = []
-    num_row_groups = 0
-    with table_writer(run.requests, REQUESTS.schema) as writer:
-        for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-            first_row_group = num_row_groups
-            for begin in range(first, end, ROW_GROUP_REQUESTS):
-                part = slice(begin, min(begin + ROW_GROUP_REQUESTS, end))
-                writer.write_table(_request_table(rows, planned, keys, unit, part))
-                num_row_groups += 1
-            index = planned.row_index[first:end]
-            units.append(
-                {
-                    "unit": unit,
-                    "first_request": first,
-                    "num_requests": end - first,
-                    "first_row_group": first_row_group,
-                    "num_row_groups": num_row_groups - first_row_group,
-                    "prompt_tokens": int(rows.num_tokens[index].sum()),
-                    "new_tokens": int(new_tokens[first:end].sum()),
-                    "shared_tokens": int(planned.cached_tokens[first]),
-                    "max_output_tokens": int(rows.max_tokens[index].sum()),
-                }
-            )
-    _write_rows(run.units, PLAN_UNITS.schema, *units)
-    with table_writer(run.duplicates, DUPLICATES.schema) as writer:
-        writer.write_table(_duplicate_table(rows, planned))
-    return len(units)
-
-
-def _request_table(rows: RowTable, planned: PlannedRequests, keys: np.ndarray, unit: int, part: slice) -> pa.Table:
-    index = planned.row_index[part]
-    starts, lengths = rows.offsets[index], rows.num_tokens[index]
-    flat = np.concatenate([rows.token_ids[start : start + n] for start, n in zip(starts, lengths, strict=True)])
-    overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    columns = {
-        "unit": np.full(len(index), unit, dtype=np.int32),
-        "shard": rows.shard[index],
-        "row": rows.row[index],
-        "sample": planned.sample[part],
-        "sampling_key": keys[part],
-        "sampling": pa.array(overrides, pa.string()),
-        "max_tokens": rows.max_tokens[index],
-        "cached_tokens": planned.cached_tokens[part].astype(np.int32),
-        "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat)),
-    }
-    return pa.table(columns, schema=REQUESTS.schema)
-
-
-def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:
-    copies, originals = planned.duplicate_row, planned.original_row
-    columns = {
-        "shard": rows.shard[copies],
-        "row": rows.row[copies],
-        "sample": planned.duplicate_sample,
-        "of_shard": rows.shard[originals],
-        "of_row": rows.row[originals],
-        "of_sample": np.zeros(len(originals), dtype=np.int32),
-    }
-    return pa.table(columns, schema=DUPLICATES.schema)
-
-
 def _summary(rows: RowTable, planned: PlannedRequests, num_units: int, seconds: float) -> dict[str, Any]:
     lengths = rows.num_tokens
     duplicate_tokens = int(lengths[planned.duplicate_row].sum())
@@ -323,8 +268,3 @@ def _summary(rows: RowTable, planned: PlannedRequests, num_units: int, seconds: 
         "plan_s": seconds,
         "rows_per_s": rows.num_input_rows / seconds,
     }
-
-
-def _write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
-    with table_writer(target, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))

@@ -43,7 +43,7 @@ def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: i
         ValueError: offsets do not describe token_ids, or block_tokens < 1.
     """
     offsets = np.asarray(offsets, dtype=np.int64)
-    _check(token_ids, offsets, block_tokens)
+    check_prompts(token_ids, offsets, block_tokens)
     num_prompts = len(offsets) - 1
     # big-endian bytes of non-negative integers sort like the integers
     big_endian = np.ascontiguousarray(token_ids).astype(">u4")
@@ -53,15 +53,21 @@ def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: i
     shared = np.zeros(num_prompts, dtype=np.int64)
     shared[order] = _shared_with_predecessor(np.asarray(token_ids), offsets, order)
     lengths = np.diff(offsets)
+    return prefix_plan(order, shared, lengths)
+
+
+def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarray) -> PrefixPlan:
+    """What follows from the order and from what each prompt shares: [N] int64 each, the last two by request."""
     return PrefixPlan(
         order=order,
-        cached_tokens=np.minimum(shared, np.maximum(lengths - 1, 0)),
-        shared_tokens=shared,
-        distinct_tokens=int((lengths - shared).sum()),
+        cached_tokens=np.minimum(shared_tokens, np.maximum(lengths - 1, 0)),
+        shared_tokens=shared_tokens,
+        distinct_tokens=int((lengths - shared_tokens).sum()),
     )
 
 
-def _check(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:
+def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:
+    """Refuse what no prefix plan can be made of (ValueError, see `plan_prefixes`)."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}, but a block has at least one token")
     if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(token_ids) or (np.diff(offsets) < 0).any():

@@ -1,0 +1,150 @@
+"""Writes the plan's tables, requests with their token ids in the order of execution. Called by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.data.parquet import table_writer
+from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
+from batchinfer.plan.packing import cut_units
+from batchinfer.plan.prompt_parts import SortedPrompts
+from batchinfer.plan.requests import PlannedRequests
+from batchinfer.plan.rows import RowTable
+from batchinfer.rundir import RunDir
+
+ROW_GROUP_REQUESTS = 4096
+ROW_GROUP_TOKENS = 1 << 24  # so that a row group of long prompts fits into memory too
+
+
+def write_plan(
+    run: RunDir, rows: RowTable, planned: PlannedRequests, keys: np.ndarray, prompts: Iterator[SortedPrompts]
+) -> int:
+    """Write plan/{requests,units,duplicates}.parquet; returns the number of units.
+
+    Args:
+        keys: [Q] uint64, the requests' sampling keys.
+        prompts: all prompts in the prefix plan's order, part by part.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    new_tokens = rows.num_tokens[planned.row_index] - planned.cached_tokens
+    starts = cut_units(new_tokens, rows.max_tokens[planned.row_index])
+    cursor = _PromptCursor(prompts)
+    units = []
+    num_row_groups = 0
+    with table_writer(run.requests, REQUESTS.schema) as writer:
+        for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            index = planned.row_index[first:end]
+            first_row_group = num_row_groups
+            for part in _row_groups(first, rows.num_tokens[index]):
+                token_ids = cursor.take(planned.place[part])
+                writer.write_table(_request_table(rows, planned, keys, unit, part, token_ids))
+                num_row_groups += 1
+            units.append(
+                {
+                    "unit": unit,
+                    "first_request": first,
+                    "num_requests": end - first,
+                    "first_row_group": first_row_group,
+                    "num_row_groups": num_row_groups - first_row_group,
+                    "prompt_tokens": int(rows.num_tokens[index].sum()),
+                    "new_tokens": int(new_tokens[first:end].sum()),
+                    "shared_tokens": int(planned.cached_tokens[first]),
+                    "max_output_tokens": int(rows.max_tokens[index].sum()),
+                }
+            )
+    write_rows(run.units, PLAN_UNITS.schema, *units)
+    with table_writer(run.duplicates, DUPLICATES.schema) as writer:
+        writer.write_table(_duplicate_table(rows, planned))
+    return len(units)
+
+
+def write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
+    """Write a small table.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    with table_writer(target, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))
+
+
+class _PromptCursor:
+    """Prompts in the plan's order, taken by place; places never go back."""
+
+    def __init__(self, parts: Iterator[SortedPrompts]) -> None:
+        self._parts = parts
+        self._lists = pa.array([], TOKEN_IDS)  # the part that the places have reached
+        self._first = 0  # place of its first prompt
+
+    def take(self, places: np.ndarray) -> pa.Array:
+        """[K] lists of token ids at these places ([K] int64, rising; a place may come several times)."""
+        taken = []
+        while len(places):
+            count = int(np.searchsorted(places, self._first + len(self._lists)))
+            if count:
+                taken.append(self._lists.take(pa.array(places[:count] - self._first)))
+                places = places[count:]
+            else:
+                self._first += len(self._lists)
+                self._lists = _as_lists(next(self._parts))
+        return pa.concat_arrays(taken)
+
+
+def _as_lists(part: SortedPrompts) -> pa.Array:
+    token_ids = part.token_ids.astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(token_ids))
+
+
+def _row_groups(first: int, num_tokens: np.ndarray) -> Iterator[slice]:
+    """Cut a unit into row groups.
+
+    Args:
+        first: the unit's first request.
+        num_tokens: [K] prompt tokens of its requests.
+    """
+    ends = np.cumsum(num_tokens)
+    begin = 0
+    while begin < len(ends):
+        most = (ends[begin - 1] if begin else 0) + ROW_GROUP_TOKENS
+        end = min(max(int(np.searchsorted(ends, most, side="right")), begin + 1), begin + ROW_GROUP_REQUESTS, len(ends))
+        yield slice(first + begin, first + end)
+        begin = end
+
+
+def _request_table(
+    rows: RowTable, planned: PlannedRequests, keys: np.ndarray, unit: int, part: slice, token_ids: pa.Array
+) -> pa.Table:
+    index = planned.row_index[part]
+    overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
+    columns = {
+        "unit": np.full(len(index), unit, dtype=np.int32),
+        "shard": rows.shard[index],
+        "row": rows.row[index],
+        "sample": planned.sample[part],
+        "sampling_key": keys[part],
+        "sampling": pa.array(overrides, pa.string()),
+        "max_tokens": rows.max_tokens[index],
+        "cached_tokens": planned.cached_tokens[part].astype(np.int32),
+        "token_ids": token_ids,
+    }
+    return pa.table(columns, schema=REQUESTS.schema)
+
+
+def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:
+    copies, originals = planned.duplicate_row, planned.original_row
+    columns = {
+        "shard": rows.shard[copies],
+        "row": rows.row[copies],
+        "sample": planned.duplicate_sample,
+        "of_shard": rows.shard[originals],
+        "of_row": rows.row[originals],
+        "of_sample": np.zeros(len(originals), dtype=np.int32),
+    }
+    return pa.table(columns, schema=DUPLICATES.schema)

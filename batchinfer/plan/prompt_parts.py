@@ -1,0 +1,72 @@
+"""A part of many prompts as flat arrays, and what it takes in memory. Called by everything that sorts prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+TOKEN_BYTES = 4
+PROMPT_BYTES = 48  # index, offset and shared tokens, and the order and shared tokens before and after a merge
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPrompts:
+    """P prompts that stand one after the other in sorted order.
+
+    Attributes:
+        index: [P] int64, their places in the input.
+        token_ids: flat uint32, the prompts one after the other.
+        offsets: [P + 1] int64, prompt k is token_ids[offsets[k]:offsets[k + 1]].
+        shared: [P] int64, tokens that each shares with the prompt before it in the order, also across parts.
+    """
+
+    index: np.ndarray
+    token_ids: np.ndarray
+    offsets: np.ndarray
+    shared: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take while they are merged."""
+        return bytes_of(len(self), len(self.token_ids))
+
+    def prompt(self, place: int) -> np.ndarray:
+        """The token ids of one prompt, by its place in this part (negative: from the end)."""
+        place %= len(self)
+        return self.token_ids[self.offsets[place] : self.offsets[place + 1]]
+
+
+def bytes_of(num_prompts: int, num_tokens: int) -> int:
+    """Memory that prompts take while they are sorted or merged."""
+    return TOKEN_BYTES * num_tokens + PROMPT_BYTES * num_prompts
+
+
+def join_parts(parts: list[SortedPrompts]) -> SortedPrompts:
+    """Parts one after the other as one; at least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    return SortedPrompts(
+        index=np.concatenate([part.index for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
+        shared=np.concatenate([part.shared for part in parts]),
+    )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """[N + 1] int64, where things of these lengths begin when they lie one after the other, and where the last ends."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def num_that_fit(offsets: np.ndarray, first: int, num_bytes: int) -> int:
+    """How many prompts from prompt `first` on take at most `num_bytes` together."""
+    # a window that surely holds them, so that the cost is that of what fits
+    window = offsets[first : first + num_bytes // PROMPT_BYTES + 2]
+    taken = TOKEN_BYTES * (window - window[0]) + PROMPT_BYTES * np.arange(len(window))
+    return int(np.searchsorted(taken, num_bytes, side="right")) - 1

@@ -1,0 +1,142 @@
+"""The tokenised rows of a job column by column; their token ids are handed on and not kept. Called by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.data.parquet import own_file
+from batchinfer.plan.ahead import made_ahead
+from batchinfer.records import Shard
+from batchinfer.rundir import RunDir
+
+COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error"]
+NO_CODE = -1  # of null: for sampling, a row that uses the job's own
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """The good rows of all shards in input order (R rows): some 30 bytes per row."""
+
+    shard: np.ndarray  # [R] int32
+    row: np.ndarray  # [R] int64
+    n: np.ndarray  # [R] int32, samples
+    max_tokens: np.ndarray  # [R] int32
+    sampling_code: np.ndarray  # [R] int32, index into sampling_texts or NO_CODE
+    sampling_texts: list[str]  # distinct overrides, as JSON
+    num_tokens: np.ndarray  # [R] int64
+    num_bad: int  # output rows of bad input rows
+    num_input_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowIds:
+    """What names the good rows of all shards, in the order of the RowTable."""
+
+    text: pa.Array  # [R] large_string, null where the input has none
+    occurrence: np.ndarray  # [R] int64, rows with the same id before this one
+
+
+def load_rows(run: RunDir, shards: list[Shard], add_prompts: Callable[[np.ndarray, np.ndarray], None]) -> RowTable:
+    """Read tokens/*.parquet of the readable shards in input order, good rows only.
+
+    Args:
+        add_prompts: called with the prompts of the next rows: flat token ids and offsets (see PrefixStream.add).
+
+    Raises:
+        ConfigError: a file of the run folder is damaged.
+    """
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("shard", "row", "n", "max_tokens", "code", "length")}
+    code_of_text: dict[str, int] = {}
+    num_bad = num_input_rows = 0
+    for shard, batch in _batches(run, shards, COLUMNS):
+        is_good = pc.is_null(batch["error"])
+        num_input_rows += len(batch)
+        num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
+        good = batch.filter(is_good)
+        lengths = pc.list_value_length(good["token_ids"]).to_numpy().astype(np.int64)
+        add_prompts(good["token_ids"].flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]))
+        parts["shard"].append(np.full(len(good), shard.index, dtype=np.int32))
+        for name in ("row", "n", "max_tokens"):
+            parts[name].append(good[name].to_numpy())
+        parts["code"].append(_codes(good["sampling"], code_of_text))
+        parts["length"].append(lengths)
+    columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
+    return RowTable(
+        shard=columns["shard"].astype(np.int32, copy=False),
+        row=columns["row"],
+        n=columns["n"],
+        max_tokens=columns["max_tokens"],
+        sampling_code=columns["code"].astype(np.int32, copy=False),
+        sampling_texts=list(code_of_text),
+        num_tokens=columns["length"],
+        num_bad=num_bad,
+        num_input_rows=num_input_rows,
+    )
+
+
+def load_ids(run: RunDir, shards: list[Shard]) -> RowIds:
+    """Read the ids of the rows that `load_rows` reads; bad rows count as occurrences too.
+
+    Raises:
+        ConfigError: a file of the run folder is damaged.
+    """
+    ids, good_flags = [], []
+    for _, batch in _batches(run, shards, ["id", "error"]):
+        ids.append(batch["id"].cast(pa.large_string()))
+        good_flags.append(pc.is_null(batch["error"]).to_numpy(zero_copy_only=False))
+    if not ids:
+        return RowIds(pa.array([], pa.large_string()), np.zeros(0, np.int64))
+    is_good = np.concatenate(good_flags)
+    text = pa.concat_arrays(ids)
+    return RowIds(text.filter(pa.array(is_good)), _occurrences(text)[is_good])
+
+
+def first_equal(*sorted_keys: np.ndarray) -> np.ndarray:
+    """[N] int64, for each place the first place with the same keys ([N] each, equal ones side by side)."""
+    places = np.arange(len(sorted_keys[0]))
+    is_first = np.zeros(len(places), dtype=bool)
+    is_first[:1] = True
+    for keys in sorted_keys:
+        is_first[1:] |= keys[1:] != keys[:-1]
+    return np.maximum.accumulate(np.where(is_first, places, 0))
+
+
+def _batches(run: RunDir, shards: list[Shard], columns: list[str]) -> Iterator[tuple[Shard, pa.RecordBatch]]:
+    """The tokenised rows row group by row group, which bounds their tokens; the next is read ahead."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for shard in shards:
+            if shard.problem is None:
+                for batch in made_ahead(_row_groups(run, shard, columns), pool):
+                    yield shard, batch
+
+
+def _row_groups(run: RunDir, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    path = run.tokens(shard.index)
+    with own_file(path), pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            yield from file.read_row_group(group, columns=columns).combine_chunks().to_batches()
+
+
+def _codes(texts: pa.Array, code_of_text: dict[str, int]) -> np.ndarray:
+    """[N] int32 codes, NO_CODE for null; new texts get the next codes."""
+    encoded = texts.dictionary_encode()
+    known = [code_of_text.setdefault(text, len(code_of_text)) for text in encoded.dictionary.to_pylist()]
+    # the code of null comes last, where index -1 finds it
+    return np.array([*known, NO_CODE], dtype=np.int32)[encoded.indices.fill_null(-1).to_numpy()]
+
+
+def _occurrences(ids: pa.Array) -> np.ndarray:
+    """[N] int64, how many equal ids stand before each; null ids count nothing."""
+    codes = ids.dictionary_encode().indices.fill_null(NO_CODE).to_numpy()
+    by_code = np.argsort(codes, kind="stable")
+    occurrence = np.empty(len(codes), dtype=np.int64)
+    occurrence[by_code] = np.arange(len(codes)) - first_equal(codes[by_code])
+    occurrence[codes == NO_CODE] = 0
+    return occurrence
