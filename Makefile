@@ -35,6 +35,7 @@ chaos: $(VENV)/.installed-dev
 # Ratios measured side by side on this machine; they decide no test.
 bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/ranks.py
+	$(BIN)/python tests/bench/prefix_stream.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

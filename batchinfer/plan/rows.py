@@ -59,7 +59,7 @@ def load_rows(run: RunDir, shards: list[Shard], add_prompts: Callable[[np.ndarra
         is_good = pc.is_null(batch["error"])
         num_input_rows += len(batch)
         num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
-        good = batch.filter(is_good)
+        good = batch if is_good.true_count == len(batch) else batch.filter(is_good)  # a filter copies the tokens
         lengths = pc.list_value_length(good["token_ids"]).to_numpy().astype(np.int64)
         add_prompts(good["token_ids"].flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]))
         parts["shard"].append(np.full(len(good), shard.index, dtype=np.int32))
