@@ -54,6 +54,7 @@ class RunDir:
     def experts(self) -> Path:
         return self.root / "plan" / "experts.parquet"
 
+    @property
     def plan_scratch(self) -> Path:
         """Sorted token ids of a plan that is being made; gone when it stands."""
         return self.root / "plan" / ".sorted"
