@@ -63,11 +63,22 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+_expert_loads_option = click.option(
+    "--expert-loads",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Place the experts by the tokens that this earlier run counted, instead of by those of the first unit.",
+)
+
+
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
+@_expert_loads_option
 @_job_options
 @click.pass_obj
-def plan(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+def plan(
+    stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool, expert_loads: Path | None
+) -> None:
     """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
 
     No model is loaded. Bad rows are reported here, before any accelerator is used.
@@ -75,7 +86,7 @@ def plan(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, 
     from batchinfer.config import load_job
 
     with _alone("plan", stop) as session:
-        _plan(load_job(job, overrides), session, _tracer(trace), strict=strict)
+        _plan(load_job(job, overrides), session, _tracer(trace), strict=strict, expert_loads=expert_loads)
 
 
 @cli.command(epilog=EXIT_CODES)
@@ -125,9 +136,12 @@ def finish(
 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
+@_expert_loads_option
 @_job_options
 @click.pass_obj
-def run(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+def run(
+    stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool, expert_loads: Path | None
+) -> None:
     """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
 
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
@@ -137,7 +151,7 @@ def run(stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, t
     with _alone("run", stop) as session:
         tracer = _tracer(trace)
         config = load_job(job, overrides)
-        run_dir = _plan(config, session, tracer, strict=strict)
+        run_dir = _plan(config, session, tracer, strict=strict, expert_loads=expert_loads)
         _work(run_dir, config, session, stop, tracer)
         code = _finish(run_dir, config, allow_partial=False)
     _print_report([run_dir.root], as_json=False)
@@ -200,14 +214,14 @@ def _tracer(enabled: bool) -> Tracer:
     return Tracer(enabled=enabled)
 
 
-def _plan(config: JobConfig, session: Session, tracer: Tracer, *, strict: bool) -> RunDir:
+def _plan(config: JobConfig, session: Session, tracer: Tracer, *, strict: bool, expert_loads: Path | None) -> RunDir:
     from batchinfer.plan.planner import format_summary, plan_job, read_summary
     from batchinfer.progress import note
 
     if config.kv.dir is not None:
         note("warning: [kv] dir is set, but this version has no KV store on disk; prefixes are shared in memory only")
     with tracer.span("plan", "controller"):
-        run_dir = plan_job(config, session, strict=strict)
+        run_dir = plan_job(config, session, strict=strict, expert_loads=expert_loads)
     tracer.write(run_dir.trace)
     click.echo(format_summary(read_summary(run_dir)), err=session.command == "run")
     return run_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -112,6 +113,37 @@ def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkey
     assert again.code == 0, again.err
     assert "experts placed by the loads" not in again.err
     assert output_bytes(run) == output_bytes(job / "one")
+
+
+@pytest.mark.parametrize("layout", ["2", "1+2"])
+def test_a_plan_places_experts_by_the_loads_of_an_earlier_run(job, layout):
+    run = job / f"planned-experts-{layout}"
+    path = write(job, run.name, **LAYOUTS[layout], redundant_experts=2)
+    planned = batchinfer("plan", path, "--expert-loads", job / "one")
+    assert planned.code == 0, planned.err
+    tables = read_expert_tables(RunDir(run))
+    assert set(tables) == ({"both"} if layout == "2" else {"decode"})  # one rank alone holds all experts
+    busiest, in_order = re.search(r"busiest rank ([\d.]+) times the mean, ([\d.]+) in order", planned.err).groups()
+    assert float(busiest) < float(in_order)
+    (table,) = tables.values()
+    counted = query(job / "one", "SELECT sum(tokens)::BIGINT AS n FROM experts WHERE layer = 1 AND phase = 'decode'")
+    if layout != "2":
+        assert table.load_of_slot[table.layers.index(1)].sum() == pytest.approx(counted[0]["n"])
+    ended = batchinfer("run", path)
+    assert ended.code == 0, ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+
+
+def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
+    path = write(job, "refused", prefill_ranks=2)
+    refused = batchinfer("plan", path, "--expert-loads", tmp_path)
+    assert refused.code == 2
+    assert "is not a run folder of batchinfer; name the output.dir of an earlier job" in refused.err
+    (tmp_path / "run.json").write_text("{}")
+    assert "has no counts of tokens per expert" in batchinfer("plan", path, "--expert-loads", tmp_path).err
+    counts = {"phase": ["prefill"], "layer": [1], "expert": [0], "tokens": [5]}
+    write_shard(tmp_path / "stats" / "experts" / "a.parquet", counts)
+    assert "run of the same model" in batchinfer("plan", path, "--expert-loads", tmp_path).err
 
 
 def test_experts_stay_where_they_are_on_one_rank(job):

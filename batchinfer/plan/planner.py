@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, dump_job
+from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.plan.expert_plan import counted_loads, plan_experts
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import PlannedRequests, plan_requests, sampling_keys
@@ -36,8 +38,11 @@ PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
+def plan_job(job: JobConfig, session: Session, *, strict: bool, expert_loads: Path | None = None) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
+
+    Args:
+        expert_loads: folder of an earlier run whose tokens per expert say where experts are to stand.
 
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
@@ -47,6 +52,7 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     _check_experts(job.cluster, model)
+    loads = None if expert_loads is None else counted_loads(expert_loads, model)
     tokenizer = load_tokenizer(Path(job.model.path))
     shards = find_shards(job.input.files, exclude=Path(job.output.dir))
     _check_shards(shards, strict)
@@ -68,9 +74,13 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool) -> RunDir:
         session.attach(run)
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
+            if loads is not None and (tables := plan_experts(job.cluster, model, loads)):
+                write_expert_tables(run.experts, tables)
             _plan(job, run, state, shards, tokenizer, model, started=started, strict=strict)
         else:
             note(f"{run.root} is planned already; going on with that plan")
+            if loads is not None:
+                note("warning: its experts stay where they are; delete the folder to plan with other expert loads")
     if strict:
         refuse_bad_rows(run)
     return run
