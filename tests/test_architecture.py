@@ -123,6 +123,13 @@ def test_records_imports_only_the_standard_library(name):
     assert outside == []
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "balance"])
+def test_balancers_import_only_numpy_and_numba(name):
+    for imported in imports_of(MODULES[name]):
+        top = imported.split(".")[0]
+        assert top in {"batchinfer", "numpy", "numba"} or top in sys.stdlib_module_names, f"{name} imports {imported}"
+
+
 def test_the_model_never_imports_kv():
     for name in (name for name in MODULES if room_of(name) == "model"):
         assert not any(imported.startswith("batchinfer.kv") for imported in imports_of(MODULES[name])), name

@@ -48,7 +48,7 @@ def published_packing(weights, num_packs):
 
 
 def published_max_load(load_E, num_slots, num_gpus, num_nodes=1, num_groups=1):
-    """The fullest GPU after the published steps (github.com/deepseek-ai/EPLB): groups, copies, copies to GPUs."""
+    """The fullest GPU after the steps of github.com/deepseek-ai/EPLB: groups to nodes, copies, copies to GPUs."""
     group_loads = load_E.reshape(num_groups, -1)
     node_of_group = published_packing(group_loads.sum(axis=1), num_nodes)
     fullest = 0.0

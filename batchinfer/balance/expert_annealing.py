@@ -50,22 +50,26 @@ def anneal(  # noqa: PLR0915 - one loop, compiled as a whole
     """
     num_experts, block_size = len(ascending_E), slots_per_gpu - 1
     pool_of_E, gpus_of_P = first_pool_of_E.copy(), first_gpus_of_P.copy()
-    best_pool_of_E, best_gpus_of_P = pool_of_E.copy(), gpus_of_P.copy()
-    best = _fullest(ascending_E, pool_of_E, gpus_of_P)
-    temperature = hot * best
-    target = max(best - min(SINK * best, temperature), bound)
+    best_pool_of_E, best_gpus_of_P = first_pool_of_E, first_gpus_of_P
+    first = best = _fullest(ascending_E, pool_of_E, gpus_of_P)
+    temperature, target, energy = hot * first, first, 0.0
     over_P = _over_target(ascending_E, pool_of_E, gpus_of_P, target)
-    energy = _energy(over_P)
     member_PK, size_P, place_E = _member_lists(pool_of_E, len(gpus_of_P))
-
     block = np.empty(block_size, np.int64)
     crowded = np.empty(num_experts, np.int64)  # experts of pools above the target, looked up now and then
     num_crowded = 0
-    cooling = (COLD / hot) ** (num_experts / num_trials)
     bits = _next_bits(seed * np.uint64(2654435761) + np.uint64(88172645463325252))
     for trial in range(num_trials):
-        if trial % num_experts == 0:
-            temperature *= cooling
+        if energy < ROUNDING * target or trial % num_experts == 0:
+            load = _fullest(ascending_E, pool_of_E, gpus_of_P)
+            if load < best:
+                best = load
+                best_pool_of_E, best_gpus_of_P = pool_of_E.copy(), gpus_of_P.copy()
+            if best <= bound * (1.0 + CLOSE_ENOUGH):
+                break
+            temperature = hot * first * (COLD / hot) ** (trial / num_trials)
+            target = max(best - min(SINK * best, temperature), bound)
+            over_P = _over_target(ascending_E, pool_of_E, gpus_of_P, target)
             energy = _energy(over_P)
             num_crowded = _list_crowded(pool_of_E, over_P, crowded)
 
@@ -103,16 +107,6 @@ def anneal(  # noqa: PLR0915 - one loop, compiled as a whole
             _move_experts(block, b, pool_of_E, member_PK, size_P, place_E)
         else:
             _swap_experts(one, other, pool_of_E, member_PK, place_E)
-        if energy < ROUNDING * target:
-            load = _fullest(ascending_E, pool_of_E, gpus_of_P)
-            if load < best:
-                best = load
-                best_pool_of_E, best_gpus_of_P = pool_of_E.copy(), gpus_of_P.copy()
-            if best <= bound * (1.0 + CLOSE_ENOUGH):
-                break
-            target = max(best - min(SINK * best, temperature), bound)
-            over_P = _over_target(ascending_E, pool_of_E, gpus_of_P, target)
-            energy = _energy(over_P)
     return best_pool_of_E, best_gpus_of_P
 
 

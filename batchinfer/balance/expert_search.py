@@ -31,7 +31,7 @@ class Effort:
     num_trials: int  # of a run, per expert
 
 
-EFFORTS = {"default": Effort(2, 800), "high": Effort(6, 6000)}
+EFFORTS = {"default": Effort(2, 500), "high": Effort(6, 6000)}
 
 
 def search_pools(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int, effort: Effort, bound: float) -> Pools:

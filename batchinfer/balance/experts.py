@@ -92,7 +92,7 @@ def place_experts(
     Args:
         load: [L, E] tokens per layer and expert, or anything in proportion to it, at least 0.
         num_slots: R of all GPUs together, at least E; the slots beyond E hold redundant experts.
-        effort: "default" (58 layers of 256 experts on 144 GPUs: a second of processor time), "high" (twenty).
+        effort: "default" (58 layers of 256 experts on 144 GPUs: a second of processor time), "high" (20).
         previous: a placement that stands, of the same shape. Few weights move, and the load is no higher than without;
             with two slots per GPU that leaves few choices, and about half of the slots change.
 

@@ -50,8 +50,8 @@ def counted_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     expected = {(layer, expert) for layer in layers for expert in range(model.n_routed_experts)}
     if counted != expected:
         raise ConfigError(
-            f"{folder} counted {len(counted):,} experts in all layers, but this job's model has {len(expected):,}; name "
-            "a run of the same model"
+            f"{folder} counted {len(counted):,} experts in all layers, but this job's model has {len(expected):,}; "
+            "name a run of the same model"
         )
     for phase, layer, expert, tokens in rows:
         loads[phase][layers.index(layer), expert] = float(tokens)
