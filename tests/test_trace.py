@@ -129,7 +129,8 @@ def trace(paired):
 
 def test_each_rank_has_a_lane_for_steps_computing_and_communication(trace):
     expected = {f"rank {rank} {lane}" for rank in (0, 1) for lane in ("steps", "computing", "communication")}
-    assert set(trace.lanes) == {"controller", *expected}
+    # a lane for KV is there only when a running request has moved
+    assert {lane for lane in trace.lanes if not lane.endswith(" KV")} == {"controller", *expected}
     for rank in (0, 1):
         assert {event.name for event in trace.lanes[f"rank {rank} communication"]} == set(EXCHANGES)
         assert {event.name for event in trace.lanes[f"rank {rank} steps"]} == {"prefill", "decode"}
