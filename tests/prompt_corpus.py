@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import TOKENS
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
@@ -17,7 +19,7 @@ VOCAB_SIZE = 128_000
 SYSTEM_TOKENS, EXAMPLE_TOKENS = 60, 30
 NUM_SYSTEMS, NUM_BRANCHES = 50, 20
 PART_PROMPTS = 16_384  # also the row group of tokens/*.parquet
-SHARD_PROMPTS = 1_000_000
+SHARD_PARTS = 61  # about a million prompts
 
 Prompts = tuple[np.ndarray, np.ndarray]  # flat token ids, offsets
 
@@ -44,21 +46,12 @@ def few_shot_prompts(num_prompts: int, *, seed: int = 0) -> Iterator[Prompts]:
 def write_tokens(folder: Path, parts: Iterator[Prompts]) -> tuple[RunDir, list[Shard]]:
     """A run folder with the prompts as tokenised rows."""
     run = RunDir(folder)
-    counts: list[int] = []
-    writer = None
-    for token_ids, offsets in parts:
-        if not counts or counts[-1] + len(offsets) > SHARD_PROMPTS:
-            if writer is not None:
-                writer.close()
-            counts.append(0)
-            path = run.tokens(len(counts) - 1)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writer = pq.ParquetWriter(path, TOKENS.schema, compression="zstd")
-        assert writer is not None
-        writer.write_table(_rows(len(counts) - 1, counts[-1], token_ids, offsets))
-        counts[-1] += len(offsets) - 1
-    if writer is not None:
-        writer.close()
+    for shard, shard_parts in enumerate(_shards(parts)):
+        with table_writer(run.tokens(shard), TOKENS.schema, plain="token_ids") as writer:
+            first_row = 0
+            for token_ids, offsets in shard_parts:
+                writer.write_table(_rows(shard, first_row, token_ids, offsets))
+                first_row += len(offsets) - 1
     return run, shards_of(run)
 
 
@@ -67,6 +60,12 @@ def shards_of(run: RunDir) -> list[Shard]:
     files = sorted((run.root / "tokens").glob("*.parquet"))
     rows = [pq.read_metadata(file).num_rows for file in files]
     return [Shard(i, str(file), file.name, 0, "", rows[i]) for i, file in enumerate(files)]
+
+
+def _shards(parts: Iterator[Prompts]) -> Iterator[Iterator[Prompts]]:
+    """The same parts, as many at a time as make a shard."""
+    for first in parts:
+        yield chain([first], islice(parts, SHARD_PARTS - 1))
 
 
 def _rows(shard: int, first_row: int, token_ids: np.ndarray, offsets: np.ndarray) -> pa.Table:

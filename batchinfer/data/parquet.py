@@ -91,13 +91,21 @@ def read_batches(shard: Shard, columns: list[str], batch_rows: int = 1024) -> It
 
 
 @contextmanager
-def table_writer(target: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+def table_writer(target: Path, schema: pa.Schema, *, plain: str | None = None) -> Iterator[pq.ParquetWriter]:
     """Write `target` so that it appears whole or not at all; each batch or table handed in is a row group of its own.
+
+    Args:
+        plain: a column to store without a dictionary. For token ids, which hardly repeat, a dictionary doubles the
+            time and hides common prefixes from the compression. All other columns must be flat ones then.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    with published(target) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    dictionary = [name for name in schema.names if name != plain] if plain is not None else True
+    with (
+        published(target) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd", use_dictionary=dictionary) as writer,
+    ):
         yield writer
 
 

@@ -82,7 +82,7 @@ def tokenize_shard(
         ConfigError: the target cannot be written.
     """
     checker = _RowChecker(shard, job, tokenizer, limits)
-    with table_writer(target, TOKENS.schema) as writer:
+    with table_writer(target, TOKENS.schema, plain="token_ids") as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
     return checker.found

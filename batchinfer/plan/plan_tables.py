@@ -38,7 +38,7 @@ def write_plan(
     cursor = _PromptCursor(prompts)
     units = []
     num_row_groups = 0
-    with table_writer(run.requests, REQUESTS.schema) as writer:
+    with table_writer(run.requests, REQUESTS.schema, plain="token_ids") as writer:
         for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             index = planned.row_index[first:end]
             first_row_group = num_row_groups
