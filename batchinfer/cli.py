@@ -63,21 +63,39 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-_expert_loads_option = click.option(
-    "--expert-loads",
-    metavar="RUN",
-    type=click.Path(path_type=Path),
-    help="Place the experts by the tokens that this earlier run counted, instead of by those of the first unit.",
-)
+def _earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--expert-loads",
+            metavar="RUN",
+            type=click.Path(path_type=Path),
+            help="Place the experts by the tokens that this earlier run counted, not by those of the first unit.",
+        ),
+        click.option(
+            "--learn-from",
+            metavar="RUN",
+            type=click.Path(path_type=Path),
+            help="Take answer lengths, speed and expert loads from this finished run: the ranks' work is spread by "
+            "them, and the plan says how long the job will take and what it will cost.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
-@_expert_loads_option
+@_earlier_run_options
 @_job_options
 @click.pass_obj
 def plan(
-    stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool, expert_loads: Path | None
+    stop: StopSignal,
+    job: Path,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
 ) -> None:
     """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
 
@@ -86,7 +104,8 @@ def plan(
     from batchinfer.config import load_job
 
     with _alone("plan", stop) as session:
-        _plan(load_job(job, overrides), session, _tracer(trace), strict=strict, expert_loads=expert_loads)
+        config = load_job(job, overrides)
+        _plan(config, session, _tracer(trace), strict=strict, learn_from=learn_from, expert_loads=expert_loads)
 
 
 @cli.command(epilog=EXIT_CODES)
@@ -136,11 +155,17 @@ def finish(
 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
-@_expert_loads_option
+@_earlier_run_options
 @_job_options
 @click.pass_obj
 def run(
-    stop: StopSignal, job: Path, overrides: tuple[str, ...], strict: bool, trace: bool, expert_loads: Path | None
+    stop: StopSignal,
+    job: Path,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
 ) -> None:
     """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
 
@@ -151,7 +176,7 @@ def run(
     with _alone("run", stop) as session:
         tracer = _tracer(trace)
         config = load_job(job, overrides)
-        run_dir = _plan(config, session, tracer, strict=strict, expert_loads=expert_loads)
+        run_dir = _plan(config, session, tracer, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
         _work(run_dir, config, session, stop, tracer)
         code = _finish(run_dir, config, allow_partial=False)
     _print_report([run_dir.root], as_json=False)
@@ -214,16 +239,25 @@ def _tracer(enabled: bool) -> Tracer:
     return Tracer(enabled=enabled)
 
 
-def _plan(config: JobConfig, session: Session, tracer: Tracer, *, strict: bool, expert_loads: Path | None) -> RunDir:
-    from batchinfer.plan.planner import format_summary, plan_job, read_summary
+def _plan(
+    config: JobConfig,
+    session: Session,
+    tracer: Tracer,
+    *,
+    strict: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
+) -> RunDir:
+    from batchinfer.plan.planner import plan_job
+    from batchinfer.plan.summary import format_summary, read_summary
     from batchinfer.progress import note
 
     if config.kv.dir is not None:
         note("warning: [kv] dir is set, but this version has no KV store on disk; prefixes are shared in memory only")
     with tracer.span("plan", "controller"):
-        run_dir = plan_job(config, session, strict=strict, expert_loads=expert_loads)
+        run_dir = plan_job(config, session, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
     tracer.write(run_dir.trace)
-    click.echo(format_summary(read_summary(run_dir)), err=session.command == "run")
+    click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")
     return run_dir
 
 

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.data.duck import literal, read_parquet
+from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.kept import KeptRows
 from batchinfer.data.parquet import find_shards, kept_fields, read_rows, table_writer
-from batchinfer.data.schemas import RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
+from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, ExitCode, IncompleteRunError, RunMismatchError, Shard
@@ -329,10 +330,25 @@ def _write_run(run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[st
         "distinct_tokens": counts["distinct_tokens"],
         "replicated_tokens": _replicated_tokens(run),
         "predicted_computed_tokens": counts["computed_tokens"],
+        **{f"predicted_{name}": counts[name] for name, _, _ in PREDICTIONS},
+        **_expert_prediction(run),
         **job.pricing.model_dump(),
     }
     with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
         writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
+
+
+def _expert_prediction(run: RunDir) -> dict[str, float | None]:
+    """How even the experts' work is to be by the placement that the plan, or the engine after a unit, has made."""
+    tables = read_expert_tables(run).values()
+    tokens = sum(float(group.load_of_slot.sum()) for group in tables)
+    if not tokens:
+        return {"predicted_expert_max_over_mean": None, "predicted_expert_bound": None}
+    weighted = [(float(group.load_of_slot.sum()) / tokens, group) for group in tables]
+    return {
+        "predicted_expert_max_over_mean": sum(weight * group.max_over_mean for weight, group in weighted),
+        "predicted_expert_bound": sum(weight * group.bound_over_mean for weight, group in weighted),
+    }
 
 
 def _replicated_tokens(run: RunDir) -> int:

@@ -83,6 +83,12 @@ def test_units_keep_the_order_and_stay_near_the_target(seed):
     assert cut_units(new[:0], most[:0]).tolist() == [0]
 
 
+def test_units_of_a_large_group_hold_more_work():
+    new, most = np.full(50_000, 100), np.full(50_000, 10)
+    num_units = {ranks: len(cut_units(new, most, num_ranks=ranks)) - 1 for ranks in (1, 2, 8, 32)}
+    assert num_units[1] == num_units[2] > 3 * num_units[8] > 9 * num_units[32] > 0
+
+
 def test_the_plan_of_a_job_merges_equal_greedy_rows_and_predicts_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 50)
     kind = pa.struct([("temperature", pa.float64()), ("max_tokens", pa.int64())])

@@ -20,7 +20,7 @@ import pytest
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
 from batchinfer.records import ConfigError, ExitCode
 from batchinfer.report import pricing
-from batchinfer.report.metrics import METRICS, RunDetails, report_details, report_metrics
+from batchinfer.report.metrics import METRICS, Prediction, RunDetails, report_details, report_metrics
 from batchinfer.report.rows import format_rows, json_records, json_value
 from batchinfer.report.table import format_report
 from batchinfer.report.terminal import display_width, fit
@@ -495,7 +495,9 @@ def full_details(**more: Any) -> RunDetails:
         "model": "/models/tiny",
         "dtype": "bfloat16",
         "computed_tokens": 266_000_000_000,
-        "predicted_computed_tokens": 265_999_999_999,
+        "predictions": (Prediction("computed_tokens", 265e9, 266e9, None),),
+        "decode_idle_share": None,
+        "tail_s": None,
         "has_gpu_price": True,
         "has_token_prices": True,
         "unreadable_shards": (),
@@ -504,6 +506,7 @@ def full_details(**more: Any) -> RunDetails:
         "comm_s": 0.0,
         "ranks": (),
         "restarts": 0,
+        "moves": 0,
     }
     return RunDetails(**{**values, **more})
 
@@ -517,14 +520,14 @@ def test_the_panel_shows_units_and_fits_the_terminal():
     by_label = {line[:28].strip(): " ".join(line[28:].split()) for line in lines}
     assert by_label["input"] == "608,000,000,000 tokens"
     assert by_label["from a cache"] == "608,000,000,000 tokens 56.2% of input"
-    assert by_label["computed"] == "266,000,000,000 tokens planned 265,999,999,999"
+    assert by_label["prompt tokens computed"] == "265,000,000,000 266,000,000,000 -"
     assert by_label["decode per node"] == "608,000,000,000 tok/s"
     assert by_label["gross margin"] == "84.5 % profit / revenue"
 
 
 def test_the_panel_says_why_something_is_not_known():
     unknown = dict.fromkeys(METRICS) | {"rows": 0}
-    panel = format_report(unknown, full_details(has_gpu_price=False, predicted_computed_tokens=None))
+    panel = format_report(unknown, full_details(has_gpu_price=False, predictions=()))
     assert max(map(len, panel.splitlines())) <= 80
     assert "- no gpu_hour price in the job" in panel
     assert "- no token prices in the job" in panel

@@ -76,6 +76,8 @@ REQUESTS = _table(
     ("sampling", pa.string(), "resolved sampling as JSON; null: the job's own"),
     ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window"),
     ("cached_tokens", pa.int32(), "prompt tokens predicted to be in memory when the request starts"),
+    ("prompt_group", pa.int64(), "prompts with the same long start, the same number in every job; 0: no group"),
+    ("expected_tokens", pa.float32(), "answer length of the group in an earlier run; null: not known"),
     ("token_ids", TOKEN_IDS, "prompt tokens"),
 )
 DUPLICATES = _table(
@@ -111,6 +113,21 @@ PLAN_EXPERTS = _table(
     ("tokens", pa.float64(), "tokens it would have got of the load that was measured"),
     ("bound", pa.float64(), "of the layer: tokens that no placement's busiest rank goes below"),
 )
+# What a plan predicts of balance and time; null what only an earlier run can tell. Copied to stats/run.
+PREDICTIONS = (
+    ("expected_output_tokens", pa.int64(), "output tokens expected from answer lengths of an earlier run"),
+    (
+        "prefill_max_over_mean",
+        pa.float64(),
+        "tokens the busiest prefill rank runs, by the mean (answers if it decodes)",
+    ),
+    ("prefill_bound", pa.float64(), "what no plan's prefill_max_over_mean goes below"),
+    ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean"),
+    ("decode_bound", pa.float64(), "what no plan's decode_max_over_mean goes below"),
+    ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group, at an earlier run's speed"),
+    ("gpu_hours", pa.float64(), "accelerator-hours held in that time"),
+    ("cost_usd", pa.float64(), "their price"),
+)
 PLAN_SUMMARY = _table(
     "plan/summary",
     "one row: what the plan predicts",
@@ -127,6 +144,7 @@ PLAN_SUMMARY = _table(
     ("max_output_tokens", pa.int64(), "most output tokens that the requests may produce"),
     ("plan_s", pa.float64(), "seconds the planning took"),
     ("rows_per_s", pa.float64(), "input rows planned per second"),
+    *PREDICTIONS,
 )
 RESULTS = _table(
     "results",
@@ -265,6 +283,9 @@ STATS_RUN = _table(
     ("distinct_tokens", pa.int64(), "prompt tokens of all distinct prefixes"),
     ("replicated_tokens", pa.int64(), "prefix tokens computed on more than one rank on purpose"),
     ("predicted_computed_tokens", pa.int64(), "prompt tokens the plan predicted to be computed"),
+    *((f"predicted_{name}", type, f"of the plan: {doc}") for name, type, doc in PREDICTIONS),
+    ("predicted_expert_max_over_mean", pa.float64(), "of the placement: busiest rank's expert tokens by the mean"),
+    ("predicted_expert_bound", pa.float64(), "what no placement's predicted_expert_max_over_mean goes below"),
     ("gpu_hour", pa.float64(), "$ per accelerator-hour; null when unset"),
     ("input_hit", pa.float64(), "$ per million input tokens served from a cache"),
     ("input_miss", pa.float64(), "$ per million input tokens computed"),

@@ -36,6 +36,8 @@ def read_unit(run: RunDir, row: dict[str, Any], default: Sampling) -> list[Reque
                 sampling=replace(samplings[text], max_tokens=item["max_tokens"]),
                 sampling_key=item["sampling_key"],
                 cached_tokens=item["cached_tokens"],
+                prompt_group=item["prompt_group"],
+                expected_tokens=item["expected_tokens"],
             )
         )
     return requests

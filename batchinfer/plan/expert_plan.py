@@ -7,55 +7,15 @@ A planner has a minute, so it searches longer than the engine does after a first
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import duckdb
 import numpy as np
 
 from batchinfer.balance.expert_groups import group_loads, in_order
 from batchinfer.balance.experts import place_experts
 from batchinfer.config import ClusterConfig
-from batchinfer.data.duck import read_parquet
 from batchinfer.data.expert_tables import ExpertTables
 from batchinfer.model.config import ModelConfig
+from batchinfer.plan.earlier_run import mixture_layers
 from batchinfer.progress import note
-from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir
-
-PHASES = ("prefill", "decode")
-
-
-def counted_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
-    """Tokens per layer and expert, [L, E], of each phase, over all sessions of a run.
-
-    Raises:
-        ConfigError: no run folder, or nothing was counted, or the run's model has other experts.
-    """
-    run = RunDir(folder.absolute())
-    if not run.run_json.exists():
-        raise ConfigError(f"{folder} is not a run folder of batchinfer; name the output.dir of an earlier job")
-    files = sorted((run.stats / "experts").glob("*.parquet"))
-    if not files:
-        raise ConfigError(f"{folder} has no counts of tokens per expert; name a run that has computed something")
-    layers = mixture_layers(model)
-    loads = {phase: np.zeros((len(layers), model.n_routed_experts)) for phase in PHASES}
-    sql = f"SELECT phase, layer, expert, sum(tokens) FROM {read_parquet(*files)} GROUP BY ALL"
-    try:
-        with duckdb.connect() as connection:
-            rows = connection.execute(sql).fetchall()
-    except duckdb.Error as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"cannot read the expert counts of {folder}: {reason}; name another run") from None
-    counted = {(layer, expert) for _, layer, expert, _ in rows}
-    expected = {(layer, expert) for layer in layers for expert in range(model.n_routed_experts)}
-    if counted != expected:
-        raise ConfigError(
-            f"{folder} counted {len(counted):,} experts in all layers, but this job's model has {len(expected):,}; "
-            "name a run of the same model"
-        )
-    for phase, layer, expert, tokens in rows:
-        loads[phase][layers.index(layer), expert] = float(tokens)
-    return loads
 
 
 def plan_experts(
@@ -88,8 +48,3 @@ def plan_experts(
         )
         planned.append(tables)
     return planned
-
-
-def mixture_layers(model: ModelConfig) -> list[int]:
-    """The decoder layers that mix experts."""
-    return [layer for layer in range(model.num_hidden_layers) if model.is_moe_layer(layer)]

@@ -6,10 +6,11 @@ import numpy as np
 
 MIN_UNIT_TOKENS = 65_536  # below this, claiming and committing would cost more than they protect
 MAX_UNIT_TOKENS = 4_000_000  # minutes on one node; what is lost with a unit stays small
+SMALL_GROUP, NODE = 2, 8  # ranks that these two are for; larger groups need more work at once to balance it
 TARGET_UNITS = 256  # enough for many groups to end at about the same time
 
 
-def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray, *, num_ranks: int = 1) -> np.ndarray:
     """Where each unit begins, keeping the order.
 
     The work of a request is counted as prompt tokens to compute plus tokens it may generate. A unit ends with the
@@ -18,6 +19,7 @@ def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
     Args:
         new_tokens: [Q] prompt tokens to compute per request, in the order of execution.
         max_tokens: [Q] most tokens each may generate.
+        num_ranks: of the group that works on a unit together.
 
     Returns:
         [U + 1] int64 first request of each unit, and Q at the end; [0] when there are no requests.
@@ -25,7 +27,9 @@ def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
     if len(new_tokens) == 0:
         return np.zeros(1, dtype=np.int64)
     work = np.cumsum(new_tokens.astype(np.int64) + max_tokens)
-    target = int(np.clip(work[-1] // TARGET_UNITS, MIN_UNIT_TOKENS, MAX_UNIT_TOKENS))
+    least = MIN_UNIT_TOKENS * max(1.0, num_ranks / SMALL_GROUP)
+    most = MAX_UNIT_TOKENS * max(1.0, num_ranks / NODE)
+    target = int(np.clip(work[-1] // TARGET_UNITS, least, most))
     starts = [0]
     done = 0
     while True:

@@ -11,8 +11,10 @@ import pyarrow as pa
 
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
+from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
-from batchinfer.plan.prompt_parts import SortedPrompts
+from batchinfer.plan.prompt_groups import group_ids
+from batchinfer.plan.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.rundir import RunDir
@@ -22,19 +24,30 @@ ROW_GROUP_TOKENS = 1 << 24  # so that a row group of long prompts fits into memo
 
 
 def write_plan(
-    run: RunDir, rows: RowTable, planned: PlannedRequests, keys: np.ndarray, prompts: Iterator[SortedPrompts]
-) -> int:
-    """Write plan/{requests,units,duplicates}.parquet; returns the number of units.
+    run: RunDir,
+    rows: RowTable,
+    planned: PlannedRequests,
+    keys: np.ndarray,
+    prompts: Iterator[SortedPrompts],
+    *,
+    num_ranks: int,
+    answer_lengths: dict[int, float],
+) -> PlannedWork:
+    """Write plan/{requests,units,duplicates}.parquet.
 
     Args:
         keys: [Q] uint64, the requests' sampling keys.
         prompts: all prompts in the prefix plan's order, part by part.
+        num_ranks: of the group that works on a unit together.
+        answer_lengths: known ones by prompt group.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    new_tokens = rows.num_tokens[planned.row_index] - planned.cached_tokens
-    starts = cut_units(new_tokens, rows.max_tokens[planned.row_index])
+    prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
+    new_tokens = prompt_tokens - planned.cached_tokens
+    starts = cut_units(new_tokens, max_tokens, num_ranks=num_ranks)
+    expected_tokens = np.full(len(new_tokens), np.nan, dtype=np.float32)
     cursor = _PromptCursor(prompts)
     units = []
     num_row_groups = 0
@@ -44,7 +57,16 @@ def write_plan(
             first_row_group = num_row_groups
             for part in _row_groups(first, rows.num_tokens[index]):
                 token_ids = cursor.take(planned.place[part])
-                writer.write_table(_request_table(rows, planned, keys, unit, part, token_ids))
+                groups, expected_tokens[part] = group_ids(
+                    token_ids.flatten().to_numpy(),
+                    offsets_of(prompt_tokens[part]),
+                    planned.group_depth[part],
+                    planned.cached_tokens[part],
+                    answer_lengths,
+                )
+                writer.write_table(
+                    _request_table(rows, planned, keys, unit, part, token_ids, groups, expected_tokens[part])
+                )
                 num_row_groups += 1
             units.append(
                 {
@@ -62,7 +84,7 @@ def write_plan(
     write_rows(run.units, PLAN_UNITS.schema, *units)
     with table_writer(run.duplicates, DUPLICATES.schema) as writer:
         writer.write_table(_duplicate_table(rows, planned))
-    return len(units)
+    return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
 
 
 def write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
@@ -119,7 +141,14 @@ def _row_groups(first: int, num_tokens: np.ndarray) -> Iterator[slice]:
 
 
 def _request_table(
-    rows: RowTable, planned: PlannedRequests, keys: np.ndarray, unit: int, part: slice, token_ids: pa.Array
+    rows: RowTable,
+    planned: PlannedRequests,
+    keys: np.ndarray,
+    unit: int,
+    part: slice,
+    token_ids: pa.Array,
+    groups: np.ndarray,
+    expected_tokens: np.ndarray,
 ) -> pa.Table:
     index = planned.row_index[part]
     overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
@@ -132,6 +161,8 @@ def _request_table(
         "sampling": pa.array(overrides, pa.string()),
         "max_tokens": rows.max_tokens[index],
         "cached_tokens": planned.cached_tokens[part].astype(np.int32),
+        "prompt_group": groups,
+        "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
         "token_ids": token_ids,
     }
     return pa.table(columns, schema=REQUESTS.schema)

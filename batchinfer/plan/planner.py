@@ -10,7 +10,7 @@ import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.plan.expert_plan import counted_loads, plan_experts
+from batchinfer.plan.earlier_run import Learned, learn
+from batchinfer.plan.expert_plan import plan_experts
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix_stream import PrefixStream
-from batchinfer.plan.requests import PlannedRequests, plan_requests, sampling_keys
+from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
+from batchinfer.plan.summary import count_plan, predict
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
@@ -38,10 +40,19 @@ PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def plan_job(job: JobConfig, session: Session, *, strict: bool, expert_loads: Path | None = None) -> RunDir:
+def plan_job(
+    job: JobConfig,
+    session: Session,
+    *,
+    strict: bool,
+    learn_from: Path | None = None,
+    expert_loads: Path | None = None,
+) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
 
     Args:
+        learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
+            to stand.
         expert_loads: folder of an earlier run whose tokens per expert say where experts are to stand.
 
     Raises:
@@ -52,12 +63,12 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool, expert_loads: Pa
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     _check_experts(job.cluster, model)
-    loads = None if expert_loads is None else counted_loads(expert_loads, model)
     tokenizer = load_tokenizer(Path(job.model.path))
     shards = find_shards(job.input.files, exclude=Path(job.output.dir))
     _check_shards(shards, strict)
     _check_columns(job, shards)
     fingerprint = job_fingerprint(job, shards, tokenizer.digest)
+    learned = learn(learn_from, expert_loads, model, fingerprint)
     run = RunDir(Path(job.output.dir))
     with _locked(run):
         if run.run_json.exists():
@@ -74,67 +85,65 @@ def plan_job(job: JobConfig, session: Session, *, strict: bool, expert_loads: Pa
         session.attach(run)
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
-            if loads is not None and (tables := plan_experts(job.cluster, model, loads)):
-                write_expert_tables(run.experts, tables)
-            _plan(job, run, state, shards, tokenizer, model, started=started, strict=strict)
+            if learned.expert_loads is not None:
+                tables = plan_experts(job.cluster, model, learned.expert_loads)
+                if tables:
+                    write_expert_tables(run.experts, tables)
+            prepared = _Prepared(job, run, tokenizer, model, learned)
+            shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
+            planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
+            publish_json(run.run_json, {**state, **planned})
         else:
             note(f"{run.root} is planned already; going on with that plan")
-            if loads is not None:
-                note("warning: its experts stay where they are; delete the folder to plan with other expert loads")
+            if learn_from is not None or expert_loads is not None:
+                note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
     if strict:
         refuse_bad_rows(run)
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What planning works with."""
+
+    job: JobConfig
+    run: RunDir
+    tokenizer: PromptTokenizer
+    model: ModelConfig
+    learned: Learned
+
+
 def _plan(
-    job: JobConfig,
-    run: RunDir,
-    state: dict[str, Any],
-    shards: list[Shard],
-    tokenizer: PromptTokenizer,
-    model: ModelConfig,
-    *,
-    started: float,
-    strict: bool,
-) -> None:
-    """Tokenise, order, cut, predict; the plan stands once run.json says so."""
+    prepared: _Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
+) -> tuple[list[Shard], dict[str, Any]]:
+    """Tokenise, order, cut, predict; returns the shards as they were found and the summary."""
+    job, run, model = prepared.job, prepared.run, prepared.model
     _remove_leftovers(run)
-    shards = _tokenize(job, run, shards, tokenizer, model, strict=strict)
+    shards = _tokenize(prepared, shards, strict=strict)
     _refuse_no_shard(shards)
     sampling = job.sampling.to_sampling()
     with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes:
         rows = load_rows(run, shards, prefixes.add)
         _check_memory(job, model, rows, shards)
-        planned = plan_requests(rows, prefixes.plan(), sampling)
-        keys = sampling_keys(run, shards, rows, planned, sampling)
-        num_units = write_plan(run, rows, planned, keys, prefixes.in_order())
-    summary = _summary(rows, planned, num_units, time.monotonic() - started)
+        requests = plan_requests(rows, prefixes.plan(), sampling)
+        keys = sampling_keys(run, shards, rows, requests, sampling)
+        work = write_plan(
+            run,
+            rows,
+            requests,
+            keys,
+            prefixes.in_order(),
+            num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
+            answer_lengths=prepared.learned.answer_lengths,
+        )
+    plan_s = time.monotonic() - started
+    holds_ranks = session.command == "run"
+    summary = {
+        **count_plan(rows, requests, work, plan_s),
+        **predict(job, work, prepared.learned.speeds, held_before_s=plan_s if holds_ranks else 0.0),
+    }
     write_rows(run.summary, PLAN_SUMMARY.schema, summary)
-    planned_state = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
-    publish_json(run.run_json, {**state, **planned_state})
-
-
-def read_summary(run: RunDir) -> dict[str, Any]:
-    """The plan's predictions by name (schemas.PLAN_SUMMARY)."""
-    return dict(read_json(run.run_json)["counts"])
-
-
-def format_summary(summary: dict[str, Any]) -> str:
-    """The predictions as a few lines for a person."""
-    saved = summary["input_tokens"] - summary["computed_tokens"]
-    share = saved / summary["input_tokens"] if summary["input_tokens"] else 0.0
-    return "\n".join(
-        [
-            f"rows        {summary['input_rows']:>14,} in, {summary['rows']:,} out, {summary['bad_rows']:,} bad",
-            f"requests    {summary['requests']:>14,} to compute in {summary['units']:,} units, "
-            f"{summary['duplicates']:,} duplicates",
-            f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared",
-            f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
-            f"({summary['distinct_tokens']:,} distinct: the least possible)",
-            f"to generate {summary['max_output_tokens']:>14,} tokens at most",
-            f"planned in  {summary['plan_s']:>14,.1f} s ({summary['rows_per_s']:,.0f} rows/s)",
-        ]
-    )
+    return shards, summary
 
 
 @contextmanager
@@ -203,10 +212,9 @@ def _refuse_no_shard(shards: list[Shard]) -> None:
         raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
 
 
-def _tokenize(
-    job: JobConfig, run: RunDir, shards: list[Shard], tokenizer: PromptTokenizer, model: ModelConfig, *, strict: bool
-) -> list[Shard]:
+def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list[Shard]:
     """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
+    job, run, model = prepared.job, prepared.run, prepared.model
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     checked = []
     num_capped = 0
@@ -217,7 +225,9 @@ def _tokenize(
                 checked.append(shard)
                 continue
             try:
-                found = tokenize_shard(shard, job, tokenizer, limits, run.tokens(shard.index), progress.advance)
+                found = tokenize_shard(
+                    shard, job, prepared.tokenizer, limits, run.tokens(shard.index), progress.advance
+                )
             except InputError as error:
                 if strict:
                     raise
@@ -258,23 +268,3 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
             f"cluster.page_bytes is {job.cluster.page_bytes}, but row {rows.row[largest]} of {name} needs {needed} "
             f"bytes of KV for {tokens[largest]} tokens; raise it to at least {needed}, or lower max_tokens"
         )
-
-
-def _summary(rows: RowTable, planned: PlannedRequests, num_units: int, seconds: float) -> dict[str, Any]:
-    lengths = rows.num_tokens
-    duplicate_tokens = int(lengths[planned.duplicate_row].sum())
-    return {
-        "input_rows": rows.num_input_rows,
-        "rows": int(rows.n.sum()) + rows.num_bad,
-        "bad_rows": rows.num_bad,
-        "requests": len(planned.row_index),
-        "duplicates": len(planned.duplicate_row),
-        "units": num_units,
-        "input_tokens": int((lengths * rows.n).sum()),
-        "duplicate_tokens": duplicate_tokens,
-        "computed_tokens": int((lengths[planned.row_index] - planned.cached_tokens).sum()),
-        "distinct_tokens": planned.distinct_tokens,
-        "max_output_tokens": int(rows.max_tokens[planned.row_index].sum()),
-        "plan_s": seconds,
-        "rows_per_s": rows.num_input_rows / seconds,
-    }

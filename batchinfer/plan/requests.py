@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinfer.plan.prefix import PrefixPlan
+from batchinfer.plan.prompt_groups import group_depths
 from batchinfer.plan.rows import RowTable, first_equal, load_ids
 from batchinfer.records import Sampling, Shard, sampling_key
 from batchinfer.rundir import RunDir
@@ -21,6 +22,7 @@ class PlannedRequests:
     place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising
     sample: np.ndarray  # [Q] int32
     cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
+    group_depth: np.ndarray  # [Q] int32, tokens that its prompt group has in common (prompt_groups.py)
     duplicate_row: np.ndarray  # [D] int64
     duplicate_sample: np.ndarray  # [D] int32
     original_row: np.ndarray  # [D] int64, the row (sample 0) that answers it
@@ -50,6 +52,7 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> Pl
         place=place,
         sample=sample,
         cached_tokens=cached,
+        group_depth=group_depths(prefixes.shared_tokens[order])[place],
         duplicate_row=duplicate_row,
         duplicate_sample=(_ranges(num_copies) + is_computed[duplicate_row]).astype(np.int32),
         original_row=original[duplicate_row],

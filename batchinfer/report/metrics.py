@@ -18,7 +18,19 @@ from batchinfer.rundir import RunDir, read_json
 Figure = float | int | None
 
 # queries/<name>.sql in this order, each a table that the ones after it use; errors.sql stands alone
-QUERIES = ("sessions", "spans", "held", "times", "tokens", "speeds", "extra_work", "communication", "ranks")
+QUERIES = (
+    "sessions",
+    "spans",
+    "held",
+    "times",
+    "tokens",
+    "speeds",
+    "extra_work",
+    "communication",
+    "ranks",
+    "balance",
+    "predictions",
+)
 
 METRICS: dict[str, str] = {
     "rows": "output rows: input rows times samples",
@@ -63,6 +75,16 @@ class RankDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the plan said of a figure, and what became of it; None where it is not known or does not apply."""
+
+    name: str  # as in queries/predictions.sql
+    planned: float | None
+    happened: float | None
+    at_best: float | None  # what no plan could go below
+
+
+@dataclass(frozen=True, slots=True)
 class RunDetails:
     """What a person wants to know beside the figures."""
 
@@ -70,7 +92,9 @@ class RunDetails:
     model: str
     dtype: str
     computed_tokens: int  # prompt tokens of requests that were run, without what was cached
-    predicted_computed_tokens: int | None  # the same, as planned
+    predictions: tuple[Prediction, ...]
+    decode_idle_share: float | None  # of the decode ranks' turns: those without a request; None with one rank
+    tail_s: float | None  # seconds at the end in which not all decode ranks had requests; None with one rank
     has_gpu_price: bool
     has_token_prices: bool
     unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
@@ -79,6 +103,7 @@ class RunDetails:
     comm_s: float  # in which an expert exchange was under way, added up over ranks
     ranks: tuple[RankDetails, ...]  # in the order of their numbers
     restarts: int  # how often ranks were started again after one died
+    moves: int  # running requests that went from one rank to another
 
 
 def report_metrics(run_folder: Path) -> dict[str, Figure]:
@@ -116,8 +141,14 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         run = _one_row(connection, "run", run_folder)
         tokens = _one_row(connection, "tokens", run_folder)
         communication = _one_row(connection, "communication", run_folder)
+        balance = _one_row(connection, "balance", run_folder)
+        predictions = _query(
+            connection, "SELECT name, planned, happened, at_best FROM predictions ORDER BY place", run_folder
+        )
         ranks = _query(connection, "SELECT * FROM ranks ORDER BY rank", run_folder)
-        ((restarts,),) = _query(connection, "SELECT coalesce(sum(restarts), 0) FROM nodes", run_folder)
+        ((restarts, moves),) = _query(
+            connection, "SELECT coalesce(sum(restarts), 0), coalesce(sum(moves), 0) FROM nodes", run_folder
+        )
         errors = _query(
             connection, f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}", run_folder
         )
@@ -126,7 +157,9 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         model=str(run["model"]),
         dtype=str(run["dtype"]),
         computed_tokens=tokens["computed_tokens"],
-        predicted_computed_tokens=run["predicted_computed_tokens"],
+        predictions=tuple(Prediction(*row) for row in predictions),
+        decode_idle_share=balance["decode_idle_share"],
+        tail_s=balance["tail_s"],
         has_gpu_price=run["gpu_hour"] is not None,
         has_token_prices=None not in (run["input_hit"], run["input_miss"], run["output"]),
         unreadable_shards=_unreadable_shards(run_folder),
@@ -135,6 +168,7 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         comm_s=communication["comm_s"],
         ranks=tuple(RankDetails(*rank) for rank in ranks),
         restarts=restarts,
+        moves=moves,
     )
 
 

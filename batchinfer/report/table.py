@@ -34,7 +34,7 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
     for title, body in sections:
         lines += [title, *body]
     if details is not None:
-        lines += _rank_lines(details) + _shard_lines(details) + _error_lines(details)
+        lines += _prediction_lines(details) + _rank_lines(details) + _shard_lines(details) + _error_lines(details)
     return "\n".join(lines) + "\n"
 
 
@@ -55,9 +55,7 @@ def _token_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
         _line("at best from a cache", _count(m["optimal_cached_tokens"]), "tokens"),
     ]
     if details is not None:
-        predicted = details.predicted_computed_tokens
-        note = None if predicted is None else f"planned {predicted:,}"
-        lines.append(_line("computed", _count(details.computed_tokens), "tokens", note))
+        lines.append(_line("computed", _count(details.computed_tokens), "tokens"))
     return [
         *lines,
         _line("output", _count(m["output_tokens"]), "tokens"),
@@ -108,6 +106,17 @@ def _money_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     ]
 
 
+def _prediction_lines(details: RunDetails) -> list[str]:
+    """The plan beside what happened, for what it could foresee and what applies."""
+    lines = [
+        _columns(f"  {label}", form(found.planned), form(found.happened), form(found.at_best))
+        for found in details.predictions
+        for label, form in [PREDICTION_FORMS[found.name]]
+        if found.planned is not None and found.happened is not None
+    ]
+    return [_columns("Plan", "planned", "happened", "at best"), *lines] if lines else []
+
+
 def _rank_lines(details: RunDetails) -> list[str]:
     """What each rank did, when there were several, and how often they were started again, when they were."""
     restarts = [_line("restarts", _count(details.restarts), "", "after a rank died")] if details.restarts else []
@@ -126,7 +135,19 @@ def _rank_lines(details: RunDetails) -> list[str]:
             for rank in details.ranks
         ),
         *_balance_lines(details.ranks),
+        *_idle_lines(details),
         *restarts,
+    ]
+
+
+def _idle_lines(details: RunDetails) -> list[str]:
+    """Decode ranks without work, and what was done against it; nothing unless several ranks decoded."""
+    if details.decode_idle_share is None:
+        return []
+    return [
+        _line("decode turns without work", _percent(details.decode_idle_share), "%"),
+        _line("tail", _seconds(details.tail_s), "s", "with an idle decode rank"),
+        _line("moved while running", _count(details.moves), "", "requests"),
     ]
 
 
@@ -190,6 +211,19 @@ _percent = _known(lambda value: f"{100 * value:,.1f}")
 _hours = _known(lambda value: f"{value:,.2f}" if value >= 1 else f"{value:.6f}")
 _dollars = _known(lambda value: f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.6f}")
 _seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}")
+
+_ratio = _known(lambda value: f"{value:,.3f}")
+
+PREDICTION_FORMS = {
+    "computed_tokens": ("prompt tokens computed", _count),
+    "output_tokens": ("output tokens", _count),
+    "prefill_balance": ("prefill, busiest / mean", _ratio),
+    "decode_balance": ("decode KV, busiest / mean", _ratio),
+    "expert_balance": ("experts, busiest / mean", _ratio),
+    "work_s": ("seconds on ranks", _rate),
+    "gpu_hours": ("GPU-hours", _hours),
+    "cost_usd": ("cost, $", _dollars),
+}
 
 
 def _duration(seconds: Figure) -> str | None:

@@ -1,0 +1,76 @@
+"""Prompts that are expected to get answers of like length: those with a long common start. Called by the planner."""
+
+# N prompts in prefix order, K requests in the order of execution
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+MIN_PROMPTS = 16  # of a group: fewer say little about the next one
+DEPTH_STEP = 8  # depths are cut to multiples of it, so that another job with the same instructions has the same groups
+
+
+def group_depths(shared_tokens: np.ndarray) -> np.ndarray:
+    """Tokens of the longest start that a prompt has in common with so many neighbours that they are a group.
+
+    Args:
+        shared_tokens: [N] integers, tokens shared with the prompt before it; the first entry is not read.
+
+    Returns:
+        [N] int32 tokens, multiples of DEPTH_STEP; 0: no group.
+    """
+    num_prompts = len(shared_tokens)
+    depths = np.zeros(num_prompts, dtype=np.int32)
+    num_windows = num_prompts - MIN_PROMPTS + 1
+    if num_windows < 1:
+        return depths
+    # what all prompts of the window that begins at k share
+    of_window = np.asarray(shared_tokens[1 : 1 + num_windows]).astype(np.int32)
+    for place in range(2, MIN_PROMPTS):
+        np.minimum(of_window, shared_tokens[place : place + num_windows], out=of_window, casting="unsafe")
+    of_window -= of_window % DEPTH_STEP
+    for place in range(MIN_PROMPTS):
+        part = depths[place : place + num_windows]
+        np.maximum(part, of_window, out=part)
+    return depths
+
+
+def group_ids(
+    token_ids: np.ndarray, offsets: np.ndarray, depths: np.ndarray, shared_tokens: np.ndarray, known: dict[int, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Names of the requests' groups, and what is known of their answers.
+
+    Args:
+        token_ids: flat [num_tokens] integers.
+        offsets: [K + 1] int64, request k's prompt is token_ids[offsets[k]:offsets[k + 1]].
+        depths: [K] from `group_depths`.
+        shared_tokens: [K] tokens shared with the request before it; the first entry is not read.
+        known: answer lengths by group, of an earlier run; the deepest known group that a prompt belongs to counts.
+
+    Returns:
+        ([K] int64, 0 for none; [K] float32 expected answer tokens, NaN when not known).
+    """
+    starts = np.ones(len(depths), dtype=bool)
+    starts[1:] = (depths[1:] != depths[:-1]) | (shared_tokens[1:] < depths[1:])
+    places = np.flatnonzero(starts)
+    ids = np.zeros(len(places), dtype=np.int64)
+    expected = np.full(len(places), np.nan, dtype=np.float32)
+    for group, place in enumerate(places.tolist()):
+        prompt = token_ids[offsets[place] : offsets[place + 1]]
+        depth = int(depths[place])
+        ids[group] = group_id(prompt, depth)
+        if known:
+            shallower = (group_id(prompt, tokens) for tokens in range(depth, 0, -DEPTH_STEP))
+            expected[group] = next((known[name] for name in shallower if name in known), np.nan)
+    group_of_request = np.cumsum(starts) - 1
+    return ids[group_of_request], expected[group_of_request]
+
+
+def group_id(prompt: np.ndarray, depth: int) -> int:
+    """63 bits for the first `depth` tokens of a prompt, the same in every job; 0 for no tokens."""
+    if depth == 0:
+        return 0
+    start = np.ascontiguousarray(prompt[:depth], dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(start, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,104 @@
+"""What a plan says about a job: counts, balance, time, cost. Called by the planner and by `batchinfer plan`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import JobConfig
+from batchinfer.plan.earlier_run import Speeds
+from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
+from batchinfer.plan.requests import PlannedRequests
+from batchinfer.plan.rows import RowTable
+from batchinfer.rundir import RunDir, read_json
+
+
+def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float) -> dict[str, Any]:
+    """The counts of schemas.PLAN_SUMMARY."""
+    lengths = rows.num_tokens
+    return {
+        "input_rows": rows.num_input_rows,
+        "rows": int(rows.n.sum()) + rows.num_bad,
+        "bad_rows": rows.num_bad,
+        "requests": len(requests.row_index),
+        "duplicates": len(requests.duplicate_row),
+        "units": len(work.unit_starts) - 1,
+        "input_tokens": int((lengths * rows.n).sum()),
+        "duplicate_tokens": int(lengths[requests.duplicate_row].sum()),
+        "computed_tokens": int((work.prompt_tokens - work.shared_tokens).sum()),
+        "distinct_tokens": requests.distinct_tokens,
+        "max_output_tokens": int(work.max_tokens.sum()),
+        "plan_s": plan_s,
+        "rows_per_s": rows.num_input_rows / plan_s,
+    }
+
+
+def predict(job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_before_s: float) -> dict[str, Any]:
+    """schemas.PREDICTIONS by name.
+
+    Args:
+        speeds: of an earlier run; without them time and cost are not known.
+        held_before_s: seconds for which the command holds the ranks before they start.
+    """
+    cluster = job.cluster
+    prefill, decode = balances(work, cluster)
+    is_known = bool(np.isfinite(work.expected_tokens).any())
+    work_s = None if speeds is None else held_before_s + work_seconds(work, cluster, speeds)
+    gpu_hours = None if work_s is None else cluster.num_ranks * work_s / 3600
+    gpu_hour = job.pricing.gpu_hour
+    return {
+        "expected_output_tokens": round(float(work.answer_tokens.sum())) if is_known else None,
+        "prefill_max_over_mean": prefill.max_over_mean,
+        "prefill_bound": prefill.bound,
+        "decode_max_over_mean": decode.max_over_mean,
+        "decode_bound": decode.bound,
+        "work_s": work_s,
+        "gpu_hours": gpu_hours,
+        "cost_usd": None if gpu_hours is None or gpu_hour is None else gpu_hours * gpu_hour,
+    }
+
+
+def read_summary(run: RunDir) -> dict[str, Any]:
+    """The plan's counts and predictions by name (schemas.PLAN_SUMMARY)."""
+    return dict(read_json(run.run_json)["counts"])
+
+
+def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
+    """The summary as a few lines for a person."""
+    saved = summary["input_tokens"] - summary["computed_tokens"]
+    share = saved / summary["input_tokens"] if summary["input_tokens"] else 0.0
+    expected = summary["expected_output_tokens"]
+    lines = [
+        f"rows        {summary['input_rows']:>14,} in, {summary['rows']:,} out, {summary['bad_rows']:,} bad",
+        f"requests    {summary['requests']:>14,} to compute in {summary['units']:,} units, "
+        f"{summary['duplicates']:,} duplicates",
+        f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared",
+        f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
+        f"({summary['distinct_tokens']:,} distinct: the least possible)",
+        f"to generate {summary['max_output_tokens']:>14,} tokens at most"
+        + ("" if expected is None else f", {expected:,} expected"),
+    ]
+    if num_ranks > 1:
+        lines += [
+            f"busiest rank{summary['prefill_max_over_mean']:>14.3f} times the mean in prefill "
+            f"(at best {summary['prefill_bound']:.3f}), {summary['decode_max_over_mean']:.3f} in decode "
+            f"(at best {summary['decode_bound']:.3f})"
+        ]
+    return "\n".join([*lines, *_time_lines(summary), _planned_line(summary)])
+
+
+def _time_lines(summary: dict[str, Any]) -> list[str]:
+    if summary["work_s"] is None:
+        return [f"time, cost  {'-':>14} not known; name a finished run of this model with --learn-from"]
+    done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))
+    cost = summary["cost_usd"]
+    return [
+        f"time        {summary['work_s']:>14,.1f} s on one group of ranks: done at {done} if it starts now",
+        f"GPU-hours   {summary['gpu_hours']:>14,.4f}" + ("" if cost is None else f", {cost:,.4f} $"),
+    ]
+
+
+def _planned_line(summary: dict[str, Any]) -> str:
+    return f"planned in  {summary['plan_s']:>14,.1f} s ({summary['rows_per_s']:,.0f} rows/s)"

@@ -1,0 +1,25 @@
+-- predictions: one row per prediction of the plan, in the report's order.
+--   name      what is predicted
+--   planned   by the plan
+--   happened  in the run
+--   at_best   what no plan could go below; null where nothing is known
+SELECT 1 AS place, 'computed_tokens' AS name, predicted_computed_tokens::DOUBLE AS planned,
+       computed_tokens::DOUBLE AS happened, distinct_tokens::DOUBLE AS at_best
+FROM run, tokens
+UNION ALL
+SELECT 2, 'output_tokens', predicted_expected_output_tokens, generated_tokens, NULL FROM run, tokens
+UNION ALL
+SELECT 3, 'prefill_balance', predicted_prefill_max_over_mean, prefill_max_over_mean, predicted_prefill_bound
+FROM run, balance
+UNION ALL
+SELECT 4, 'decode_balance', predicted_decode_max_over_mean, decode_max_over_mean, predicted_decode_bound
+FROM run, balance
+UNION ALL
+SELECT 5, 'expert_balance', predicted_expert_max_over_mean, expert_max_over_mean, predicted_expert_bound
+FROM run, balance
+UNION ALL
+SELECT 6, 'work_s', predicted_work_s, working_s, NULL FROM run, held
+UNION ALL
+SELECT 7, 'gpu_hours', predicted_gpu_hours, gpu_hours, NULL FROM run, held
+UNION ALL
+SELECT 8, 'cost_usd', predicted_cost_usd, gpu_hours * gpu_hour, NULL FROM run, held
