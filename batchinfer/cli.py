@@ -118,7 +118,7 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
     run it again: finished requests are kept.
     """
-    from batchinfer.engine.controller import planned_run
+    from batchinfer.planned import planned_run
     from batchinfer.rundir import refuse_bad_rows
     from batchinfer.session import Session
 
@@ -141,7 +141,7 @@ def finish(
     stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
-    from batchinfer.engine.controller import planned_run
+    from batchinfer.planned import planned_run
     from batchinfer.rundir import refuse_bad_rows
 
     with _alone("finish", stop) as session:

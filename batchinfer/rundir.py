@@ -81,7 +81,7 @@ class RunDir:
         return self.root / "work"
 
     def parcels(self, session: str) -> Path:
-        """KV on its way between hosts; of this session only, gone with it."""
+        """KV on its way between hosts; gone with the command that sends it."""
         return self.root / "work" / f"parcels-{session}"
 
     def meeting(self, group: str) -> Path:

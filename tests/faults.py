@@ -82,7 +82,7 @@ def run_while_killing(
         try:
             process.wait(timeout=rng.uniform(0.2, 6.0 if num_killed else 1.5))
             break
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # it is still running: kill something
             pass
         below = descendants(process.pid)
         if below:

@@ -23,6 +23,7 @@ ALLOWED = {
     "fingerprint": FILES,
     "stop": BASE,
     "session": FILES | {"data", "stop"},
+    "planned": FILES | {"fingerprint"},
     "schema": FILES | {"data"},
     "data": FILES,
     "plan": RUN | {"data", "balance", "model.config"},
@@ -38,7 +39,7 @@ ALLOWED = {
     "cli": None,  # one function per command, checked below
 }
 MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor", "parallel"}
-NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema"} | {
+NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema", "planned"} | {
     "data",
     "plan",
     "balance",

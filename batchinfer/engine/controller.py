@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.balance.decode import OutputLengths
-from batchinfer.config import JobConfig, load_job
+from batchinfer.config import JobConfig
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.agent import serve_node
@@ -32,10 +32,10 @@ from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_addre
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, listen, new_token
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
-from batchinfer.fingerprint import check_same, model_fingerprint, settings_fingerprint
+from batchinfer.fingerprint import check_same, model_fingerprint
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
-from batchinfer.records import BatchinferError, Completion, ConfigError, InterruptedRunError, Request, RequestKey
+from batchinfer.records import BatchinferError, Completion, InterruptedRunError, Request, RequestKey
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session
 from batchinfer.stop import StopSignal
@@ -425,28 +425,6 @@ def _given_up(request: Request, reason: str) -> Completion:
         kv_tokens_sum=0,
         error=f"the ranks ended twice while only this request was running; the last time: {reason}",
     )
-
-
-def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobConfig]:
-    """The run folder and job behind a job file or a run folder.
-
-    Raises:
-        ConfigError: there is no such file or folder, or the job has no plan yet.
-        RunMismatchError: the job's settings are not those of the plan.
-    """
-    if target.is_dir():
-        run = RunDir(target.absolute())
-        if not run.run_json.exists() or not run.job.exists():
-            raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
-        # the folder itself counts, not the output.dir written in it: it may have been moved
-        job = load_job(run.job, overrides)
-    else:
-        job = load_job(target, overrides)
-        run = RunDir(Path(job.output.dir))
-    if not run.run_json.exists() or read_json(run.run_json)["state"] == "planning":
-        raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
-    check_same(read_json(run.run_json)["fingerprint"], settings_fingerprint(job), run.root)
-    return run, job
 
 
 def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:

@@ -133,7 +133,7 @@ class RankGroup:
                         raise self._died()
                     messages.append((rank, message))
                 channel, message = self._incoming.get_nowait()
-        except queue.Empty:
+        except queue.Empty:  # everything that has come is taken
             pass
         if not messages and self.local.ended():
             raise self._died()
@@ -168,8 +168,8 @@ class RankGroup:
                     gone.add(rank)
                 else:
                     last.append((rank, message))
-        except RanksDiedError:
-            pass  # they are on their way out in any case
+        except RanksDiedError:  # they are on their way out in any case
+            pass
         self.end()
         return last
 

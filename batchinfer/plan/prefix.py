@@ -66,6 +66,36 @@ def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarra
     )
 
 
+def last_uses(shared_tokens: np.ndarray, lengths: np.ndarray, *, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Until when each block of KV is used, by the prompt that is the first to compute it.
+
+    In prefix order the prompts with a block stand together, so after the last of them nobody needs it again.
+
+    Args:
+        shared_tokens: [N] integers in the order of execution, tokens shared with the prompt before it.
+        lengths: [N] integers, prompt lengths in that order.
+        block_tokens: tokens per block; only whole blocks count.
+
+    Returns:
+        ([B] int64 places in the order, block by block of prompt by prompt; [N + 1] int64: prompt k is the first with
+        the blocks offsets[k] .. offsets[k + 1] - 1).
+    """
+    num_prompts = len(lengths)
+    firsts, lasts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    having = np.arange(num_prompts)  # prompts with so many blocks
+    end = block_tokens
+    while len(having := having[lengths[having] >= end]):
+        starts = np.ones(len(having), dtype=bool)
+        starts[1:] = (np.diff(having) > 1) | (shared_tokens[having[1:]] < end)
+        firsts.append(having[starts])
+        lasts.append(having[np.append(np.flatnonzero(starts)[1:], len(having)) - 1])
+        end += block_tokens
+    first = np.concatenate(firsts)
+    offsets = np.zeros(num_prompts + 1, dtype=np.int64)
+    np.cumsum(np.bincount(first, minlength=num_prompts), out=offsets[1:])
+    return np.concatenate(lasts)[np.argsort(first, kind="stable")], offsets
+
+
 def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:
     """Refuse what no prefix plan can be made of (ValueError, see `plan_prefixes`)."""
     if block_tokens < 1:
