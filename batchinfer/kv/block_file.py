@@ -175,6 +175,28 @@ def read_blocks(
             raise DamagedFileError(f"the checksum of block {position + index} does not match", num_intact=index)
 
 
+def check_file(path: str, name: FileName, *, identity_start: str, block_bytes: int) -> None:
+    """Read a whole file and check it against its name.
+
+    Raises:
+        DamagedFileError: the first thing that is wrong with it.
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        header = parse_header(os.pread(descriptor, HEADER_BYTES, 0))
+        blocks = [bytes.fromhex(block) for block in header.blocks]
+        if tuple(block[:SHORT_BYTES] for block in blocks) != name.blocks:
+            raise DamagedFileError("it holds other blocks than its name says")
+        if not header.identity.startswith(identity_start):
+            raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+        out = np.empty((len(blocks), block_bytes), np.uint8)
+        identity = bytes.fromhex(header.identity)
+        read_blocks(descriptor, identity=identity, block_bytes=block_bytes, wanted=blocks, position=0, out=out)
+    finally:
+        os.close(descriptor)
+
+
 def write_blocks(descriptor: int, header: bytes, content: np.ndarray) -> None:
     """Write a whole file through an empty file's descriptor.
 

@@ -22,7 +22,7 @@ class Counters:
     write_s: float = 0.0  # of checksums and writing, summed over threads
     dropped_blocks: int = 0  # not written: the buffer was full, or the block before them is not there
     refused_blocks: int = 0  # not written: all that is there is worth more
-    lock_timeouts: int = 0  # files not written since another process kept the lock
+    lock_timeouts: int = 0  # another process kept the lock: a file was not written, or not counted
     evicted_files: int = 0
     evicted_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -44,7 +44,9 @@ def read_history(store: StoreDir) -> list[dict[str, Any]]:
         if name.startswith("."):
             continue
         try:
-            found.append(json.loads((store.history / name).read_bytes()))
+            document = json.loads((store.history / name).read_bytes())
         except (FileNotFoundError, ValueError):
             continue
+        if isinstance(document, dict) and "session" in document:
+            found.append(document)
     return found

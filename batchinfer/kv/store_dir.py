@@ -72,6 +72,7 @@ class StoredFile:
     path: str
     name: FileName | None  # None: in quarantine
     num_bytes: int
+    model: str = ""  # folder of its model
 
 
 def create_store(store: StoreDir, identity: KvIdentity) -> None:
@@ -143,13 +144,14 @@ def stored_files(store: StoreDir) -> Iterator[StoredFile]:
     for model in list_folder(store.models):
         block_bytes = model.rpartition("-")[2]
         if not block_bytes.isdecimal():
-            continue
+            continue  # not ours
         for part in list_folder(store.models / model):
             folder = f"{store.models}/{model}/{part}"
             for text in list_folder(folder):
                 name = FileName.parse(text)
                 if name is not None:
-                    yield StoredFile(f"{folder}/{text}", name, file_bytes(len(name.blocks), int(block_bytes)))
+                    num_bytes = file_bytes(len(name.blocks), int(block_bytes))
+                    yield StoredFile(f"{folder}/{text}", name, num_bytes, model)
 
 
 def quarantined_files(store: StoreDir) -> list[StoredFile]:
