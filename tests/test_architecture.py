@@ -59,6 +59,9 @@ CONTROLLER = {
     "nodes",
 }
 CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "units"}
+# The KV store itself: `batchinfer kv` looks after it on a login node.
+STORE = {"blocks", "block_file", "store_dir", "index", "space", "claims", "eviction", "room", "counters", "history"}
+STORE |= {"disk", "upkeep"}
 STANDARD_LIBRARY_ONLY = {"records"}
 
 
@@ -118,6 +121,13 @@ def test_the_controller_never_imports_torch(name):
             assert any(inner == item or inner.startswith(item + ".") for item in allowed), f"{name} imports {imported}"
 
 
+@pytest.mark.parametrize("name", [f"kv.{name}" for name in sorted(STORE)])
+def test_the_kv_store_never_imports_torch(name):
+    for imported in imports_of(MODULES[name]):
+        assert imported.split(".")[0] not in {"torch", "batchinfer_kernels"}
+        assert not imported.startswith("batchinfer.kv.") or imported.removeprefix("batchinfer.kv.") in STORE
+
+
 @pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))
 def test_records_imports_only_the_standard_library(name):
     outside = [item for item in imports_of(MODULES[name]) if item.split(".")[0] not in sys.stdlib_module_names]
@@ -162,6 +172,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.cli",
         "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
+        "batchinfer.kv.upkeep",
     ],
 )
 def test_commands_that_compute_nothing_start_without_torch(modules):

@@ -1,0 +1,215 @@
+"""One file of the KV store: a header that says what it holds, then blocks that follow each other in one chain.
+
+    name     <place of the first block in its chain>.<block before it>.<blocks …>.kv     hex, SHORT_BYTES of each name
+    content  | magic, version, length and checksum of the header | JSON, zeros up to 4096 bytes | block | block | …
+    block    [pages of a block, layers, 64 tokens, latent width]
+
+The name alone says which blocks are there, so that a store opens by listing folders; one block is read without the rest
+of its file. The checksum of a block is a CRC-32 and the sum of its 64-bit words: 96 bits at some 4 GB/s and with the
+interpreter free for other threads, where a cryptographic hash reaches 1-2 GB/s. It finds what disks and crashes do, not
+what an attacker does: files are readable and writable by their owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.kv.blocks import LAYOUT_VERSION, SHORT_BYTES, KvIdentity
+
+MAGIC = b"BIKVBLK\n"
+HEADER_BYTES = 4096
+MAX_BLOCKS = 16  # their names must fit into a file name and a header
+TARGET_BYTES = 8 << 20  # of a file: more pays neither for disks nor for network file systems
+CHECKSUM_BYTES = 12
+
+_PREFIX = struct.Struct(f"<8sII{CHECKSUM_BYTES}s")
+_ZEROS = bytes(CHECKSUM_BYTES)
+_NAME = re.compile(rf"([0-9]{{7,}})\.([0-9a-f]{{{2 * SHORT_BYTES}}})\.((?:[0-9a-f]{{{2 * SHORT_BYTES}}}){{1,16}})\.kv")
+
+
+class DamagedFileError(Exception):
+    """A file is not what its name promises; its first `num_intact` blocks of those asked for are."""
+
+    def __init__(self, reason: str, num_intact: int = 0) -> None:
+        super().__init__(reason)
+        self.num_intact = num_intact
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """What a file's name says; blocks by their short names."""
+
+    first: int  # place of the first block in its chain
+    parent: bytes  # the block before it; zeros at the start of a chain
+    blocks: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, chain: Sequence[bytes], start: int, stop: int) -> FileName:
+        parent = chain[start - 1][:SHORT_BYTES] if start else bytes(SHORT_BYTES)
+        return cls(start, parent, tuple(block[:SHORT_BYTES] for block in chain[start:stop]))
+
+    @classmethod
+    def parse(cls, name: str) -> FileName | None:
+        """None: not a file of blocks."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        data = bytes.fromhex(match[3])
+        blocks = tuple(data[at : at + SHORT_BYTES] for at in range(0, len(data), SHORT_BYTES))
+        return cls(int(match[1]), bytes.fromhex(match[2]), blocks)
+
+    @property
+    def folder(self) -> str:
+        return self.blocks[0].hex()[:2]
+
+    def __str__(self) -> str:
+        return f"{self.first:07d}.{self.parent.hex()}.{b''.join(self.blocks).hex()}.kv"
+
+
+def file_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Size of a file of so many blocks."""
+    return HEADER_BYTES + num_blocks * block_bytes
+
+
+def checksum(content: np.ndarray) -> bytes:
+    """[CHECKSUM_BYTES] of contiguous bytes, whose count is a multiple of 8."""
+    words = int(content.reshape(-1).view("<u8").sum(dtype=np.uint64))
+    return struct.pack("<IQ", zlib.crc32(content.data), words)
+
+
+def make_header(identity: KvIdentity, chain: Sequence[bytes], start: int, content: np.ndarray) -> bytes:
+    """The header of a file that holds `content`, blocks [n, block_bytes], from `start` on in their chain."""
+    document = {
+        "identity": identity.digest.hex(),
+        "made_by": identity.describe(),
+        "shape": identity.block_shape,
+        "first": start,
+        "blocks": [block.hex() for block in chain[start : start + len(content)]],
+        "checksums": [checksum(block).hex() for block in content],
+    }
+    data = json.dumps(document, separators=(",", ":")).encode()
+    unsigned = _PREFIX.pack(MAGIC, LAYOUT_VERSION, len(data), _ZEROS) + data
+    assert len(unsigned) <= HEADER_BYTES, f"a header of {len(unsigned)} bytes"
+    header = np.frombuffer(unsigned.ljust(HEADER_BYTES, b"\0"), np.uint8)
+    return _PREFIX.pack(MAGIC, LAYOUT_VERSION, len(data), checksum(header)) + header.tobytes()[_PREFIX.size :]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a reader needs of a header."""
+
+    identity: str  # hex
+    blocks: list[str]  # hex
+    checksums: list[str]  # hex
+
+
+def parse_header(header: bytes) -> Header:
+    """What a header says, once it is known to be whole.
+
+    Raises:
+        DamagedFileError: cut short, not a block file, damaged, or of another version.
+    """
+    if len(header) < HEADER_BYTES:
+        raise DamagedFileError(f"only {len(header)} bytes long")
+    magic, version, length, signature = _PREFIX.unpack_from(header)
+    if magic != MAGIC:
+        raise DamagedFileError("not a block file")
+    unsigned = _PREFIX.pack(magic, version, length, _ZEROS) + header[_PREFIX.size :]
+    if checksum(np.frombuffer(unsigned, np.uint8)) != signature:
+        raise DamagedFileError("the header's checksum does not match")
+    if version != LAYOUT_VERSION:
+        raise DamagedFileError(f"written in version {version} of the layout; this program knows {LAYOUT_VERSION}")
+    try:
+        document = json.loads(header[_PREFIX.size : _PREFIX.size + length])
+        return Header(document["identity"], document["blocks"], document["checksums"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"its header cannot be understood: {error}") from None
+
+
+def read_blocks(
+    descriptor: int, *, identity: bytes, block_bytes: int, wanted: Sequence[bytes], position: int, out: np.ndarray
+) -> None:
+    """Read blocks of one file that follow each other, and check each.
+
+    Args:
+        descriptor: of the file.
+        identity: digest that the header must name.
+        wanted: names of the blocks; the first is at `position` in the file.
+        out: [len(wanted), block_bytes] uint8, receives them.
+
+    Raises:
+        DamagedFileError: the file is damaged or not what it should be; nothing in `out` but its first `num_intact`
+            blocks may be used.
+        OSError: it cannot be read.
+    """
+    header = bytearray(HEADER_BYTES)
+    offset = file_bytes(position, block_bytes)
+    content = out.data.cast("B")
+    # in one go where the blocks follow the header
+    parts = [memoryview(header), content] if position == 0 else [memoryview(header)]
+    num_read = os.preadv(descriptor, parts, 0)
+    found = parse_header(bytes(header[:num_read]))
+    if found.identity != identity.hex():
+        raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+    stop = position + len(wanted)
+    if found.blocks[position:stop] != [block.hex() for block in wanted]:
+        raise DamagedFileError("it holds other blocks than its name says")
+    if os.fstat(descriptor).st_size != file_bytes(len(found.blocks), block_bytes):
+        raise DamagedFileError("it does not have the size that its header says")
+    num_read = max(num_read - HEADER_BYTES, 0)
+    while num_read < len(content):
+        num_more = os.preadv(descriptor, [content[num_read:]], offset + num_read)
+        if num_more == 0:
+            raise DamagedFileError("it became shorter while it was read")
+        num_read += num_more
+    for index, expected in enumerate(found.checksums[position:stop]):
+        if checksum(out[index]).hex() != expected:
+            raise DamagedFileError(f"the checksum of block {position + index} does not match", num_intact=index)
+
+
+def check_file(path: str, name: FileName, *, identity_start: str, block_bytes: int) -> None:
+    """Read a whole file and check it against its name.
+
+    Raises:
+        DamagedFileError: the first thing that is wrong with it.
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        header = parse_header(os.pread(descriptor, HEADER_BYTES, 0))
+        blocks = [bytes.fromhex(block) for block in header.blocks]
+        if tuple(block[:SHORT_BYTES] for block in blocks) != name.blocks:
+            raise DamagedFileError("it holds other blocks than its name says")
+        if not header.identity.startswith(identity_start):
+            raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+        out = np.empty((len(blocks), block_bytes), np.uint8)
+        identity = bytes.fromhex(header.identity)
+        read_blocks(descriptor, identity=identity, block_bytes=block_bytes, wanted=blocks, position=0, out=out)
+    finally:
+        os.close(descriptor)
+
+
+def write_blocks(descriptor: int, header: bytes, content: np.ndarray) -> None:
+    """Write a whole file through an empty file's descriptor.
+
+    Not forced to disk: a block that a power cut tears is found by its checksum and costs one computation, while a sync
+    per file would cost each block more than it saves. What the operating system holds back is written by itself.
+
+    Raises:
+        OSError: no room, or the disk fails.
+    """
+    parts = [memoryview(header), content.data.cast("B")]
+    while parts:
+        num_written = os.writev(descriptor, parts)
+        while parts and num_written >= len(parts[0]):
+            num_written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][num_written:]

@@ -1,0 +1,38 @@
+"""KV blocks between host memory, as files hold them, and the device's pages. Called by prefill."""
+
+# L layers, P pages of the pool, N pages of some blocks, W latent width
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int) -> np.ndarray:
+    """Copy pages out of the pool.
+
+    Args:
+        pages: [L, P, 64, W], the pool.
+        page_ids: [N] the pages of the blocks, in order.
+
+    Returns:
+        [num_blocks, block_bytes] uint8 in host memory, each block its pages one after another: [L, 64, W] each.
+    """
+    content = torch.empty((len(page_ids), pages.shape[0], *pages.shape[2:]), dtype=pages.dtype, device=pages.device)
+    for place, page in enumerate(page_ids):
+        content[place].copy_(pages[:, page])
+    return content.cpu().view(torch.uint8).numpy().reshape(num_blocks, -1)
+
+
+def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int]) -> None:
+    """Copy blocks into the pool.
+
+    Args:
+        blocks: [num_blocks, block_bytes] uint8, contiguous, as `blocks_from_pages` gives them.
+        pages: [L, P, 64, W], the pool.
+        page_ids: [N] where their pages belong, in order.
+    """
+    content = torch.from_numpy(blocks).view(-1).view(pages.dtype)
+    content = content.view(len(page_ids), pages.shape[0], *pages.shape[2:]).to(pages.device, non_blocking=True)
+    for place, page in enumerate(page_ids):
+        pages[:, page].copy_(content[place])

@@ -1,0 +1,90 @@
+"""What a KV block is called: a hash of all that its content depends on. Called by prefill and by the KV store.
+
+key ──────┬────────────┬────────────┬─
+tokens    │  0 .. 63   │ 64 .. 127  │ …
+names   key ─> name 0 ─┴─> name 1 ──┴─> …     so two prompts share the names of their common whole blocks only
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.records import ConfigError
+
+LAYOUT_VERSION = 1  # of block files and of the order of values in them
+NAME_BYTES = 32
+SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+MAX_LABEL = 120  # characters of the readable words, so that a header has room for them
+
+
+@dataclass(frozen=True)
+class KvIdentity:
+    """What two computations must have in common before one may use the other's blocks.
+
+    `model` is for people only: the same weights in another folder share their blocks.
+    """
+
+    model: str
+    weights: str  # digest of the weight files
+    config: str  # digest of config.json in canonical form
+    dtype: str  # of a latent, a key of ITEM_BYTES
+    numerics: str  # family of backends that compute the same bits
+    salt: str
+    block_tokens: int
+    num_layers: int
+    latent_dim: int  # kv_lora_rank + qk_rope_head_dim
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"the KV store cannot hold {self.dtype!r}; use one of {', '.join(ITEM_BYTES)}")
+        if self.block_tokens < PAGE_TOKENS or self.block_tokens % PAGE_TOKENS:
+            raise ConfigError(f"kv.block_tokens is {self.block_tokens}, not a multiple of {PAGE_TOKENS}")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """Pages of a block, layers, tokens of a page, latent width: the order of values in a file."""
+        return self.block_tokens // PAGE_TOKENS, self.num_layers, PAGE_TOKENS, self.latent_dim
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.num_layers * self.latent_dim * ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """[32] what block names are keyed with."""
+        values = {**asdict(self), "layout_version": LAYOUT_VERSION}
+        del values["model"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()
+
+    def describe(self) -> dict[str, Any]:
+        """Readable values for headers and listings; of the salt only a digest, since it may be a secret."""
+        values = {key: value[:MAX_LABEL] if isinstance(value, str) else value for key, value in asdict(self).items()}
+        salt = hashlib.blake2b(self.salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        return {**values, "salt": salt if self.salt else ""}
+
+    def chain(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Names of the whole blocks of a prompt, in order.
+
+        Args:
+            token_ids: [num_tokens], each 0 .. 2**32 - 1; tokens after the last whole block have no name.
+        """
+        data = np.asarray(token_ids, dtype="<u4").tobytes()
+        num_bytes = 4 * self.block_tokens
+        keyed = hashlib.blake2b(key=self.digest, digest_size=NAME_BYTES)
+        names, parent = [], self.digest
+        for end in range(num_bytes, len(data) + 1, num_bytes):
+            hasher = keyed.copy()
+            hasher.update(parent + data[end - num_bytes : end])
+            parent = hasher.digest()
+            names.append(parent)
+        return names
