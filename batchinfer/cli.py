@@ -316,10 +316,7 @@ def _plan(
 ) -> RunDir:
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import format_summary, read_summary
-    from batchinfer.progress import note
 
-    if config.kv.dir is not None:
-        note("warning: [kv] dir is set, but this version has no KV store on disk; prefixes are shared in memory only")
     with tracer.span("plan", "controller"):
         run_dir = plan_job(config, session, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
     tracer.write(run_dir.trace)

@@ -174,7 +174,7 @@ class ClusterConfig(_Part):
 
 
 class KvConfig(_Part):
-    """The KV store on disk (accepted, not used in this version)."""
+    """The KV store on disk: prompt prefixes that this or an earlier job has computed are read instead."""
 
     dir: Text | None = Field(None, description="folder of the store; unset: no store")
     max_bytes: Count | None = Field(None, description="size bound of the store")

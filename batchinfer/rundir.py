@@ -21,7 +21,7 @@ class RunDir:
     job.toml  run.json  tokens/<shard>.parquet
     plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
-    outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes}/<session>*.parquet
+    outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     """
 
     root: Path

@@ -34,7 +34,9 @@ def main(folder: Path, memory_bytes: int) -> None:
         keys = sampling_keys(run, shards, rows, planned, sampling)
         seconds["requests"] = time.monotonic() - started - sum(seconds.values())
         disk_bytes = sum(file.stat().st_size for file in run.plan_scratch.glob("*"))
-        write_plan(run, rows, planned, keys, prefixes.in_order(), num_ranks=1, answer_lengths={})
+        write_plan(
+            run, rows, planned, keys, prefixes.in_order(), num_ranks=1, block_tokens=PAGE_TOKENS, answer_lengths={}
+        )
         seconds["merge and write"] = time.monotonic() - started - sum(seconds.values())
     # not getrusage: its maximum begins with that of the process that started this one
     peak_bytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]

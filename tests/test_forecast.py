@@ -107,7 +107,7 @@ def test_answer_lengths_are_learned_by_task(earlier):
 
 def test_speeds_are_those_of_the_recorded_steps(earlier):
     speeds = measured_speeds(earlier / "first")
-    steps = pq.read_table(*(earlier / "first" / "stats" / "steps").glob("*.parquet")).to_pylist()
+    steps = pq.read_table(earlier / "first" / "stats" / "steps").to_pylist()
     prefill = [item for item in steps if item["kind"] == "prefill"]
     tokens, seconds = (sum(item[name] for item in prefill) for name in ("new_tokens", "duration_s"))
     assert speeds.prefill_tokens_per_s == pytest.approx(tokens / seconds)
@@ -199,14 +199,14 @@ def test_balance_idle_turns_and_tail_are_counted_from_steps(tmp_path):
             start_s=start_s, num_requests=requests, kv_tokens=kv,
         )  # fmt: skip
 
-    #          step 0       step 1       step 2   (after a restart) step 0
+    #          step 0       step 1       step 2   (after a restart) step 9
     # rank 0   30 KV        10           20       5
     # rank 1   10           10           none     5
     steps = [
         decode(0, 0, 10.0, 3, 30), decode(1, 0, 10.0, 1, 10),
         decode(0, 1, 11.0, 1, 10), decode(1, 1, 11.0, 1, 10),
         decode(0, 2, 12.5, 2, 20), decode(1, 2, 12.5, 0, 0),
-        decode(0, 0, 8.0, 1, 5), decode(1, 0, 8.0, 1, 5),
+        decode(0, 9, 8.0, 1, 5), decode(1, 9, 8.0, 1, 5),
         step("a", "prefill", 1.0, new=60, cached=0, output=1, rank=0, step=3, expert_rows=90),
         step("a", "prefill", 1.0, new=20, cached=0, output=1, rank=1, step=3, expert_rows=30),
     ]  # fmt: skip

@@ -494,6 +494,9 @@ def full_details(**more: Any) -> RunDetails:
         "run": "demo",
         "model": "/models/tiny",
         "dtype": "bfloat16",
+        "memory_tokens": 1,
+        "disk_tokens": 2,
+        "duplicate_tokens": 3,
         "computed_tokens": 266_000_000_000,
         "predictions": (Prediction("computed_tokens", 265e9, 266e9, None),),
         "decode_idle_share": None,
@@ -507,6 +510,7 @@ def full_details(**more: Any) -> RunDetails:
         "ranks": (),
         "restarts": 0,
         "moves": 0,
+        "store": None,
     }
     return RunDetails(**{**values, **more})
 

@@ -76,6 +76,12 @@ REQUESTS = _table(
     ("sampling", pa.string(), "resolved sampling as JSON; null: the job's own"),
     ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window"),
     ("cached_tokens", pa.int32(), "prompt tokens predicted to be in memory when the request starts"),
+    (
+        "last_units",
+        pa.list_(pa.int32()),
+        "last unit that needs each KV block, from the first block on that no earlier request computes, while that is a "
+        "later unit than its own; null: none",
+    ),
     ("prompt_group", pa.int64(), "prompts with the same long start, the same number in every job; 0: no group"),
     ("expected_tokens", pa.float32(), "answer length of the group in an earlier run; null: not known"),
     ("token_ids", TOKEN_IDS, "prompt tokens"),
@@ -268,6 +274,26 @@ STATS_NODES = _table(
     ("end_s", pa.float64(), "Unix time of its end (or of its last sign of life)"),
     ("state", pa.string(), "'done', 'interrupted', 'failed' or 'running' (killed)"),
 )
+STATS_KV = _table(
+    "kv",
+    "one row per rank that used the KV store on disk, and per start of it",
+    ("session", pa.string(), "session (see nodes)"),
+    ("rank", pa.int32(), "rank"),
+    ("start", pa.int32(), "how often the ranks had been started again before"),
+    ("hit_blocks", pa.int64(), "blocks read, intact"),
+    ("hit_bytes", pa.int64(), "bytes of them"),
+    ("missing_blocks", pa.int64(), "blocks that a look-up had found and that could not be read then"),
+    ("read_s", pa.float64(), "seconds of reading and checking, over all threads"),
+    ("wait_s", pa.float64(), "seconds that prefill waited for blocks"),
+    ("damaged_files", pa.int64(), "files that failed a check and were moved to quarantine"),
+    ("written_blocks", pa.int64(), "blocks written"),
+    ("written_bytes", pa.int64(), "bytes of them"),
+    ("write_s", pa.float64(), "seconds of checksums and writing, behind the computation"),
+    ("dropped_blocks", pa.int64(), "blocks not written: the disk was too slow, or the block before them was missing"),
+    ("refused_blocks", pa.int64(), "blocks not written: all that the store held was worth more"),
+    ("evicted_files", pa.int64(), "files removed to make room"),
+    ("evicted_bytes", pa.int64(), "bytes of them"),
+)
 STATS_RUN = _table(
     "run",
     "one row: the job",
@@ -292,7 +318,7 @@ STATS_RUN = _table(
     ("output", pa.float64(), "$ per million output tokens"),
 )
 
-STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_RUN)
+STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_KV, STATS_RUN)
 
 
 def output_schema(id_type: pa.DataType, kept: list[pa.Field]) -> pa.Schema:

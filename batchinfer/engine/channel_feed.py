@@ -58,6 +58,10 @@ class ChannelFeed:
         tokens = {phase: counts.tolist() for phase, counts in self._expert_tokens.items()}
         self._channel.send({"type": "experts", "tokens": tokens})
 
+    def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
+        """See Feed."""
+        self._channel.send({"type": "kv_store", "counts": counts, "problems": problems})
+
     def hand_over(self, handovers: list[Handover]) -> None:
         """See Feed."""
         self._channel.send({"type": "handovers", "handovers": [plain_handover(handover) for handover in handovers]})

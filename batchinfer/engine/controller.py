@@ -149,6 +149,8 @@ class Controller:
             request_load=model.row_cost_in_kv_tokens,
             move_steps=MOVE_STEPS if ranks.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
         )
+        fingerprint = read_json(run.run_json)["fingerprint"]
+        self._model_digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
         self._experts = ExpertPlacer(run, job.cluster, model.n_routed_experts)
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it
@@ -157,6 +159,7 @@ class Controller:
         self._claimed: set[int] = set()
         self._look_again_s = 0.0
         self._has_told_of_waiting = False
+        self._told: set[str] = set()  # problems of the KV store
         self._starts_in_vain = self._starts_failed = 0
         self._num_given_up = 0
         self._has_stepped = False
@@ -216,6 +219,7 @@ class Controller:
                     "largest_tokens": largest_tokens,
                     "parcel_folder": str(self._run.parcels(self._session.name)),
                     "traced": self._tracer.enabled,
+                    "model_digests": self._model_digests,
                     "expert_slots": {place.role: self._slots(place.role) for place in self._ranks.places},
                 }
             )
@@ -235,6 +239,12 @@ class Controller:
             self._pass_on(rank, [handover_of(item) for item in message["handovers"]])
         elif kind == "adopted":
             self._adopted(rank, [key_of(item) for item in message["keys"]])
+        elif kind == "kv_store":
+            self._results.set_store_counts(rank, message["counts"])
+            for problem in message["problems"]:
+                if problem not in self._told:  # every rank finds the same
+                    self._told.add(problem)
+                    note(f"warning: {problem}")
         else:
             assert kind == "experts", f"rank {rank} sent {kind!r}"
             self._results.set_expert_tokens(rank, message["tokens"])
@@ -344,7 +354,8 @@ class Controller:
             # start looking behind this unit next time
             self._units = self._units[place + 1 :] + self._units[: place + 1]
             self._claimed.add(unit)
-            requests = read_unit(self._run, row, self._default)
+            after_tokens = self._shared_with_next.get(unit, 0)
+            requests = read_unit(self._run, row, self._default, after_tokens=after_tokens)
             missing = self._results.open_unit(claim, {request.key for request in requests})
             self._progress.advance(row["num_requests"] - len(missing))
             if missing:
@@ -352,7 +363,7 @@ class Controller:
                     unit,
                     [request for request in requests if request.key in missing],
                     is_fresh=len(missing) == len(requests),
-                    after_tokens=self._shared_with_next.get(unit, 0),
+                    after_tokens=after_tokens,
                 )
                 return True
             return self._open_next_unit()

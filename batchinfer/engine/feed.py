@@ -30,6 +30,15 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens of a request that were not computed for it, and some that were although others have them."""
+
+    memory: int = 0
+    disk: int = 0
+    replicated: int = 0  # see Completion
+
+
+@dataclass(frozen=True, slots=True)
 class Handover:
     """A request that another rank is to go on with: what it has generated so far, and its KV."""
 
@@ -37,7 +46,7 @@ class Handover:
     tokens: list[int]
     logprobs: list[TokenLogprob]  # of each token; empty unless asked for
     times: RequestTimes
-    replicated_tokens: int  # see Completion
+    cached: CachedTokens
     parcel: str  # where its KV lies (kv/parcel.py)
     num_bytes: int
 
@@ -98,6 +107,9 @@ class Feed(Protocol):
 
     def send_experts(self) -> None:
         """Report the tokens per expert since the start."""
+
+    def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
+        """Report what the KV store has done so far, and what the user should know of it."""
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """The KV of these requests has been read; their parcels can go."""

@@ -66,7 +66,7 @@ class Outbox:
             tokens=sequence.token_ids,
             logprobs=sequence.logprobs,
             times=sequence.times,
-            replicated_tokens=sequence.replicated_tokens,
+            cached=sequence.cached,
             parcel=parcel.path,
             num_bytes=parcel.num_bytes,
         )
@@ -96,7 +96,7 @@ class AdoptionQueue:
                 break
             self.waiting.popleft()
             sequence, num_known = adopted
-            sequence.replicated_tokens = handover.replicated_tokens
+            sequence.cached = handover.cached
             page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
             with log.kv("KV in"):
                 unpack_parcel(handover.parcel, pages, page_ids, first_page=num_known)

@@ -13,7 +13,10 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.handover import Outbox
 from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.engine.worker import RankWorker
+from batchinfer.kv.blocks import KvIdentity
+from batchinfer.kv.disk import DiskStore
 from batchinfer.model.config import load_model_config
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
@@ -34,6 +37,7 @@ class Surroundings:
     num_local_ranks: int  # ranks that share this host's memory
     parcel_folder: Path | None  # for KV between hosts; None: all ranks are on one host
     traced: bool
+    model_digests: dict[str, str]  # of weights and config.json, see fingerprint.py
 
 
 def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transformer:
@@ -101,6 +105,9 @@ def make_worker(
         share = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
         outbox = Outbox(share, None if around.parcel_folder is None else around.parcel_folder / f"rank-{place.rank}")
 
+    def open_store(pages: torch.Tensor) -> StoredPrefixes:
+        return _open_store(job, model, pages, around)
+
     def place_experts(slots: ExpertSlots) -> None:
         placements = _placements(slots, model.config.n_routed_experts, mesh)
         model.place_experts(Path(job.model.path), placements, mesh.rank)
@@ -116,8 +123,39 @@ def make_worker(
         overlap=cluster.overlap is not False and mesh.size > 1,
         outbox=outbox,
         place_experts=place_experts,
+        open_store=None if job.kv.dir is None else open_store,
         traced=around.traced,
     )
+
+
+def _open_store(job: JobConfig, model: Transformer, pages: torch.Tensor, around: Surroundings) -> StoredPrefixes:
+    """This rank's view of the job's KV store."""
+    assert job.kv.dir is not None
+    num_layers, _, _, latent_dim = pages.shape
+    identity = KvIdentity(
+        model=job.model.path,
+        weights=around.model_digests["model.weights"],
+        config=around.model_digests["model.config"],
+        dtype=str(pages.dtype).removeprefix("torch."),
+        numerics=_numerics(model),
+        salt=job.kv.salt,
+        block_tokens=job.kv.block_tokens,
+        num_layers=num_layers,
+        latent_dim=latent_dim,
+    )
+    return StoredPrefixes(
+        DiskStore(Path(job.kv.dir), identity, max_bytes=job.kv.max_bytes),
+        pages,
+        persist=job.kv.persist,
+        reuse=job.kv.reuse,
+        wait_s=job.cluster.collective_seconds / 4,
+    )
+
+
+def _numerics(model: Transformer) -> str:
+    """What decides the bits of a latent beside model and dtype: processor, library and kernels."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    return f"{processor}, torch {torch.__version__}, {model.kernels}"
 
 
 def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from batchinfer.engine.feed import Adoption, Handover, StepRecord, StepReport
+from batchinfer.engine.feed import Adoption, CachedTokens, Handover, StepRecord, StepReport
 from batchinfer.parallel.spans import Span
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
 
@@ -22,6 +22,7 @@ def request_of(plain: Plain) -> Request:
         **{
             **plain,
             "key": key_of(plain["key"]),
+            "last_units": tuple(plain["last_units"]),
             "sampling": Sampling(
                 **{
                     **sampling,
@@ -87,6 +88,7 @@ def plain_handover(handover: Handover) -> Plain:
         "key": plain_key(handover.key),
         "logprobs": [asdict(item) for item in handover.logprobs],
         "times": asdict(handover.times),
+        "cached": asdict(handover.cached),
     }
 
 
@@ -97,6 +99,7 @@ def handover_of(plain: Plain) -> Handover:
             "key": key_of(plain["key"]),
             "logprobs": [_logprob_of(item) for item in plain["logprobs"]],
             "times": RequestTimes(**plain["times"]),
+            "cached": CachedTokens(**plain["cached"]),
         }
     )
 

@@ -8,7 +8,9 @@ from collections import deque
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.batch import Chunk
+from batchinfer.engine.feed import CachedTokens
 from batchinfer.engine.sequence import Sequence, pages_needed
+from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import Match, PrefixTree
 from batchinfer.records import Request, RequestTimes
@@ -27,6 +29,7 @@ class PrefillQueue:
         max_step_tokens: int,
         prompt_only: bool = False,
         share_prefixes: bool = True,
+        stored: StoredPrefixes | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self._prompt_only = prompt_only  # another rank decodes
@@ -35,6 +38,7 @@ class PrefillQueue:
         self._tokenizer = tokenizer
         self._max_step_tokens = max_step_tokens
         self._share_prefixes = share_prefixes
+        self._stored = stored
         self._cut: Sequence | None = None  # its prompt goes on in the next step
         self._copied_pages: list[int] = []  # held until the step that copies from them is over
         self.num_running = 0  # admitted or adopted, and not released yet
@@ -111,11 +115,31 @@ class PrefillQueue:
         if match is None:
             return None
         sequence = self._new_sequence(request, match, RequestTimes(admitted_s=time.time()))
-        # what is missing beyond what other ranks have is not on purpose: it counts as wasted
-        sequence.replicated_tokens = min(request.replicated_tokens, request.shared_tokens - match.num_tokens)
-        if match.branch is not None:
+        num_stored = 0
+        if self._stored is not None:
+            num_stored = self._stored.fill(request, len(match.full), sequence.pages)
+        sequence.cached = self._cached(request, match.num_tokens, num_stored)
+        if num_stored > match.num_tokens:
+            sequence.num_computed = num_stored
+        elif match.branch is not None:
             self._copy_branch(match, sequence.pages[len(match.full)], copies)
         return sequence
+
+    def _cached(self, request: Request, num_known: int, num_stored: int) -> CachedTokens:
+        """How the tokens count that are in memory, and those that the disk has up to a place.
+
+        The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
+        again or read; what the disk has beyond them has never been computed in this run.
+        """
+        shared = request.shared_tokens
+        found = max(num_known, min(num_stored, shared))
+        return CachedTokens(
+            # without a store a row says what the plan says, so that it is the same after any restart
+            memory=request.cached_tokens if self._stored is None else shared,
+            disk=max(0, num_stored - max(num_known, shared)),
+            # what is missing beyond what other ranks have is not on purpose: it counts as wasted
+            replicated=min(request.replicated_tokens, shared - found),
+        )
 
     def _new_sequence(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
         held = self._tree.hold(match)

@@ -114,6 +114,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
         num_local_ranks=message["num_local_ranks"],
         parcel_folder=None if message["all_on_one_host"] else Path(message["parcel_folder"]),
         traced=message["traced"],
+        model_digests=message["model_digests"],
     )
     worker = make_worker(job, model, tokenizer, mesh, place, around)
     feed = ChannelFeed(channel, messages, worker.expert_tokens)

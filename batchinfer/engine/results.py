@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_STEPS
+from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
 from batchinfer.engine.claims import Claim, Claims
 from batchinfer.engine.feed import StepRecord
 from batchinfer.engine.units import result_keys, result_table
@@ -35,6 +35,8 @@ class Results:
         self._expert_tokens: dict[int, dict[str, np.ndarray]] = {}
         self._expert_tokens_now: dict[int, dict[str, np.ndarray]] = {}
         self._moe_layers = np.zeros(0, dtype=np.int32)
+        self._store_counts: dict[tuple[int, int], dict[str, float]] = {}  # by start and rank
+        self._num_starts = 0
         self.last_commit_s = time.monotonic()
 
     def set_moe_layers(self, layers: list[int]) -> None:
@@ -67,7 +69,7 @@ class Results:
         return any(self._missing[completion.unit] == 0 for completion in completions)
 
     def add_step(self, rank: int, record: StepRecord) -> None:
-        """Note a step; numbers go on where they were before a restart."""
+        """Note a step; numbers go on behind those before a restart, the same on all ranks of a group."""
         step = self._num_steps_of_rank.get(rank, 0)
         self._num_steps_of_rank[rank] = step + 1
         self._steps.append({"session": self._session.name, "rank": rank, **asdict(record), "step": step})
@@ -76,8 +78,15 @@ class Results:
         """Tokens per phase, MoE layer and expert that a rank has counted since it was started."""
         self._expert_tokens_now[rank] = {phase: np.array(counts, dtype=np.int64) for phase, counts in tokens.items()}
 
+    def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
+        """What the KV store has done for a rank since it was started."""
+        self._store_counts[self._num_starts, rank] = counts
+
     def ranks_ended(self) -> None:
         """The ranks count from zero when they are started again."""
+        self._num_starts += 1
+        most_steps = max(self._num_steps_of_rank.values(), default=0)
+        self._num_steps_of_rank = dict.fromkeys(self._num_steps_of_rank, most_steps)
         for rank, tokens in self._expert_tokens_now.items():
             earlier = self._expert_tokens.setdefault(rank, {})
             for phase, counts in tokens.items():
@@ -94,6 +103,7 @@ class Results:
         self._finished.clear()
         self._write_steps()
         self._write_experts()
+        self._write_store_counts()
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
             self._claims.complete(self._open.pop(unit))
             del self._missing[unit]
@@ -118,6 +128,16 @@ class Results:
         if parts:
             with table_writer(self._run.session_stats("experts", self._session.name), STATS_EXPERTS.schema) as writer:
                 writer.write_table(pa.concat_tables(parts))
+
+    def _write_store_counts(self) -> None:
+        if not self._store_counts:
+            return
+        rows = [
+            {"session": self._session.name, "rank": rank, "start": start, **counts}
+            for (start, rank), counts in self._store_counts.items()
+        ]
+        with table_writer(self._run.session_stats("kv", self._session.name), STATS_KV.schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, schema=STATS_KV.schema))
 
     def _tokens_of_rank(self, rank: int) -> dict[str, np.ndarray]:
         earlier, now = self._expert_tokens.get(rank, {}), self._expert_tokens_now.get(rank, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from batchinfer.data.tokenizer import PromptTokenizer, TextStream
+from batchinfer.engine.feed import CachedTokens
 from batchinfer.kv.pages import pages_for
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
@@ -23,7 +24,7 @@ class Sequence:
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
     num_prefill_steps: int = 0
-    replicated_tokens: int = 0  # prompt tokens computed again because another rank has them
+    cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text_so_far: str = ""
@@ -75,14 +76,14 @@ class Sequence:
             finish_reason=self.finish_reason or "error",
             stop_reason=self.stop_reason,
             prompt_tokens=num_prompt,
-            cached_memory_tokens=self.request.cached_tokens,
-            cached_disk_tokens=0,
+            cached_memory_tokens=self.cached.memory,
+            cached_disk_tokens=self.cached.disk,
             # the i-th new token (from 0) attends to the prompt and the i tokens before it
             kv_tokens_sum=num_new * num_prompt + num_new * (num_new - 1) // 2,
             times=self.times,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             error=self.error,
-            replicated_tokens=self.replicated_tokens,
+            replicated_tokens=self.cached.replicated,
         )
 
     def _look_for_stop_string(self, token: int) -> None:

@@ -17,14 +17,20 @@ from batchinfer.records import Completion, Request, RequestKey, Sampling, sampli
 from batchinfer.rundir import RunDir
 
 
-def read_unit(run: RunDir, row: dict[str, Any], default: Sampling) -> list[Request]:
-    """The requests of one unit in the plan's order (reads its row groups only)."""
+def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0) -> list[Request]:
+    """The requests of one unit in the plan's order (reads its row groups only).
+
+    Args:
+        after_tokens: what the last request shares with the first of the next unit.
+    """
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
     with own_file(run.requests):
         table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
     samplings: dict[str | None, Sampling] = {None: default}
     requests = []
-    for item in table.to_pylist():
+    items = table.to_pylist()
+    shared_with_next = [*(item["cached_tokens"] for item in items[1:]), after_tokens]
+    for item, next_tokens in zip(items, shared_with_next, strict=True):
         text = item["sampling"]
         if text not in samplings:
             samplings[text] = sampling_from_json(text)
@@ -36,6 +42,8 @@ def read_unit(run: RunDir, row: dict[str, Any], default: Sampling) -> list[Reque
                 sampling=replace(samplings[text], max_tokens=item["max_tokens"]),
                 sampling_key=item["sampling_key"],
                 cached_tokens=item["cached_tokens"],
+                kept_tokens=max(item["cached_tokens"], next_tokens),
+                last_units=tuple(item["last_units"] or ()),
                 prompt_group=item["prompt_group"],
                 expected_tokens=item["expected_tokens"],
             )

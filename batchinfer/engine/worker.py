@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 
 import numpy as np
+import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
@@ -19,6 +20,7 @@ from batchinfer.engine.layout import RankPlace
 from batchinfer.engine.micro_batches import halve_copies, halve_prefill
 from batchinfer.engine.prefill import PrefillQueue
 from batchinfer.engine.sequence import Sequence, pages_needed
+from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.kv.pages import PagePool
 from batchinfer.kv.parcel import parcel_bytes
 from batchinfer.model.transformer import Point, StepOutput, Transformer
@@ -42,6 +44,7 @@ class RankWorker:
         overlap: run two micro-batches in turn when there is work for both.
         outbox: for requests that go on at another rank; None for a rank alone.
         place_experts: moves this rank's experts; None for a rank alone.
+        open_store: opens the KV store of a rank that runs prefill, for its pages; None: no store.
         traced: report the spans of the first steps.
     """
 
@@ -60,6 +63,7 @@ class RankWorker:
         place_experts: Callable[[ExpertSlots], None] | None = None,
         traced: bool = False,
         share_prefixes: bool = True,
+        open_store: Callable[[torch.Tensor], StoredPrefixes] | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -68,12 +72,14 @@ class RankWorker:
         self._overlap = overlap
         self._pages = model.new_pages(num_pages)
         self._pool = PagePool(num_pages)
+        self._stored = open_store(self._pages) if open_store is not None and place.runs_prefill else None
         self._queue = PrefillQueue(
             self._pool,
             tokenizer,
             max_step_tokens=prefill_tokens,
             prompt_only=not place.runs_decode,
             share_prefixes=share_prefixes,
+            stored=self._stored,
         )
         self._decode = DecodeBatch(tokenizer.eos_token_ids)
         self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
@@ -103,6 +109,9 @@ class RankWorker:
             self._take_in(feed, wait_s)
             agreed = agree(self._mesh, self._wish(), overlap=self._overlap)
             if agreed.kind is Kind.LEAVE:
+                if self._stored is not None:
+                    self._stored.close()
+                    feed.send_store(self._stored.counts(), self._stored.take_problems())
                 return
             if agreed.kind is Kind.PLACE:
                 assert self._place_experts is not None
@@ -114,6 +123,8 @@ class RankWorker:
                 feed.send(report)
                 if handovers:
                     feed.hand_over(handovers)
+                if self._stored is not None and (problems := self._stored.take_problems()):
+                    feed.send_store(self._stored.counts(), problems)
             elif agreed.kind is Kind.DECODE:
                 feed.send(self._decode_once(agreed))
             wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
@@ -126,6 +137,8 @@ class RankWorker:
         if inbox.count_experts:
             feed.send_experts()
         self._queue.waiting.extend(inbox.requests)
+        if self._stored is not None:
+            self._stored.read_ahead(inbox.requests)
         self._adoptions.waiting.extend(inbox.adoptions)
         if self._outbox is not None:
             for key in inbox.adopted:
@@ -213,7 +226,10 @@ class RankWorker:
         start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
         # a rank may take part for the others' sake alone
         chunks, copies = self._queue.next_step(self._num_to_admit) if self._may_prefill else ([], {})
+        computing_s = time.time()
         output, complete = self._run_prefill(chunks, copies, log, in_pairs=agreed.in_pairs)
+        if self._stored is not None:
+            self._stored.note_step(chunks, time.time() - computing_s)
         self._queue.end_step()
         if complete:
             num_new = np.zeros(len(complete), dtype=np.int64)

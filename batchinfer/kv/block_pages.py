@@ -24,15 +24,16 @@ def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int)
     return content.cpu().view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
-def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int]) -> None:
+def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int], *, skip_pages: int = 0) -> None:
     """Copy blocks into the pool.
 
     Args:
         blocks: [num_blocks, block_bytes] uint8, contiguous, as `blocks_from_pages` gives them.
         pages: [L, P, 64, W], the pool.
-        page_ids: [N] where their pages belong, in order.
+        page_ids: [N] where their pages belong, in order, less those that are skipped.
+        skip_pages: leading pages of the blocks that are not wanted.
     """
-    content = torch.from_numpy(blocks).view(-1).view(pages.dtype)
-    content = content.view(len(page_ids), pages.shape[0], *pages.shape[2:]).to(pages.device, non_blocking=True)
+    content = torch.from_numpy(blocks).view(-1).view(pages.dtype).view(-1, pages.shape[0], *pages.shape[2:])
+    content = content[skip_pages:].to(pages.device, non_blocking=True)
     for place, page in enumerate(page_ids):
         pages[:, page].copy_(content[place])

@@ -41,9 +41,12 @@ class Load:
         """Whether `wait` returns at once."""
         return self.num_finished == len(self.spans)
 
-    def wait(self) -> np.ndarray:
-        """The blocks that were there and intact, from the chain's start on: [k, block_bytes] uint8, until `close`."""
-        return self._reader.wait(self)
+    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+        """The blocks that were there and intact, from the chain's start on: [k, block_bytes] uint8, until `close`.
+
+        After the timeout there are none, and the store is given up.
+        """
+        return self._reader.wait(self, timeout_s)
 
     def close(self) -> None:
         """Give the memory back; what is not read yet is not read any more."""
@@ -80,7 +83,7 @@ class Reader:
             thread.start()
 
     def ask(self, blocks: Sequence[bytes]) -> Load:
-        """Start to read the leading blocks of a chain that are in the store; returns at once."""
+        """Start to read the leading blocks of a chain, or of a part of one, that are in the store; returns at once."""
         load = Load(self, blocks, self.store.spans(blocks))
         with self._changed:
             if self._is_closed:
@@ -90,7 +93,7 @@ class Reader:
                 self._changed.notify_all()
         return load
 
-    def wait(self, load: Load) -> np.ndarray:
+    def wait(self, load: Load, timeout_s: float | None = None) -> np.ndarray:
         """See `Load.wait`. What is waited for goes first and needs no budget, so that it cannot wait for itself."""
         assert not load.is_closed, "a load that is closed has no content"
         started_s, is_first = time.monotonic(), not load.is_urgent
@@ -100,7 +103,9 @@ class Reader:
                 self._waiting.remove(load)
                 self._waiting.appendleft(load)
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: load.is_done)
+            if not self._changed.wait_for(lambda: load.is_done, timeout_s):
+                self.store.fail(TimeoutError(f"the disk has not answered for {timeout_s:,.0f} s"))
+                return self._allocate((0, self._block_bytes))
         content = self._allocate((0, self._block_bytes)) if load.content is None else load.content
         num_blocks = 0
         for span, num_intact in zip(load.spans, load.num_intact, strict=False):
@@ -126,8 +131,9 @@ class Reader:
             for load in list(self._waiting):
                 self._drop_unread(load)
             self._changed.notify_all()
+        # one that hangs in the operating system must not hold the job up; it ends with the process
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout=1.0)
 
     @property
     def _block_bytes(self) -> int:

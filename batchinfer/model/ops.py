@@ -28,6 +28,11 @@ class Ops:
     mla_prefill: TensorOp
     mla_decode: TensorOp
 
+    @property
+    def names(self) -> str:
+        """The modules that the implementations come from: those that give the same bits have the same names."""
+        return ", ".join(sorted({getattr(self, field.name).__module__ for field in fields(self)}))
+
     @classmethod
     def select(cls, choice: str = backend.AUTO) -> Ops:
         """The best implementation that runs here ("auto"), or the one named for all operations.

@@ -174,6 +174,11 @@ class Transformer:
         for mlp, placement in zip(mixtures, placements, strict=True):
             mlp.dispatcher.place(placement)
 
+    @property
+    def kernels(self) -> str:
+        """Where the operations' implementations come from."""
+        return self._ops.names
+
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype."""
         shape = (self.config.num_hidden_layers, num_pages, PAGE_TOKENS, self.config.latent_dim)

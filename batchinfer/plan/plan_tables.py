@@ -13,6 +13,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
+from batchinfer.plan.prefix import last_uses
 from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.requests import PlannedRequests
@@ -31,6 +32,7 @@ def write_plan(
     prompts: Iterator[SortedPrompts],
     *,
     num_ranks: int,
+    block_tokens: int,
     answer_lengths: dict[int, float],
 ) -> PlannedWork:
     """Write plan/{requests,units,duplicates}.parquet.
@@ -39,6 +41,7 @@ def write_plan(
         keys: [Q] uint64, the requests' sampling keys.
         prompts: all prompts in the prefix plan's order, part by part.
         num_ranks: of the group that works on a unit together.
+        block_tokens: tokens per block of the KV store.
         answer_lengths: known ones by prompt group.
 
     Raises:
@@ -48,6 +51,7 @@ def write_plan(
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, num_ranks=num_ranks)
     expected_tokens = np.full(len(new_tokens), np.nan, dtype=np.float32)
+    last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
     units = []
     num_row_groups = 0
@@ -65,7 +69,9 @@ def write_plan(
                     answer_lengths,
                 )
                 writer.write_table(
-                    _request_table(rows, planned, keys, unit, part, token_ids, groups, expected_tokens[part])
+                    _request_table(
+                        rows, planned, keys, unit, part, token_ids, groups, expected_tokens[part], last_units
+                    )
                 )
                 num_row_groups += 1
             units.append(
@@ -85,6 +91,23 @@ def write_plan(
     with table_writer(run.duplicates, DUPLICATES.schema) as writer:
         writer.write_table(_duplicate_table(rows, planned))
     return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
+
+
+def _last_units(
+    unit_starts: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarray, block_tokens: int
+) -> dict[int, list[int]]:
+    """The last unit that needs each block, for blocks that are needed after the unit that computes them.
+
+    By request; of the blocks that a request is the first to compute, only leading ones outlive its unit.
+    """
+    uses, offsets = last_uses(shared_tokens, lengths, block_tokens=block_tokens)
+    units = np.searchsorted(unit_starts, uses, side="right") - 1
+    owner = np.repeat(np.arange(len(lengths)), np.diff(offsets))
+    is_later = units > np.searchsorted(unit_starts, owner, side="right") - 1
+    found: dict[int, list[int]] = {}
+    for request, unit in zip(owner[is_later].tolist(), units[is_later].tolist(), strict=True):
+        found.setdefault(request, []).append(unit)
+    return found
 
 
 def write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
@@ -149,6 +172,7 @@ def _request_table(
     token_ids: pa.Array,
     groups: np.ndarray,
     expected_tokens: np.ndarray,
+    last_units: dict[int, list[int]],
 ) -> pa.Table:
     index = planned.row_index[part]
     overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
@@ -163,6 +187,7 @@ def _request_table(
         "cached_tokens": planned.cached_tokens[part].astype(np.int32),
         "prompt_group": groups,
         "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
+        "last_units": pa.array([last_units.get(place) for place in range(part.start, part.stop)], TOKEN_IDS),
         "token_ids": token_ids,
     }
     return pa.table(columns, schema=REQUESTS.schema)

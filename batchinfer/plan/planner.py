@@ -134,6 +134,7 @@ def _plan(
             keys,
             prefixes.in_order(),
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
+            block_tokens=job.kv.block_tokens,
             answer_lengths=prepared.learned.answer_lengths,
         )
     plan_s = time.monotonic() - started

@@ -22,6 +22,7 @@ class PlannedRequests:
     place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising
     sample: np.ndarray  # [Q] int32
     cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
+    shared_tokens: np.ndarray  # [Q] int64, the same without the limit that the last token has to run
     group_depth: np.ndarray  # [Q] int32, tokens that its prompt group has in common (prompt_groups.py)
     duplicate_row: np.ndarray  # [D] int64
     duplicate_sample: np.ndarray  # [D] int32
@@ -52,6 +53,7 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> Pl
         place=place,
         sample=sample,
         cached_tokens=cached,
+        shared_tokens=np.where(sample == 0, prefixes.shared_tokens[row_index], lengths[row_index]),
         group_depth=group_depths(prefixes.shared_tokens[order])[place],
         duplicate_row=duplicate_row,
         duplicate_sample=(_ranges(num_copies) + is_computed[duplicate_row]).astype(np.int32),

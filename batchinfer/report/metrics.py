@@ -30,6 +30,7 @@ QUERIES = (
     "ranks",
     "balance",
     "predictions",
+    "store",
 )
 
 METRICS: dict[str, str] = {
@@ -39,7 +40,7 @@ METRICS: dict[str, str] = {
     "input_tokens": "prompt tokens, counted once per sample",
     "cached_tokens": "prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's",
     "cache_hit_rate": "cached_tokens / input_tokens",
-    "optimal_cached_tokens": "input_tokens minus the tokens of all distinct prefixes: what a perfect cache would serve",
+    "optimal_cached_tokens": "input_tokens minus tokens of distinct prefixes that were not on disk: a perfect cache",
     "output_tokens": "tokens delivered, a duplicate's delivered output included",
     "output_tokens_per_s_per_request": "mean over generated requests of (tokens - 1) / (time of last - of first token)",
     "mean_kv_tokens_per_output_token": "mean KV length that a generated token attended to",
@@ -85,12 +86,27 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreDetails:
+    """What the KV store on disk did, over all ranks."""
+
+    read_bytes: int
+    written_bytes: int
+    wait_s: float  # that prefill waited for blocks, rank-seconds
+    damaged_files: int  # moved to quarantine, computed again
+    unwritten_blocks: int  # the disk was too slow, or all that the store held was worth more
+    evicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunDetails:
     """What a person wants to know beside the figures."""
 
     run: str
     model: str
     dtype: str
+    memory_tokens: int  # prompt tokens found in memory
+    disk_tokens: int  # read from the store on disk
+    duplicate_tokens: int  # of rows that another one answers
     computed_tokens: int  # prompt tokens of requests that were run, without what was cached
     predictions: tuple[Prediction, ...]
     decode_idle_share: float | None  # of the decode ranks' turns: those without a request; None with one rank
@@ -104,6 +120,7 @@ class RunDetails:
     ranks: tuple[RankDetails, ...]  # in the order of their numbers
     restarts: int  # how often ranks were started again after one died
     moves: int  # running requests that went from one rank to another
+    store: StoreDetails | None  # None: no KV store on disk
 
 
 def report_metrics(run_folder: Path) -> dict[str, Figure]:
@@ -142,6 +159,7 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         tokens = _one_row(connection, "tokens", run_folder)
         communication = _one_row(connection, "communication", run_folder)
         balance = _one_row(connection, "balance", run_folder)
+        store = _one_row(connection, "store", run_folder)
         predictions = _query(
             connection, "SELECT name, planned, happened, at_best FROM predictions ORDER BY place", run_folder
         )
@@ -156,6 +174,9 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         run=str(run["run"]),
         model=str(run["model"]),
         dtype=str(run["dtype"]),
+        memory_tokens=tokens["memory_tokens"],
+        disk_tokens=tokens["disk_tokens"],
+        duplicate_tokens=tokens["duplicate_tokens"],
         computed_tokens=tokens["computed_tokens"],
         predictions=tuple(Prediction(*row) for row in predictions),
         decode_idle_share=balance["decode_idle_share"],
@@ -169,6 +190,7 @@ def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
         ranks=tuple(RankDetails(*rank) for rank in ranks),
         restarts=restarts,
         moves=moves,
+        store=StoreDetails(**store) if store.pop("is_used") else None,
     )
 
 

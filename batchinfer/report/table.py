@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchinfer.report.metrics import Figure, RankDetails, RunDetails
+from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails
 from batchinfer.report.terminal import fit
 
 PANEL_WIDTH = 80
@@ -34,7 +34,8 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
     for title, body in sections:
         lines += [title, *body]
     if details is not None:
-        lines += _prediction_lines(details) + _rank_lines(details) + _shard_lines(details) + _error_lines(details)
+        lines += _prediction_lines(details) + _rank_lines(details) + _store_lines(details.store)
+        lines += _shard_lines(details) + _error_lines(details)
     return "\n".join(lines) + "\n"
 
 
@@ -52,8 +53,14 @@ def _token_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     lines = [
         _line("input", _count(m["input_tokens"]), "tokens"),
         _line("from a cache", _count(m["cached_tokens"]), "tokens", hit_note),
-        _line("at best from a cache", _count(m["optimal_cached_tokens"]), "tokens"),
     ]
+    if details is not None:
+        lines += [
+            _line("  in memory", _count(details.memory_tokens), "tokens"),
+            _line("  on disk", _count(details.disk_tokens), "tokens"),
+            _line("  of duplicate rows", _count(details.duplicate_tokens), "tokens"),
+        ]
+    lines.append(_line("at best from a cache", _count(m["optimal_cached_tokens"]), "tokens"))
     if details is not None:
         lines.append(_line("computed", _count(details.computed_tokens), "tokens"))
     return [
@@ -164,6 +171,24 @@ def _balance_lines(ranks: tuple[RankDetails, ...]) -> list[str]:
     return lines
 
 
+def _store_lines(store: StoreDetails | None) -> list[str]:
+    """What the KV store on disk did; of trouble only what there was."""
+    if store is None:
+        return []
+    lines = [
+        _line("read", _megabytes(store.read_bytes), "MB"),
+        _line("written", _megabytes(store.written_bytes), "MB"),
+        _line("prefill waited for it", _seconds(store.wait_s), "s", "added up over ranks"),
+    ]
+    if store.evicted_bytes:
+        lines.append(_line("evicted", _megabytes(store.evicted_bytes), "MB"))
+    if store.unwritten_blocks:
+        lines.append(_line("not written", _count(store.unwritten_blocks), "blocks", "disk too slow, or store full"))
+    if store.damaged_files:
+        lines.append(_line("damaged", _count(store.damaged_files), "files", "computed again"))
+    return ["KV store", *lines]
+
+
 def _shard_lines(details: RunDetails) -> list[str]:
     shards = details.unreadable_shards
     if not shards:
@@ -212,6 +237,7 @@ _hours = _known(lambda value: f"{value:,.2f}" if value >= 1 else f"{value:.6f}")
 _dollars = _known(lambda value: f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.6f}")
 _seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}")
 
+_megabytes = _known(lambda value: f"{value / 1e6:,.1f}")
 _ratio = _known(lambda value: f"{value:,.3f}")
 
 PREDICTION_FORMS = {

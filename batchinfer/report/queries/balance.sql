@@ -8,16 +8,9 @@
 WITH groups AS (
     SELECT session, mode, prefill_ranks, decode_ranks FROM nodes WHERE mode IS NOT NULL AND prefill_ranks > 0
 ),
--- ranks that were started anew count their steps from 0 again
-numbered AS (
-    SELECT
-        steps.*, mode, prefill_ranks, decode_ranks,
-        row_number() OVER (PARTITION BY session, rank, step, kind ORDER BY start_s) AS start
-    FROM steps JOIN groups USING (session)
-),
 prefill_work AS (
     SELECT session, rank, any_value(prefill_ranks) AS num_ranks, sum(new_tokens) AS tokens
-    FROM numbered
+    FROM steps JOIN groups USING (session)
     WHERE kind = 'prefill' OR mode = 'colocated'
     GROUP BY session, rank
 ),
@@ -35,9 +28,9 @@ decode_steps AS (
         any_value(decode_ranks) AS num_ranks,
         count(*) FILTER (num_requests > 0) AS num_working,
         max(start_s + duration_s) AS end_s
-    FROM numbered
+    FROM steps JOIN groups USING (session)
     WHERE kind = 'decode' AND decode_ranks > 1
-    GROUP BY session, start, step
+    GROUP BY session, step
 ),
 tails AS (
     SELECT max(end_s) - coalesce(max(end_s) FILTER (num_working = num_ranks), min(end_s)) AS tail_s

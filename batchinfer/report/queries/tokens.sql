@@ -1,6 +1,8 @@
 -- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample.
 --   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's
---   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes
+--   memory_, disk_, duplicate_tokens   the same by source
+--   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes that the
+--                          store on disk did not hold (what is read from it beyond the plan's prefixes was there before)
 --   output_tokens          delivered, duplicates included
 --   generated_tokens       of these, run through the model
 --   computed_tokens        prompt tokens of requests that were run, without what was found in memory or on disk
@@ -11,6 +13,9 @@ sums AS (
     SELECT
         coalesce(sum(prompt_tokens), 0) AS input_tokens,
         coalesce(sum(found_tokens + cached_duplicate_tokens), 0) AS cached_tokens,
+        coalesce(sum(cached_memory_tokens), 0) AS memory_tokens,
+        coalesce(sum(cached_disk_tokens), 0) AS disk_tokens,
+        coalesce(sum(cached_duplicate_tokens), 0) AS duplicate_tokens,
         coalesce(sum(completion_tokens), 0) AS output_tokens,
         coalesce(sum(generated_tokens), 0) AS generated_tokens,
         coalesce(sum(prompt_tokens - found_tokens) FILTER (generated_tokens > 0), 0) AS computed_tokens,
@@ -25,7 +30,10 @@ SELECT
     input_tokens,
     cached_tokens,
     cached_tokens / nullif(input_tokens, 0) AS cache_hit_rate,
-    greatest(0, input_tokens - (SELECT sum(distinct_tokens) FROM run)) AS optimal_cached_tokens,
+    memory_tokens,
+    disk_tokens,
+    duplicate_tokens,
+    greatest(0, input_tokens - (SELECT sum(distinct_tokens) FROM run) + disk_tokens) AS optimal_cached_tokens,
     output_tokens,
     generated_tokens,
     computed_tokens,
