@@ -36,6 +36,7 @@ chaos: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/ranks.py
 	$(BIN)/python tests/bench/prefix_stream.py
+	$(BIN)/python tests/bench/kv_store.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -82,9 +82,10 @@ class BlockIndex:
         return found
 
     def add(self, name: str) -> None:
+        parsed = _parsed(name)
         with self._lock:
-            self._folders.setdefault(_parsed(name).folder, _Folder()).names.add(name)
-            self._enter(name)
+            self._folders.setdefault(parsed.folder, _Folder()).names.add(name)
+            self._enter(name, parsed)
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -113,17 +114,18 @@ class BlockIndex:
         if changed_ns == folder.changed_ns and folder.is_settled:
             return
         folder.changed_ns, folder.is_settled = changed_ns, time.time() - changed_ns / 1e9 > _CLOCK_TICK_S
-        names = {name for name in list_folder(self.folder / part) if FileName.parse(name) is not None}
-        gone, new = folder.names - names, names - folder.names
-        folder.names = names
-        for name in gone:
+        names = set(list_folder(self.folder / part))
+        for name in folder.names - names:
+            folder.names.discard(name)
             self._drop(name)
-        for name in new:
-            self._enter(name)
+        for name in names - folder.names:
+            parsed = FileName.parse(name)
+            if parsed is not None:
+                folder.names.add(name)
+                self._enter(name, parsed)
 
-    def _enter(self, name: str) -> None:
-        for block in _parsed(name).blocks:
-            self.file_of_block[block] = name
+    def _enter(self, name: str, parsed: FileName) -> None:
+        self.file_of_block.update(dict.fromkeys(parsed.blocks, name))
 
     def _drop(self, name: str) -> None:
         for block in _parsed(name).blocks:
