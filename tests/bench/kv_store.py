@@ -2,10 +2,10 @@
 
 Blocks as large as DeepSeek-V3's (4.5 MB) and small ones (48 KiB) go from memory through the writer to the disk and
 through the reader back; the same bytes go into one large file and back in pieces of 8 MiB. Both alike: written until
-the disk has them (fsync at the end, of the large file or of all files of the store), dropped from the page cache, read
-into fresh memory. Medians of several rounds taken in turn.
+the disk has them (one `sync` of everything at the end), dropped from the page cache, read into fresh memory. Medians of
+several rounds taken in turn.
 
-    python tests/bench/kv_store.py [--folder FOLDER] [--mib 256] [--rounds 5]
+    python tests/bench/kv_store.py [--folder FOLDER] [--mib 256] [--rounds 6]
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,11 @@ from batchinfer.kv.disk import DiskStore
 from batchinfer.kv.reader import Reader
 from batchinfer.kv.upkeep import shrink_store
 from batchinfer.kv.writer import Writer
-from batchinfer.rundir import sync_file
 
 LARGE = KvIdentity("bench", "w", "c", "bfloat16", "bench", "", 64, 61, 576)
 SMALL = replace(LARGE, num_layers=4, latent_dim=96)
 PIECE_BYTES = 8 << 20
-CHAIN_BLOCKS = 32  # a prompt of 2048 tokens
+CHAIN_BLOCKS = 16  # a prompt of 1024 tokens
 NUM_FILES, NUM_BLOCKS = 100_000, 1_000_000
 
 
@@ -43,11 +41,6 @@ def seconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-def sync(paths: list[Path]) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(sync_file, paths))
 
 
 def drop_cache(paths: list[Path]) -> None:
@@ -62,7 +55,7 @@ def write_plain(path: Path, content: np.ndarray) -> None:
     with open(path, "wb", buffering=0) as file:
         for at in range(0, len(data), PIECE_BYTES):
             file.write(data[at : at + PIECE_BYTES].data)
-    sync([path])
+    os.sync()
 
 
 def read_plain(path: Path) -> None:
@@ -81,7 +74,7 @@ def write_store(store: DiskStore, chains: list[list[bytes]], content: np.ndarray
         for number, chain in enumerate(chains):
             writer.put(chain, 0, content[number * CHAIN_BLOCKS : (number + 1) * CHAIN_BLOCKS])
         writer.flush()
-    sync(files_of(store))
+    os.sync()
 
 
 def read_store(store: DiskStore, chains: list[list[bytes]]) -> None:
@@ -98,25 +91,38 @@ def compare(identity: KvIdentity, folder: Path, num_bytes: int, rounds: int) -> 
     content = rng.integers(0, 256, (num_chains * CHAIN_BLOCKS, identity.block_bytes), np.uint8)
     chains = [identity.chain(rng.integers(0, 1 << 17, 64 * CHAIN_BLOCKS)) for _ in range(num_chains)]
     taken: dict[str, list[float]] = {"write": [], "plain write": [], "read": [], "plain read": []}
-    for number in range(rounds):
-        plain, kv = folder / f"plain-{number}", folder / f"kv-{number}"
-        taken["plain write"].append(seconds(lambda path=plain: write_plain(path, content)))
+    plain, kv = folder / "plain", folder / "kv"
+    for number in range(rounds + 1):
         with closing(DiskStore(kv, identity)) as store:
-            taken["write"].append(seconds(lambda store=store: write_store(store, chains, content)))
-            drop_cache([plain])
-            taken["plain read"].append(seconds(lambda path=plain: read_plain(path)))
-            drop_cache(files_of(store))
-            taken["read"].append(seconds(lambda store=store: read_store(store, chains)))
+            steps: list[tuple[str, Callable[[], object]]] = [
+                ("plain write", lambda: write_plain(plain, content)),
+                ("write", lambda store=store: write_store(store, chains, content)),
+                ("plain read", lambda: read_plain(plain)),
+                ("read", lambda store=store: read_store(store, chains)),
+            ]
+            # who comes second gets colder memory: they take turns
+            order = (0, 1, 2, 3) if number % 2 else (1, 0, 3, 2)
+            for step in order:
+                name, function = steps[step]
+                if "read" in name:
+                    drop_cache([plain, *files_of(store)])
+                taken[name].append(seconds(function))
             num_files, problem = len(files_of(store)), store.take_problem()
             assert problem is None, problem
         plain.unlink()
         shutil.rmtree(kv)
-    medians = {name: statistics.median(values) for name, values in taken.items()}
+    # the first round only warms up
+    medians = {name: statistics.median(values[1:]) for name, values in taken.items()}
     print(f"{content.nbytes / 2**20:,.0f} MiB in blocks of {identity.block_bytes:,} bytes, {num_files:,} files")
     for name in ("write", "read"):
         rates = [content.nbytes / medians[which] / 1e9 for which in (name, f"plain {name}")]
+        slowest, fastest = (
+            choose(plain / own for plain, own in zip(taken[f"plain {name}"][1:], taken[name][1:], strict=True))
+            for choose in (min, max)
+        )
         print(
-            f"  {name:5}  store {rates[0]:5.2f} GB/s   plain file {rates[1]:5.2f} GB/s   {rates[0] / rates[1]:6.1%}",
+            f"  {name:5}  store {rates[0]:5.2f} GB/s   plain file {rates[1]:5.2f} GB/s   {rates[0] / rates[1]:6.1%}"
+            f"   (single rounds {slowest:.0%} - {fastest:.0%})",
             flush=True,
         )
 
@@ -128,8 +134,8 @@ def look_up(folder: Path) -> None:
     rng = np.random.default_rng(0)
     with closing(DiskStore(folder, identity)) as store:
         parts = store.store.model(identity)
-    for number in range(256):
-        (parts / f"{number:02x}").mkdir(exist_ok=True)
+    for number in range(64):
+        (parts / f"{number:02d}").mkdir(exist_ok=True)
     chains = [identity.chain(rng.integers(0, 1 << 17, 64 * per_file)) for _ in range(NUM_FILES)]
     for chain in chains:
         name = FileName.of(chain, 0, per_file)
@@ -160,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--mib", type=int, default=256, help="bytes to write and read per round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name, identity in (("large", LARGE), ("small", SMALL)):
