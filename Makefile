@@ -37,6 +37,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/ranks.py
 	$(BIN)/python tests/bench/prefix_stream.py
 	$(BIN)/python tests/bench/prefix_order.py
+	$(BIN)/python tests/bench/kv_store.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

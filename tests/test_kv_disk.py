@@ -14,9 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
 
 from batchinfer.kv import block_file, disk, space
-from batchinfer.kv.block_file import HEADER_BYTES, FileName, checksum
+from batchinfer.kv.block_file import HEADER_BYTES, MAX_BLOCKS, FileName, make_header
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.kv.reader import Reader
 from batchinfer.kv.space import open_books
@@ -85,13 +86,13 @@ def test_a_look_up_ends_at_the_first_gap(store):
     assert len(store.read([])) == 0
 
 
-def test_small_blocks_stand_together_in_files_and_large_ones_alone(tmp_path, store):
+def test_files_hold_many_small_blocks_and_few_large_ones(tmp_path, store):
     write_chain(store, chain_of(*LONG))
-    assert [FileName.parse(path.name).first for path in block_files(tmp_path / "kv")] == [0, 16, 32]
+    assert [FileName.parse(path.name).first for path in block_files(tmp_path / "kv")] == [0, 29]
     large = replace(IDENTITY, num_layers=61, latent_dim=576)  # DeepSeek-V3: 4.5 MB in bfloat16
     assert large.block_bytes == 4_497_408
     with closing(open_store(tmp_path / "large", large)) as other:
-        assert other.blocks_per_file == 1
+        assert other.blocks_per_file == 3
 
 
 def test_a_file_ends_where_the_next_use_changes(tmp_path, store):
@@ -165,6 +166,26 @@ def test_pages_go_to_blocks_and_back(dtype):
     assert not other[:, [0, 2, 6, 7, 8, 9]].any()
 
 
+def test_two_blocks_of_one_short_name_are_told_apart_and_the_file_is_not_to_blame(tmp_path, store):
+    chain = chain_of("a")
+    write_chain(store, chain)
+    clash = [chain[0][:-1] + bytes([chain[0][-1] ^ 1])]
+    assert store.find(clash) == 1
+    assert read_intact(store, clash) == 0
+    assert store.counters.missing_blocks == 1
+    assert quarantined(tmp_path / "kv") == []
+    assert read_intact(store, chain) == 1
+
+
+def test_the_longest_header_fits():
+    worst = replace(IDENTITY, **dict.fromkeys(("model", "weights", "config", "numerics", "salt"), '"\n\u20ac' * 999))
+    worst = replace(worst, block_tokens=2**20 * 64, num_layers=10**4, latent_dim=10**4)
+    chain = [bytes(32)] * 10**6
+    content = np.zeros((MAX_BLOCKS, 8), np.uint8)
+    assert len(make_header(worst, chain, 10**6 - MAX_BLOCKS, content)) == HEADER_BYTES
+    assert len(str(FileName.of(chain, 10**6 - MAX_BLOCKS, 10**6))) <= 255
+
+
 # Damage
 
 
@@ -231,9 +252,8 @@ def with_header(content, **changes):
     magic, version, length, _ = block_file._PREFIX.unpack_from(content)
     fields = {"magic": magic, "version": version, "json": content[block_file._PREFIX.size :][:length]} | changes
     parts = fields["magic"], fields["version"], len(fields["json"])
-    unsigned = (struct.pack("<8sII12s", *parts, bytes(12)) + fields["json"]).ljust(HEADER_BYTES, b"\0")
-    signature = checksum(np.frombuffer(unsigned, np.uint8))
-    return struct.pack("<8sII12s", *parts, signature) + unsigned[28:] + content[HEADER_BYTES:]
+    unsigned = (struct.pack("<8sII16s", *parts, bytes(16)) + fields["json"]).ljust(HEADER_BYTES, b"\0")
+    return struct.pack("<8sII16s", *parts, xxh3_128_digest(unsigned)) + unsigned[32:] + content[HEADER_BYTES:]
 
 
 @pytest.mark.parametrize(
@@ -502,16 +522,16 @@ def test_reading_ahead_stays_within_its_budget_and_what_is_waited_for_comes_all_
 def test_a_load_ends_before_the_first_block_that_is_damaged(tmp_path, store):
     chain = chain_of(*LONG)
     write_chain(store, chain)
-    damage(block_files(tmp_path / "kv")[1], HEADER_BYTES + 4 * BLOCK_BYTES + 17)
+    damage(block_files(tmp_path / "kv")[0], HEADER_BYTES + 20 * BLOCK_BYTES + 17)
     with closing(Reader(store)) as reader:
         load = reader.ask(chain)
         assert np.array_equal(load.wait(), content_of(chain[:20]))
         again = reader.ask(chain)
-        assert len(again.wait()) == 16
+        assert len(again.wait()) == 0
         nothing = reader.ask(chain_of("x"))
         assert nothing.is_done
         assert nothing.wait().shape == (0, BLOCK_BYTES)
-    assert store.counters.hit_blocks == 36
+    assert store.counters.hit_blocks == 20
 
 
 def test_closing_a_reader_ends_every_wait(store):
@@ -569,7 +589,7 @@ def test_a_lock_that_is_never_given_back_costs_blocks_and_no_more(store, monkeyp
 
 
 def test_closing_a_writer_in_time_leaves_the_rest_and_counts_it(store):
-    writer = Writer(store)
+    writer = Writer(store, num_threads=1)
     with open_books(store.store):
         for part in "abc":
             assert writer.put(chain_of(part), 0, content_of(chain_of(part))) == 1

@@ -38,11 +38,9 @@ def pool(latent_dim: int = WIDTH) -> torch.Tensor:
     return torch.zeros(LAYERS, POOL, PAGE_TOKENS, latent_dim)
 
 
-def open_prefixes(
-    folder: Path, pages: torch.Tensor, *, reuse="always", wait_s=5.0, block_tokens=PAGE_TOKENS, persist="all"
-):
+def open_prefixes(folder: Path, pages: torch.Tensor, *, block_tokens=PAGE_TOKENS, **how):
     store = SlowStore(folder, identity(pages.shape[3], block_tokens))
-    return store, StoredPrefixes(store, pages, persist=persist, reuse=reuse, wait_s=wait_s)
+    return store, StoredPrefixes(store, pages, **{"persist": "all", "reuse": "always", "wait_s": 5.0} | how)
 
 
 def request(tokens: list[int], row: int = 0, **more) -> Request:

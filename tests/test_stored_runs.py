@@ -16,6 +16,7 @@ import pytest
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.report.metrics import report_details, report_metrics
+from faults import run_while_killing
 from jobs import batchinfer, outputs, write_job, write_shard
 from paths import RANDOM_MODEL, SAMPLE_MODEL
 
@@ -150,6 +151,23 @@ def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_fol
     assert again.code == 0, again.err
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
     assert report_details(run).disk_tokens > 0
+
+
+def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, tmp_path):
+    job = write_job(
+        job_folder.path,
+        name="killed.toml",
+        cluster=LAYOUTS["2"],
+        sampling={"max_tokens": 6},
+        kv={"dir": str(tmp_path / "store"), "persist": "all"},
+    )
+    for turn in range(2):
+        run = tmp_path / f"run-{turn}"
+        ended, _ = run_while_killing(job, run, (), num_kills=2, seed=turn)
+        assert ended.code == 0, ended.err
+        assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
+    verified = batchinfer("kv", "verify", tmp_path / "store")
+    assert verified.code == 0, verified.out
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])

@@ -23,7 +23,7 @@ LAYOUT_VERSION = 1  # of block files and of the order of values in them
 NAME_BYTES = 32
 SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-MAX_LABEL = 120  # characters of the readable words, so that a header has room for them
+MAX_LABEL = 64  # characters of the readable words, so that a header has room for them
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class KvIdentity:
 
     def describe(self) -> dict[str, Any]:
         """Readable values for headers and listings; of the salt only a digest, since it may be a secret."""
-        values = {key: value[:MAX_LABEL] if isinstance(value, str) else value for key, value in asdict(self).items()}
+        values = {key: _label(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
         salt = hashlib.blake2b(self.salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         return {**values, "salt": salt if self.salt else ""}
 
@@ -88,3 +88,7 @@ class KvIdentity:
             parent = hasher.digest()
             names.append(parent)
         return names
+
+
+def _label(text: str) -> str:
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text[:MAX_LABEL])

@@ -22,6 +22,7 @@ from batchinfer.kv.block_file import (
     TARGET_BYTES,
     DamagedFileError,
     FileName,
+    NameClashError,
     file_bytes,
     make_header,
     read_blocks,
@@ -31,10 +32,10 @@ from batchinfer.kv.blocks import SHORT_BYTES, KvIdentity
 from batchinfer.kv.claims import Claims
 from batchinfer.kv.counters import Counters
 from batchinfer.kv.history import publish_history
-from batchinfer.kv.index import BlockIndex, Span
+from batchinfer.kv.index import BlockIndex, Span, parsed_name
 from batchinfer.kv.room import Room
 from batchinfer.kv.space import LockTimeoutError
-from batchinfer.kv.store_dir import StoredFile, StoreDir, create_store, make_folder, quarantined_files
+from batchinfer.kv.store_dir import StoredFile, StoreDir, create_store, quarantined_files
 from batchinfer.records import ConfigError
 
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
@@ -124,6 +125,8 @@ class DiskStore:
             self._index.forget(span.file)
             if not os.path.exists(self.store.marker):
                 self._switch_off("read", error)
+        except NameClashError:
+            pass  # one in 2**48: counted below as missing, and computed
         except DamagedFileError as error:
             num_intact = error.num_intact
             self._quarantine(span.file, path)
@@ -143,6 +146,8 @@ class DiskStore:
             first: place of the first block given.
             content: [len(blocks) - first, block_bytes] uint8, contiguous.
         """
+        shape = (len(blocks) - first, self.identity.block_bytes)
+        assert content.shape == shape, f"blocks of shape {content.shape}, not {shape}"
         num_written, started_s = 0, time.monotonic()
         if first and not self.find([blocks[first - 1]]):
             # nobody would find them without the one before
@@ -205,6 +210,7 @@ class DiskStore:
         try:
             read_blocks(
                 descriptor,
+                parsed_name(span.file),
                 identity=self.identity.digest,
                 block_bytes=self.identity.block_bytes,
                 wanted=blocks,
@@ -260,8 +266,11 @@ class DiskStore:
     def _publish(self, descriptor: int, temporary: str, path: str, header: bytes, content: np.ndarray) -> None:
         try:
             write_blocks(descriptor, header, content)
-            make_folder(Path(path).parent)
-            os.rename(temporary, path)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:  # the first file in its folder
+                Path(path).parent.mkdir(0o700, exist_ok=True)
+                os.rename(temporary, path)
         except OSError:
             # its room stays booked until files are counted again: whatever failed here may fail there too
             Path(temporary).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Which blocks of one model are in the store, known from the names of its files. Called by the store for look-ups.
 
-Opening lists 256 folders and reads no file. Afterwards only folders that changed are listed again, so what other
-processes wrote or removed is learned at the price of 256 `stat` calls.
+Opening lists 64 folders and reads no file. Afterwards only folders that changed are listed again, so what other
+processes wrote or removed is learned at the price of 64 `stat` calls.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class BlockIndex:
                 last = found[-1]
                 found[-1] = Span(name, last.position, last.start, at + 1)
             else:
-                found.append(Span(name, _parsed(name).blocks.index(short), at, at + 1))
+                found.append(Span(name, parsed_name(name).blocks.index(short), at, at + 1))
         return found
 
     def path(self, name: str) -> str:
-        return f"{self.folder}/{_parsed(name).folder}/{name}"
+        return f"{self.folder}/{parsed_name(name).folder}/{name}"
 
     def ancestors(self, parent: bytes) -> set[str]:
         """Names of the files that hold a block (by its short name) and those before it in its chain."""
@@ -78,17 +78,18 @@ class BlockIndex:
         name = self.file_of_block.get(parent)
         while name is not None and name not in found:
             found.add(name)
-            name = self.file_of_block.get(_parsed(name).parent)
+            name = self.file_of_block.get(parsed_name(name).parent)
         return found
 
     def add(self, name: str) -> None:
+        parsed = parsed_name(name)
         with self._lock:
-            self._folders.setdefault(_parsed(name).folder, _Folder()).names.add(name)
-            self._enter(name)
+            self._folders.setdefault(parsed.folder, _Folder()).names.add(name)
+            self._enter(name, parsed)
 
     def forget(self, name: str) -> None:
         with self._lock:
-            folder = self._folders.get(_parsed(name).folder)
+            folder = self._folders.get(parsed_name(name).folder)
             if folder is not None:
                 folder.names.discard(name)
             self._drop(name)
@@ -113,25 +114,27 @@ class BlockIndex:
         if changed_ns == folder.changed_ns and folder.is_settled:
             return
         folder.changed_ns, folder.is_settled = changed_ns, time.time() - changed_ns / 1e9 > _CLOCK_TICK_S
-        names = {name for name in list_folder(self.folder / part) if FileName.parse(name) is not None}
-        gone, new = folder.names - names, names - folder.names
-        folder.names = names
-        for name in gone:
+        names = set(list_folder(self.folder / part))
+        for name in folder.names - names:
+            folder.names.discard(name)
             self._drop(name)
-        for name in new:
-            self._enter(name)
+        for name in names - folder.names:
+            parsed = FileName.parse(name)
+            if parsed is not None:
+                folder.names.add(name)
+                self._enter(name, parsed)
 
-    def _enter(self, name: str) -> None:
-        for block in _parsed(name).blocks:
-            self.file_of_block[block] = name
+    def _enter(self, name: str, parsed: FileName) -> None:
+        self.file_of_block.update(dict.fromkeys(parsed.blocks, name))
 
     def _drop(self, name: str) -> None:
-        for block in _parsed(name).blocks:
+        for block in parsed_name(name).blocks:
             if self.file_of_block.get(block) == name:
                 del self.file_of_block[block]
 
 
-def _parsed(name: str) -> FileName:
+def parsed_name(name: str) -> FileName:
+    """What the name of a file in an index says."""
     parsed = FileName.parse(name)
     assert parsed is not None, f"{name} is no file of blocks"
     return parsed

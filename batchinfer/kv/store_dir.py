@@ -1,7 +1,7 @@
 """Where things are in a KV store's folder, all of them readable by their owner only. Called by the rest of the store.
 
 store.json                        what makes a folder a store
-models/<digest>-<block bytes>/    identity.json, and <xx>/<name>.kv: the blocks (block_file.py)
+models/<digest>-<block bytes>/    identity.json, and <00 .. 63>/<name>.kv: the blocks (block_file.py)
 writing/<bytes>.<session>.tmp     files being written, each locked by its writer
 quarantine/                       damaged files, the latest few
 claims/<session>                  which blocks a live run still needs, and when (claims.py)

@@ -1,4 +1,4 @@
-"""Writes KV blocks behind the computation, from a bounded buffer, in a background thread. Called by prefill.
+"""Writes KV blocks behind the computation, from a bounded buffer, in background threads. Called by prefill.
 
 The caller never waits. When the buffer is full, blocks are dropped and counted instead: a block that is not stored
 costs at most one computation later, waiting for the disk would cost all requests of a step now.
@@ -22,23 +22,33 @@ class _Job:
     first: int
     content: np.ndarray
 
+    @property
+    def parent(self) -> bytes | None:
+        return self.blocks[self.first - 1] if self.first else None
+
 
 class Writer:
     """Writes behind for one process.
 
     Args:
         buffer_bytes: most bytes that wait or are being written.
+        num_threads: chains written at a time.
     """
 
-    def __init__(self, store: DiskStore, *, buffer_bytes: int = 1 << 28) -> None:
+    def __init__(self, store: DiskStore, *, buffer_bytes: int = 1 << 28, num_threads: int = 2) -> None:
         self.store = store
         self._buffer_bytes = buffer_bytes
         self._jobs: deque[_Job] = deque()
         self._pending: set[bytes] = set()  # blocks that wait or are being written
+        self._writing: set[bytes] = set()  # of these, the latter
         self._changed = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="kv-writer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kv-writer-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, blocks: Sequence[bytes], first: int, content: np.ndarray) -> int:
         """Have blocks of a chain written; returns how many are in the store or on their way to it.
@@ -84,23 +94,30 @@ class Writer:
                 self.store.counters.add(dropped_blocks=len(job.blocks) - job.first)
             self._jobs.clear()
             self._changed.notify_all()
-        # one that hangs in the operating system must not hold the job up; it ends with the process
-        self._thread.join(timeout=1.0)
+        for thread in self._threads:
+            # one that hangs in the operating system must not hold the job up; it ends with the process
+            thread.join(timeout=1.0)
 
     def _is_known(self, block: bytes) -> bool:
         return block in self._pending or self.store.find([block]) == 1
 
+    def _may_start(self) -> bool:
+        """Blocks wait until those before them in their chain are written, or it is known that they cannot be."""
+        return bool(self._jobs) and self._jobs[0].parent not in self._writing
+
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or bool(self._jobs))
+                self._changed.wait_for(lambda: self._is_closed or self._may_start())
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
+                self._writing.update(job.blocks[job.first :])
             try:
                 self.store.write(job.blocks, job.first, job.content)
             except Exception as error:  # told to the user; the blocks are computed again when they are needed
                 self.store.fail(error)
             with self._changed:
+                self._writing.difference_update(job.blocks[job.first :])
                 self._pending.difference_update(job.blocks[job.first :])
                 self._changed.notify_all()
