@@ -38,6 +38,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/prefix_stream.py
 	$(BIN)/python tests/bench/prefix_order.py
 	$(BIN)/python tests/bench/kv_store.py
+	$(BIN)/python tests/bench/kv_rerun.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
