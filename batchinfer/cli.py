@@ -193,7 +193,7 @@ def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
     """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
 
     \b
-    The views for --sql: outputs, requests, units, steps, experts, nodes, run. For example:
+    The views for --sql: outputs, requests, units, steps, experts, nodes, kv, run. For example:
       batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
     """
     if sql is None:

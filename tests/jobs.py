@@ -102,6 +102,12 @@ def outputs(run: Path) -> dict[str, list[dict[str, Any]]]:
     return {str(file.relative_to(run / "outputs")): pq.read_table(file).to_pylist() for file in files}
 
 
+def answers(run: Path) -> list[dict[str, Any]]:
+    """All output rows without the column that says where their KV came from."""
+    files = outputs(run)
+    return [{key: row[key] for key in row if key != "cached_tokens"} for name in files for row in files[name]]
+
+
 def output_bytes(run: Path) -> dict[str, bytes]:
     """The output files to the last byte."""
     return {str(file.relative_to(run)): file.read_bytes() for file in sorted((run / "outputs").rglob("*.*"))}

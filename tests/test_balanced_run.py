@@ -85,8 +85,7 @@ def test_requests_that_move_while_they_run_give_the_same_outputs(job, monkeypatc
     assert query(run, "SELECT sum(moves)::INT AS moves FROM nodes")[0]["moves"] > 0
 
 
-@pytest.mark.parametrize("layout", ["2", "2+2"])
-@pytest.mark.parametrize("num_redundant", [0, 4])
+@pytest.mark.parametrize(("layout", "num_redundant"), [("2", 0), ("2+2", 4)])
 def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkeypatch, layout, num_redundant):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     # small steps, so that there is work left when the first unit is done; compiled before, so that placing is quick

@@ -15,16 +15,23 @@ from batchinfer.session import Session
 from jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 
 
+@pytest.fixture(scope="module")
+def neighbour(tmp_path_factory):
+    """A folder with a finished run `run1` and prompts of another job."""
+    folder = tmp_path_factory.mktemp("neighbour")
+    write_questions(folder / "prompts", (3,))
+    write_shard(folder / "others" / "a.parquet", {"id": [100, 101], "prompt": [question(7), question(8)]})
+    assert batchinfer("run", write_job(folder, output={"dir": "run1"})).code == 0
+    return folder
+
+
 @pytest.mark.parametrize("name", ["run[1]", "run*", "ru?1", "it's a run", 'a "run"', "ру́н", "run{1}"])
-def test_a_run_folder_with_an_odd_name_never_reads_its_neighbours(tmp_path, name):
-    write_questions(tmp_path / "prompts", (3,))
-    write_shard(tmp_path / "others" / "a.parquet", {"id": [100, 101], "prompt": [question(7), question(8)]})
-    assert batchinfer("run", write_job(tmp_path, output={"dir": "run1"})).code == 0
-    job = write_job(tmp_path, output={"dir": name}, input={"files": ["others/*.parquet"]})
+def test_a_run_folder_with_an_odd_name_never_reads_its_neighbours(neighbour, name):
+    job = write_job(neighbour, output={"dir": name}, input={"files": ["others/*.parquet"]})
     ended = batchinfer("run", job)
     assert ended.code == 0, ended.err
-    assert [row["id"] for row in outputs(tmp_path / name)["a.parquet"]] == [100, 101]
-    assert json.loads(batchinfer("report", tmp_path / name, "--json").out)["rows"] == 2
+    assert [row["id"] for row in outputs(neighbour / name)["a.parquet"]] == [100, 101]
+    assert json.loads(batchinfer("report", neighbour / name, "--json").out)["rows"] == 2
 
 
 def test_a_file_with_glob_characters_in_an_odd_folder_is_found(tmp_path):

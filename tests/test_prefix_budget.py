@@ -45,8 +45,9 @@ def tokens(rng, count):
     return [rng.randrange(10, 1000) for _ in range(count)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("make", [system_prompts, few_shot_tree, conversations])
+@pytest.mark.parametrize(
+    ("make", "ranks"), [(system_prompts, 2), (few_shot_tree, 1), (few_shot_tree, 2), (conversations, 2)]
+)
 def test_each_distinct_prefix_is_computed_once(tmp_path, make, ranks):
     rng = random.Random(5)
     prompts = make(rng)

@@ -17,7 +17,7 @@ import pytest
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.report.metrics import report_details, report_metrics
 from faults import run_while_killing
-from jobs import batchinfer, outputs, write_job, write_shard
+from jobs import answers, batchinfer, write_job, write_shard
 from paths import RANDOM_MODEL, SAMPLE_MODEL
 
 NUM_ROWS = 24
@@ -54,12 +54,6 @@ def run_job(folder: Path, name: str, *, store: Path | None, model: Path = RANDOM
     )
     shutil.rmtree(folder / name, ignore_errors=True)
     return batchinfer("run", job), folder / name
-
-
-def answers(run: Path) -> list:
-    """The output rows without the column that says where KV came from."""
-    rows = outputs(run)
-    return [{key: value for key, value in row.items() if key != "cached_tokens"} for name in rows for row in rows[name]]
 
 
 def prefill_tokens(run: Path) -> int:

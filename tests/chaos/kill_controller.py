@@ -1,0 +1,39 @@
+"""The whole command killed at random moments, many times over: `make chaos`. A quick share stands in test_resume.py."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+
+import pytest
+
+from faults import LAYOUTS, make_reference
+from jobs import answers, batchinfer, output_bytes, start
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return make_reference(tmp_path_factory.mktemp("reference"), (30, 20, 10))
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_at_random_moments_until_it_ends(reference, tmp_path, seed, layout, with_store):
+    folder, expected = reference
+    rng, job, run = random.Random(seed), folder / "job.toml", tmp_path / "run"
+    store = ("--set", f"kv.dir={tmp_path / 'store'}", "--set", "kv.persist=all") if with_store else ()
+    options = ("--set", f"output.dir={run}", *LAYOUTS[layout], *store)
+    for _ in range(5):
+        process = start("run", job, *options)
+        try:
+            process.wait(timeout=rng.uniform(0.3, 8.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+    assert batchinfer("run", job, *options).code == 0
+    assert answers(run) == answers(folder / "run")
+    if with_store:
+        assert batchinfer("kv", "verify", tmp_path / "store").code == 0
+    else:
+        assert output_bytes(run) == expected
