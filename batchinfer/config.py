@@ -179,7 +179,9 @@ class KvConfig(_Part):
     dir: Text | None = Field(None, description="folder of the store; unset: no store")
     max_bytes: Count | None = Field(None, description="size bound of the store")
     block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
-    persist: Literal["shared", "all", "none"] = Field("shared", description="which blocks are written")
+    persist: Literal["shared", "all", "none"] = Field(
+        "shared", description="blocks to write: those that several requests have, all, or none"
+    )
     reuse: Literal["auto", "always"] = Field("auto", description="auto: stop loading when it is slower than computing")
     salt: str = Field("", description="part of every block's name: stores with other salts share nothing")
 
