@@ -247,6 +247,17 @@ def test_a_file_that_is_too_long_or_all_zeros_is_never_served(tmp_path, store):
     assert len(quarantined(tmp_path / "kv")) == 2
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_what_is_no_file_at_all_is_never_served(tmp_path, store, kind):
+    write_chain(store, chain_of("a"))
+    (path,) = block_files(tmp_path / "kv")
+    sound = path.rename(tmp_path / "sound")
+    {"folder": path.mkdir, "link": lambda: path.symlink_to(sound), "pipe": lambda: os.mkfifo(path)}[kind]()
+    assert read_intact(store, chain_of("a")) == 0
+    assert quarantined(tmp_path / "kv") == [path.name]
+    assert store.take_problem() is None
+
+
 def with_header(content, **changes):
     """A file's content with other values in its header and a checksum that matches them."""
     magic, version, length, _ = block_file._PREFIX.unpack_from(content)
@@ -463,6 +474,14 @@ def test_a_large_store_is_ranked_once_for_many_evictions_and_stays_below_its_bou
             write_chain(store, chain_of(str(number)))
         assert store.counters.evicted_files == 120
         assert total_bytes(tmp_path / "kv") == bound
+
+
+def test_a_lower_bound_is_kept_from_the_start(tmp_path):
+    with closing(open_store(tmp_path / "kv")) as store:
+        for part in "abcde":
+            write_chain(store, chain_of(part))
+    with closing(open_store(tmp_path / "kv", max_bytes=2 * FILE_BYTES)):
+        wait_until(lambda: total_bytes(tmp_path / "kv") == 2 * FILE_BYTES)
 
 
 def test_files_deleted_by_hand_leave_room(tmp_path):

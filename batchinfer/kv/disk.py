@@ -25,6 +25,7 @@ from batchinfer.kv.block_file import (
     NameClashError,
     file_bytes,
     make_header,
+    open_blocks,
     read_blocks,
     write_blocks,
 )
@@ -41,6 +42,7 @@ from batchinfer.records import ConfigError
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
 TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
 MAX_TEND_SHARE = 0.05  # of the time
+CLOSE_SECONDS = 10.0  # a disk that hangs holds the job up no longer
 QUARANTINED_FILES = 16  # kept for a look at what happened
 FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
 
@@ -188,8 +190,9 @@ class DiskStore:
         """Withdraw this run's claims and write its history; nothing is found or written afterwards."""
         self._is_closing.set()
         if self._keeper.is_alive():
-            self._keeper.join()
-        self._tell(is_last=True)
+            self._keeper.join(CLOSE_SECONDS)
+        if not self._keeper.is_alive():
+            self._tell(is_last=True)
         self.is_readable = self.is_writable = False
 
     def _open(self) -> None:
@@ -206,7 +209,7 @@ class DiskStore:
             self._keeper.start()
 
     def _read_file(self, path: str, span: Span, blocks: Sequence[bytes], out: np.ndarray) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_blocks(path)
         try:
             read_blocks(
                 descriptor,
@@ -303,10 +306,11 @@ class DiskStore:
             pause_s = max(TEND_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE)
 
     def _count_again(self) -> None:
-        """Room that killed processes had booked is free again."""
+        """Free the room that killed processes had booked, and keep a bound that is lower than it was before."""
         try:
-            if self.is_writable:
-                self._room.count_again()
+            with self._room_lock:
+                if self.is_writable and not self._room.is_within_bound():
+                    self._room.shrink()
         except LockTimeoutError:
             self.counters.add(lock_timeouts=1)
         except OSError as error:

@@ -101,7 +101,7 @@ class Reader:
                 self._waiting.appendleft(load)
                 self._changed.notify_all()
             self._changed.wait_for(lambda: load.is_done)
-        content = self._allocate((0, self._block_bytes)) if load.content is None else load.content
+        content = pageable((0, self._block_bytes)) if load.content is None else load.content
         num_blocks = 0
         for span, num_intact in zip(load.spans, load.num_intact, strict=False):
             num_blocks += num_intact
