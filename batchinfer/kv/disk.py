@@ -91,11 +91,19 @@ class DiskStore:
         return self.identity.chain(token_ids)
 
     def find(self, blocks: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are in the store, as far as this process knows; reads nothing."""
+        """How many of these blocks, from the first on, are in the store as far as this process knows; reads nothing.
+
+        Args:
+            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+        """
         return self._index.count_leading(blocks) if self.is_readable else 0
 
     def read(self, blocks: Sequence[bytes]) -> np.ndarray:
-        """The leading blocks of a chain that are there and intact: [k, block_bytes] uint8, k <= len(blocks)."""
+        """Those of these blocks, from the first on, that are there and intact: [k, block_bytes] uint8.
+
+        Args:
+            blocks: as for `find`.
+        """
         spans = self.spans(blocks)
         out = np.empty((spans[-1].stop if spans else 0, self.identity.block_bytes), np.uint8)
         num_read = 0
@@ -107,7 +115,7 @@ class DiskStore:
         return out[:num_read]
 
     def spans(self, blocks: Sequence[bytes]) -> list[Span]:
-        """In which files the leading blocks of a chain are."""
+        """In which files these blocks are, as far as `find` finds them."""
         return self._index.spans(blocks) if self.is_readable else []
 
     def read_span(self, span: Span, blocks: Sequence[bytes], out: np.ndarray) -> int:
@@ -183,7 +191,7 @@ class DiskStore:
         return self._problems.pop(0) if self._problems else None
 
     def fail(self, error: Exception) -> None:
-        """Switch off for a reason that no disk has: a defect in a background thread."""
+        """Switch off for a reason that no error of the disk gives: no answer, or a defect in a background thread."""
         self._switch_off("use", error)
 
     def close(self) -> None:
