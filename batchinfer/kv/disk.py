@@ -60,7 +60,7 @@ _sessions = count()
 
 
 class DiskStore:
-    """One process's view of a store; all methods may be called from several threads.
+    """One process's view of a store; all methods may be called from several threads. Its reader and writer close first.
 
     Args:
         folder: of the store; made when it is not there.
