@@ -1,5 +1,7 @@
 """One of several processes that use one KV store at once, for tests: reads, checks every byte, writes what is missing.
 
+With an odd seed through background threads, with an even one directly.
+
     python kv_process.py FOLDER MAX_BYTES SEED NUM_STEPS
 
 Ends with 0, and with what it counted as one line of JSON; with a traceback when a byte was wrong.
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from batchinfer.kv.reader import Reader
+from batchinfer.kv.writer import Writer
 from kv_stores import chain_of, content_of, open_store, read_intact
 
 CHAINS = [[f"{tree}-{branch}-{place}" for place in range(5)] for tree in "pq" for branch in range(8)]
@@ -22,7 +26,11 @@ CHAINS = [[f"{tree}-{branch}-{place}" for place in range(5)] for tree in "pq" fo
 def main() -> None:
     folder, max_bytes, seed, num_steps = Path(sys.argv[1]), *map(int, sys.argv[2:])
     rng = np.random.default_rng(seed)
-    with closing(open_store(folder, max_bytes=max_bytes)) as store:
+    with (
+        closing(open_store(folder, max_bytes=max_bytes)) as store,
+        closing(Reader(store)) as reader,
+        closing(Writer(store, num_threads=1)) as writer,
+    ):
         print("started", flush=True)
         for step in range(num_steps):
             # the first two blocks of a tree's chains are common
@@ -32,8 +40,14 @@ def main() -> None:
                 store.set_next_uses({block: step + int(rng.integers(1, 20)) for block in chain})
             if rng.random() < 0.2:
                 store.refresh()
-            num_found = read_intact(store, chain)
-            store.write(chain, num_found, content_of(chain[num_found:]))
+            if seed % 2:
+                content = reader.ask(chain).wait()
+                num_found = len(content)
+                assert np.array_equal(content, content_of(chain[:num_found]))
+                writer.put(chain, num_found, content_of(chain[num_found:]))
+            else:
+                num_found = read_intact(store, chain)
+                store.write(chain, num_found, content_of(chain[num_found:]))
         assert store.take_problem() is None
         print(json.dumps(store.counters.as_dict()), flush=True)
 

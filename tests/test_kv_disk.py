@@ -127,6 +127,21 @@ def test_what_others_write_and_remove_is_learned_by_refreshing(tmp_path, store):
         assert store.find(chain) == 3
 
 
+def test_a_change_within_one_tick_of_a_coarse_clock_is_noticed(tmp_path, store):
+    chain = chain_of(*"ab")
+    with closing(open_store(tmp_path / "kv")) as other:
+        write_chain(other, chain[:1])
+        store.refresh()
+        folder = store.store.model(IDENTITY) / FileName.of(chain, 1, 2).folder
+        folder.mkdir(exist_ok=True)
+        store.refresh()
+        before_ns = folder.stat().st_mtime_ns
+        write_chain(other, chain, first=1)
+        os.utime(folder, ns=(before_ns, before_ns))
+        store.refresh()
+    assert store.find(chain) == 2
+
+
 def test_a_block_that_was_evicted_meanwhile_is_not_there(tmp_path, store):
     chain = chain_of(*"ab")
     write_chain(store, chain[:1])
@@ -247,6 +262,17 @@ def test_a_file_that_is_too_long_or_all_zeros_is_never_served(tmp_path, store):
     assert len(quarantined(tmp_path / "kv")) == 2
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_what_is_no_file_at_all_is_never_served(tmp_path, store, kind):
+    write_chain(store, chain_of("a"))
+    (path,) = block_files(tmp_path / "kv")
+    sound = path.rename(tmp_path / "sound")
+    {"folder": path.mkdir, "link": lambda: path.symlink_to(sound), "pipe": lambda: os.mkfifo(path)}[kind]()
+    assert read_intact(store, chain_of("a")) == 0
+    assert quarantined(tmp_path / "kv") == [path.name]
+    assert store.take_problem() is None
+
+
 def with_header(content, **changes):
     """A file's content with other values in its header and a checksum that matches them."""
     magic, version, length, _ = block_file._PREFIX.unpack_from(content)
@@ -303,6 +329,7 @@ def test_a_file_under_another_ones_name_is_not_served(tmp_path, store):
     left.write_bytes(right.read_bytes())
     found = sorted(read_intact(store, chain_of(name)) for name in "ab")
     assert found == [0, 1]
+    assert quarantined(tmp_path / "kv") == [left.name]
 
 
 def test_quarantine_keeps_the_latest_few(tmp_path, store, monkeypatch):
@@ -465,6 +492,27 @@ def test_a_large_store_is_ranked_once_for_many_evictions_and_stays_below_its_bou
         assert total_bytes(tmp_path / "kv") == bound
 
 
+def test_what_is_claimed_after_a_ranking_is_passed_over(tmp_path):
+    chains = [chain_of(str(number)) for number in range(132)]
+    with closing(open_store(tmp_path / "kv", max_bytes=130 * FILE_BYTES)) as store:
+        for age, chain in enumerate(chains[:130]):
+            write_chain(store, chain)
+            os.utime(store._index.path(store.spans(chain)[0].file), (1000 + age, 1000 + age))
+        write_chain(store, chains[130])  # ranks all: the first one goes, the second would be next
+        store.set_next_uses({chains[1][0]: 5})
+        write_chain(store, chains[131])
+        assert [store.find(chain) for chain in chains[:4]] == [0, 1, 0, 1]
+        assert store.counters.evicted_files == 2
+
+
+def test_a_lower_bound_is_kept_from_the_start(tmp_path):
+    with closing(open_store(tmp_path / "kv")) as store:
+        for part in "abcde":
+            write_chain(store, chain_of(part))
+    with closing(open_store(tmp_path / "kv", max_bytes=2 * FILE_BYTES)):
+        wait_until(lambda: total_bytes(tmp_path / "kv") == 2 * FILE_BYTES)
+
+
 def test_files_deleted_by_hand_leave_room(tmp_path):
     with closing(open_store(tmp_path / "kv", max_bytes=3 * FILE_BYTES)) as store:
         for part in "abc":
@@ -534,6 +582,25 @@ def test_a_load_ends_before_the_first_block_that_is_damaged(tmp_path, store):
     assert store.counters.hit_blocks == 20
 
 
+def test_what_follows_damage_is_not_read_any_more(tmp_path, store):
+    chain = chain_of(*LONG)
+    write_chain(store, chain)
+    for path in block_files(tmp_path / "kv"):
+        damage(path, HEADER_BYTES)
+    with closing(Reader(store, num_threads=1)) as reader:
+        assert len(reader.ask(chain).wait()) == 0
+    assert len(quarantined(tmp_path / "kv")) == 1
+
+
+def test_blocks_are_read_from_any_place_of_a_chain_on(store):
+    chain = chain_of(*LONG)
+    write_chain(store, chain)
+    with closing(Reader(store)) as reader:
+        for start in (1, 28, 29, 30, 39):
+            assert store.find(chain[start:]) == 40 - start
+            assert np.array_equal(reader.ask(chain[start:]).wait(), content_of(chain[start:]))
+
+
 def test_closing_a_reader_ends_every_wait(store):
     chains = [chain_of(str(number)) for number in range(50)]
     for chain in chains:
@@ -575,8 +642,9 @@ def test_a_full_buffer_drops_the_ends_of_chains_and_never_waits(tmp_path, store)
             assert writer.put(chains[2], 3, content_of(chains[2][3:])) == 0
             assert not writer.flush(0.05)
         assert writer.flush(30)
+        assert writer.put(chains[2], 3, content_of(chains[2][3:])) == 0  # also when there is room
     assert [read_intact(store, chain) for chain in chains] == [5, 3, 0]
-    assert store.counters.dropped_blocks == 2 + 5 + 2
+    assert store.counters.dropped_blocks == 2 + 5 + 2 + 2
 
 
 def test_a_lock_that_is_never_given_back_costs_blocks_and_no_more(store, monkeypatch):

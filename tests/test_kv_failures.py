@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first)
             store.refresh()
         elif first == "read":
             assert read_intact(store, chain_of(*"ab")) == 0
+            assert not store.is_readable
         assert write_chain(store, chain_of("c")) == 0
         assert "leave the folder where it is" in store.take_problem()
         assert read_intact(store, chain_of(*"ab")) == 0
@@ -216,6 +218,22 @@ def test_a_folder_that_cannot_be_one(tmp_path, what):
         sentence(store, "goes on without")
         assert write_chain(store, chain_of("a")) == 0
     assert (tmp_path / "kv").read_text() == "something else"
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_only_so_long(tmp_path):
+    goes_on = threading.Event()
+
+    def allocate(shape):
+        goes_on.wait(30)
+        return np.empty(shape, np.uint8)
+
+    with closing(open_store(tmp_path / "kv")) as store:
+        write_chain(store, chain_of("a"))
+        with closing(Reader(store, allocate=allocate)) as reader:
+            assert len(reader.ask(chain_of("a")).wait(0.05)) == 0
+            sentence(store, "no answer", "goes on without")
+            assert store.find(chain_of("a")) == 0
+            goes_on.set()
 
 
 def test_a_defect_in_the_background_is_told_and_hangs_nobody(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchinfer.kv.space import open_books
-from batchinfer.kv.store_dir import StoreDir
+from batchinfer.kv.store_dir import StoreDir, create_store
 from batchinfer.kv.upkeep import shrink_store, verify_store
 from kv_stores import BLOCK_BYTES, FILE_BYTES, IDENTITY, open_store, total_bytes
 
@@ -89,17 +89,18 @@ def finish(process, *, is_killed):
 
 def test_a_process_killed_in_the_middle_of_a_file_leaves_room_that_is_found_again(tmp_path):
     folder, max_bytes = tmp_path / "kv", 3 * FILE_BYTES
-    store = open_store(folder, max_bytes=max_bytes)
+    create_store(StoreDir(folder), IDENTITY)
     child = os.fork()
     if child == 0:
-        with open_books(store.store) as books:
+        with open_books(StoreDir(folder)) as books:
             descriptor, _ = books.create(FILE_BYTES, "killed")
             os.write(descriptor, bytes(BLOCK_BYTES))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    with open_books(store.store) as books:
+    with open_books(StoreDir(folder)) as books:
         assert books.used_bytes == FILE_BYTES
     assert len(list((folder / "writing").iterdir())) == 1
+    store = open_store(folder, max_bytes=max_bytes)
     for number in range(4):
         chain = IDENTITY.chain([number] * 64)
         assert store.write(chain, 0, np.zeros((1, BLOCK_BYTES), np.uint8)) == 1

@@ -12,9 +12,11 @@ does: files are readable and writable by their owner only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
@@ -135,6 +137,26 @@ def parse_header(header: bytes) -> Header:
         raise DamagedFileError(f"its header cannot be understood: {error}") from None
 
 
+def open_blocks(path: str) -> int:
+    """A descriptor to read a file with.
+
+    Raises:
+        DamagedFileError: a folder, a link or something else bears its name.
+        OSError: it cannot be opened.
+    """
+    try:
+        # not blocking: a pipe would wait for its other end
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedFileError("a link instead of a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError("not a file")
+    return descriptor
+
+
 def read_blocks(
     descriptor: int,
     name: FileName,
@@ -193,7 +215,7 @@ def check_file(path: str, name: FileName, *, identity_start: str, block_bytes: i
         DamagedFileError: the first thing that is wrong with it.
         OSError: it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_blocks(path)
     try:
         header = parse_header(os.pread(descriptor, HEADER_BYTES, 0))
         wanted = [bytes.fromhex(block) for block in header.blocks]

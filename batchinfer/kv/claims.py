@@ -45,6 +45,13 @@ class Claims:
         own, other = self._own.get(block), self._others.get(block)
         return other if own is None else own if other is None else min(own, other)
 
+    def over_all_runs(self) -> dict[bytes, int]:
+        """`next_use` of every block that somebody needs."""
+        merged = dict(self._others)
+        for block, next_use in self._own.copy().items():
+            merged[block] = min(next_use, merged.get(block, next_use))
+        return merged
+
     def publish(self) -> None:
         """Tell the others, when there is something to tell.
 

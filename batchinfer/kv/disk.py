@@ -25,6 +25,7 @@ from batchinfer.kv.block_file import (
     NameClashError,
     file_bytes,
     make_header,
+    open_blocks,
     read_blocks,
     write_blocks,
 )
@@ -41,6 +42,7 @@ from batchinfer.records import ConfigError
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
 TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
 MAX_TEND_SHARE = 0.05  # of the time
+CLOSE_SECONDS = 10.0  # a disk that hangs holds the job up no longer
 QUARANTINED_FILES = 16  # kept for a look at what happened
 FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
 
@@ -58,7 +60,7 @@ _sessions = count()
 
 
 class DiskStore:
-    """One process's view of a store; all methods may be called from several threads.
+    """One process's view of a store; all methods may be called from several threads. Its reader and writer close first.
 
     Args:
         folder: of the store; made when it is not there.
@@ -89,11 +91,19 @@ class DiskStore:
         return self.identity.chain(token_ids)
 
     def find(self, blocks: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are in the store, as far as this process knows; reads nothing."""
+        """How many of these blocks, from the first on, are in the store as far as this process knows; reads nothing.
+
+        Args:
+            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+        """
         return self._index.count_leading(blocks) if self.is_readable else 0
 
     def read(self, blocks: Sequence[bytes]) -> np.ndarray:
-        """The leading blocks of a chain that are there and intact: [k, block_bytes] uint8, k <= len(blocks)."""
+        """Those of these blocks, from the first on, that are there and intact: [k, block_bytes] uint8.
+
+        Args:
+            blocks: as for `find`.
+        """
         spans = self.spans(blocks)
         out = np.empty((spans[-1].stop if spans else 0, self.identity.block_bytes), np.uint8)
         num_read = 0
@@ -105,7 +115,7 @@ class DiskStore:
         return out[:num_read]
 
     def spans(self, blocks: Sequence[bytes]) -> list[Span]:
-        """In which files the leading blocks of a chain are."""
+        """In which files these blocks are, as far as `find` finds them."""
         return self._index.spans(blocks) if self.is_readable else []
 
     def read_span(self, span: Span, blocks: Sequence[bytes], out: np.ndarray) -> int:
@@ -181,15 +191,16 @@ class DiskStore:
         return self._problems.pop(0) if self._problems else None
 
     def fail(self, error: Exception) -> None:
-        """Switch off for a reason that no disk has: a defect in a background thread."""
+        """Switch off for a reason that no error of the disk gives: no answer, or a defect in a background thread."""
         self._switch_off("use", error)
 
     def close(self) -> None:
         """Withdraw this run's claims and write its history; nothing is found or written afterwards."""
         self._is_closing.set()
         if self._keeper.is_alive():
-            self._keeper.join()
-        self._tell(is_last=True)
+            self._keeper.join(CLOSE_SECONDS)
+        if not self._keeper.is_alive():
+            self._tell(is_last=True)
         self.is_readable = self.is_writable = False
 
     def _open(self) -> None:
@@ -206,7 +217,7 @@ class DiskStore:
             self._keeper.start()
 
     def _read_file(self, path: str, span: Span, blocks: Sequence[bytes], out: np.ndarray) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_blocks(path)
         try:
             read_blocks(
                 descriptor,
@@ -303,10 +314,11 @@ class DiskStore:
             pause_s = max(TEND_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE)
 
     def _count_again(self) -> None:
-        """Room that killed processes had booked is free again."""
+        """Free the room that killed processes had booked, and keep a bound that is lower than it was before."""
         try:
-            if self.is_writable:
-                self._room.count_again()
+            with self._room_lock:
+                if self.is_writable and not self._room.is_within_bound():
+                    self._room.shrink()
         except LockTimeoutError:
             self.counters.add(lock_timeouts=1)
         except OSError as error:

@@ -100,7 +100,7 @@ class BlockIndex:
         Raises:
             OSError: the store cannot be listed, or is gone.
         """
-        parts = set(os.listdir(self.folder))
+        parts = {part for part in os.listdir(self.folder) if part.isdecimal()}
         for part in sorted(parts | self._folders.keys()):
             with self._lock:
                 self._refresh_folder(part)

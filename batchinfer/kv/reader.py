@@ -15,6 +15,8 @@ import numpy as np
 from batchinfer.kv.disk import DiskStore
 from batchinfer.kv.index import Span
 
+WAIT_SECONDS = 60.0  # a disk that does not answer for so long has failed
+
 Allocate = Callable[[tuple[int, int]], np.ndarray]
 
 
@@ -24,7 +26,7 @@ def pageable(shape: tuple[int, int]) -> np.ndarray:
 
 
 class Load:
-    """The leading blocks of one chain on their way from disk; made by `Reader.ask`."""
+    """Blocks that follow each other in one chain on their way from disk; made by `Reader.ask`."""
 
     def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[Span]) -> None:
         self._reader = reader
@@ -34,6 +36,7 @@ class Load:
         self.num_started = self.num_finished = 0  # spans
         self.content: np.ndarray | None = None  # from the start of reading to `close`
         self.num_bytes = 0  # of the budget, likewise
+        self.allocating = threading.Lock()
         self.is_urgent = self.is_closed = False
 
     @property
@@ -41,10 +44,10 @@ class Load:
         """Whether `wait` returns at once."""
         return self.num_finished == len(self.spans)
 
-    def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """The blocks that were there and intact, from the chain's start on: [k, block_bytes] uint8, until `close`.
+    def wait(self, timeout_s: float = WAIT_SECONDS) -> np.ndarray:
+        """The blocks, from the first one asked for on, that were there and intact: [k, block_bytes] uint8.
 
-        After the timeout there are none, and the store is given up.
+        Valid until `close`. When the time is over there are none, and the store is given up.
         """
         return self._reader.wait(self, timeout_s)
 
@@ -83,7 +86,11 @@ class Reader:
             thread.start()
 
     def ask(self, blocks: Sequence[bytes]) -> Load:
-        """Start to read the leading blocks of a chain, or of a part of one, that are in the store; returns at once."""
+        """Start to read those of these blocks that are in the store; returns at once.
+
+        Args:
+            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+        """
         load = Load(self, blocks, self.store.spans(blocks))
         with self._changed:
             if self._is_closed:
@@ -93,7 +100,7 @@ class Reader:
                 self._changed.notify_all()
         return load
 
-    def wait(self, load: Load, timeout_s: float | None = None) -> np.ndarray:
+    def wait(self, load: Load, timeout_s: float) -> np.ndarray:
         """See `Load.wait`. What is waited for goes first and needs no budget, so that it cannot wait for itself."""
         assert not load.is_closed, "a load that is closed has no content"
         started_s, is_first = time.monotonic(), not load.is_urgent
@@ -103,10 +110,11 @@ class Reader:
                 self._waiting.remove(load)
                 self._waiting.appendleft(load)
                 self._changed.notify_all()
-            if not self._changed.wait_for(lambda: load.is_done, timeout_s):
-                self.store.fail(TimeoutError(f"the disk has not answered for {timeout_s:,.0f} s"))
-                return self._allocate((0, self._block_bytes))
-        content = self._allocate((0, self._block_bytes)) if load.content is None else load.content
+            has_answered = self._changed.wait_for(lambda: load.is_done, timeout_s)
+        if not has_answered:
+            self.store.fail(TimeoutError(f"no answer for {timeout_s:,.0f} s"))
+        if load.content is None or not has_answered:
+            return pageable((0, self._block_bytes))
         num_blocks = 0
         for span, num_intact in zip(load.spans, load.num_intact, strict=False):
             num_blocks += num_intact
@@ -115,7 +123,7 @@ class Reader:
         if is_first:
             self.store.counters.add(hit_blocks=num_blocks, hit_bytes=num_blocks * self._block_bytes)
         self.store.counters.add(wait_s=time.monotonic() - started_s)
-        return content[:num_blocks]
+        return load.content[:num_blocks]
 
     def close_load(self, load: Load) -> None:
         """See `Load.close`."""
@@ -180,7 +188,7 @@ class Reader:
         return load, at
 
     def _read(self, load: Load, span: Span) -> int:
-        with self._changed:
+        with load.allocating:
             if load.content is None:
                 load.content = self._allocate((load.num_bytes // self._block_bytes, self._block_bytes))
         return self.store.read_span(span, load.blocks[span.start : span.stop], load.content[span.start : span.stop])

@@ -47,10 +47,11 @@ class Room:
         self._ranked: list[tuple[Worth, StoredFile]] = []  # the next to go last
         self._num_left = 0  # of the ranking, how many may still go
 
-    def count_again(self) -> int:
-        """Correct the books; returns the bytes of all files."""
+    def is_within_bound(self) -> bool:
+        """Whether all files, counted again, are below the bound."""
         with open_books(self._store) as books:
-            return books.count_again()
+            books.count_again()
+            return self._fits(books, 0)
 
     def book(self, name: FileName, num_bytes: int, ancestors: set[str]) -> tuple[int, str] | None:
         """Room for one file: a descriptor and the path to write it at; None when all there is is worth more.
@@ -117,6 +118,6 @@ class Room:
             except FileNotFoundError:  # evicted by another process
                 continue
         ranked = [(_WORTHLESS, file) for file in quarantined_files(self._store)]
-        ranked += rank_files(files, last_use_s, self._claims.next_use)
+        ranked += rank_files(files, last_use_s, self._claims.over_all_runs().get)
         self._ranked = ranked[::-1]
         self._num_left = len(ranked) // RANKED_SHARE

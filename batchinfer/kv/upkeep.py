@@ -124,7 +124,8 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
     session = f"gc-{os.getpid()}-{int(time.time() * 1000)}"
     room = Room(store, Claims(store, session), session, max_bytes, note)
     try:
-        before = room.count_again()
+        with open_books(store) as books:
+            before = books.count_again()
         room.shrink()
         with open_books(store) as books:
             after = books.used_bytes
@@ -197,6 +198,8 @@ def _problem_of(file: StoredFile) -> str | None:
         return None
     except DamagedFileError as error:
         return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     return None
 
 
