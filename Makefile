@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Slower than `make test`: ranks killed at random moments, many times over.
 chaos: $(VENV)/.installed-dev
