@@ -39,6 +39,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/prefix_order.py
 	$(BIN)/python tests/bench/kv_store.py
 	$(BIN)/python tests/bench/kv_rerun.py
+	$(BIN)/python tests/bench/engine.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,130 @@
+"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them. Called by tests/bench/engine.py.
+
+tiny    6 M parameters, 2.5 M active per token: bound by overhead on any machine
+small   675 M parameters, 141 M active per token: bound by the matrix products of the machine
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # noqa: E402
+
+TOKENIZER = TESTS.parent / "sample_data" / "model"
+COMMON: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 384,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+}
+NUM_REQUESTS = {"tiny": (256, 128), "small": (64, 32)}  # shared, unshared
+PREFIX_TOKENS, NUM_PREFIXES, SHARED_OUTPUT = 384, 8, 64
+FIRST_TOKEN = 8  # below are special tokens
+
+
+def make_model(folder: Path, size: str, *, seed: int = 0) -> Path:
+    """Write a bfloat16 checkpoint of random weights with the sample model's tokenizer; returns its folder."""
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(**COMMON, **SIZES[size])
+    torch.set_default_dtype(torch.bfloat16)
+    model = DeepseekV3ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                values = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(1 + 0.1 * values if "norm" in name else values / max(tensor.shape[-1], 1) ** 0.5)
+    model.save_pretrained(folder)
+    for file in TOKENIZER.iterdir():
+        if file.suffix != ".safetensors" and file.name not in ("config.json", "generation_config.json", "README.md"):
+            shutil.copy(file, folder)
+    return folder
+
+
+def workload(size: str, kind: str, *, seed: int = 0) -> list[tuple[list[int], int]]:
+    """Prompts with their output lengths.
+
+    Args:
+        kind: "shared": eight prefixes of 384 tokens, interleaved, 64 output tokens each; "unshared": 32 to 1,024
+            prompt tokens, 16 to 128 output tokens.
+    """
+    rng = np.random.default_rng(seed + (kind == "shared"))
+    vocab_size = SIZES[size]["vocab_size"]
+
+    def tokens(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(FIRST_TOKEN, vocab_size, count)]
+
+    num_shared, num_unshared = NUM_REQUESTS[size]
+    if kind == "shared":
+        prefixes = [tokens(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
+        return [
+            (prefixes[number % NUM_PREFIXES] + tokens(int(rng.integers(16, 129))), SHARED_OUTPUT)
+            for number in range(num_shared)
+        ]
+    return [
+        (tokens(round(float(np.exp(rng.uniform(np.log(32), np.log(1024)))))), int(rng.integers(16, 129)))
+        for _ in range(num_unshared)
+    ]

@@ -1,0 +1,131 @@
+"""The engine on one machine: seconds and tokens/s of whole workloads beside what the machine can do.
+
+Random-weight models (bench_models.py) in bfloat16, one rank with all threads. A workload's time runs from the start of
+its first step to the end of its last; loading does not count. Below it stands the time that its matrix products and
+attention would take at the rate at which this machine multiplies large bfloat16 matrices, measured in the same run.
+
+    python tests/bench/engine.py [--sizes tiny small] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+
+from bench_models import SIZES, make_model, workload  # noqa: E402
+
+from jobs import batchinfer, write_job, write_shard  # noqa: E402
+
+
+def gemm_flops(size: int = 2048, rounds: int = 7) -> float:
+    """FLOP/s of a large bfloat16 product, median."""
+    left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        torch.mm(left, right)
+        times.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(times)
+
+
+def read_bytes_per_s(num_bytes: int = 1 << 29, rounds: int = 7) -> float:
+    """Memory read rate of one large sum, median."""
+    values = torch.ones(num_bytes // 4)
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - started)
+    return num_bytes / statistics.median(times)
+
+
+def body_flops(size: str) -> tuple[float, float, float]:
+    """(FLOP per token of all layers without attention scores, of the output head, per token and token attended to)."""
+    c = SIZES[size]
+    hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    attention = hidden * c["q_lora_rank"] + c["q_lora_rank"] * heads * (nope + rope)
+    attention += (
+        hidden * (c["kv_lora_rank"] + rope) + c["kv_lora_rank"] * heads * (nope + value) + heads * value * hidden
+    )
+    experts = 3 * hidden * c["moe_intermediate_size"] * (c["num_experts_per_tok"] + 1) + hidden * c["n_routed_experts"]
+    dense = 3 * hidden * c["intermediate_size"]
+    body = 2.0 * (layers * attention + (layers - 1) * experts + dense)
+    return body, 2.0 * hidden * c["vocab_size"], 2.0 * layers * heads * (nope + rope + value)
+
+
+def ideal_flops(size: str, requests: list[tuple[list[int], int]]) -> float:
+    """What a workload needs at least, each distinct prefix computed once, attention in the plain form."""
+    body, head, per_pair = body_flops(size)
+    total, before = 0.0, []
+    for prompt, num_output in sorted(requests):
+        shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), 0)
+        new, length = len(prompt) - shared, len(prompt)
+        total += (new + num_output - 1) * body + num_output * head
+        total += per_pair * (new * (shared + (new + 1) / 2) + (num_output - 1) * (length + num_output / 2))
+        before = prompt
+    return total
+
+
+def run_once(folder: Path, model: Path, requests: list[tuple[list[int], int]]) -> dict[str, float]:
+    """Seconds of one run: in all, in prefill and in decode steps; of the command; output tokens."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    how = pa.array([{"max_tokens": count} for _, count in requests], pa.struct([("max_tokens", pa.int32())]))
+    write_shard(folder / "prompts" / "a.parquet", {"token_ids": [prompt for prompt, _ in requests], "how": how})
+    job = write_job(
+        folder,
+        input={"prompt": None, "token_ids": "token_ids", "sampling": "how"},
+        model={"path": str(model), "dtype": "bfloat16"},
+        sampling={"max_tokens": 128, "ignore_eos": True},
+    )
+    started = time.monotonic()
+    ended = batchinfer("run", job)
+    if ended.code:
+        sys.exit(ended.err)
+    sql = f"""
+        SELECT max(start_s + duration_s) - min(start_s) AS steps, sum(output_tokens) AS tokens,
+               sum(duration_s) FILTER (kind = 'prefill') AS prefill, sum(duration_s) FILTER (kind = 'decode') AS decode
+        FROM read_parquet('{folder}/run/stats/steps/*.parquet')
+    """
+    names = ("steps", "tokens", "prefill", "decode")
+    found = dict(zip(names, map(float, duckdb.execute(sql).fetchall()[0]), strict=True))
+    return {**found, "command": time.monotonic() - started}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"bfloat16 products {gemm_flops() / 1e9:,.0f} GFLOP/s, memory read {read_bytes_per_s() / 1e9:,.1f} GB/s")
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in options.sizes:
+            model = make_model(Path(scratch) / size, size)
+            for kind in ("shared", "unshared"):
+                requests = workload(size, kind)
+                runs = [run_once(Path(scratch) / f"{size}-{kind}", model, requests) for _ in range(options.rounds)]
+                middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                ideal_s = ideal_flops(size, requests) / gemm_flops()
+                rate = middle["tokens"] / middle["steps"]
+                print(
+                    f"{size} {kind:<9}{middle['steps']:>8.2f} s in steps (prefill {middle['prefill']:.2f}, decode "
+                    f"{middle['decode']:.2f}), {middle['command']:.2f} s in all, {rate:,.0f} output tokens/s, "
+                    f"{ideal_s / middle['steps']:.1%} of the limit ({ideal_s:.2f} s)",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
