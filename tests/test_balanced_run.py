@@ -166,6 +166,12 @@ def test_work_is_even_at_the_end(job):
     assert min(ratios) <= 1.25
 
 
+def test_all_ranks_have_something_to_do_in_the_first_step(job):
+    first = query(job / "even-0", "SELECT num_requests FROM steps WHERE step = 0")
+    assert len(first) == 2
+    assert all(row["num_requests"] > 0 for row in first)
+
+
 def test_the_table_of_experts_is_a_plain_parquet_file(job):
     run = job / "experts-2+2-4"
     table = pq.read_table(run / "plan" / "experts.parquet")

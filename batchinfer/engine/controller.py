@@ -155,7 +155,9 @@ class Controller:
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it
         self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units}
-        self._hungry: set[int] = set()
+        self._hungry: set[int] = set()  # ranks that ask for requests
+        self._is_fed = False  # whether any rank has got one since they were started
+        self._num_prefill_ranks = sum(place.runs_prefill for place in ranks.places)
         self._claimed: set[int] = set()
         self._look_again_s = 0.0
         self._has_told_of_waiting = False
@@ -227,6 +229,7 @@ class Controller:
         self._experts.set_layers(ready[0]["moe_layers"])
         self._session.device = ready[0]["device"]
         self._hungry.clear()
+        self._is_fed = False
         self._last_sign_s = time.monotonic()
 
     def _take(self, rank: int, message: Message) -> None:
@@ -289,7 +292,8 @@ class Controller:
 
     def _send_handover(self, request: Request, rank: int) -> None:
         adoption = Adoption(request, self._handovers[request.key][1])
-        self._send_and_wake(rank, {"type": "adopt", "adoptions": [plain_adoption(adoption)]})
+        self._ranks.send(rank, {"type": "adopt", "adoptions": [plain_adoption(adoption)]})
+        self._wake_others([rank])
 
     def _adopted(self, rank: int, keys: list[RequestKey]) -> None:
         """A rank goes on with requests; whoever holds their KV may free it."""
@@ -300,7 +304,10 @@ class Controller:
 
     def _deal(self) -> None:
         """Requests for the ranks that ask; opens the next unit when theirs have run out. Places and moves others."""
-        for rank in sorted(self._hungry):
+        # they begin together: who got requests first would run a step, and the others would have to take part idly
+        self._is_fed = self._is_fed or len(self._hungry) == self._num_prefill_ranks
+        fed: list[int] = []
+        for rank in sorted(self._hungry) if self._is_fed else []:
             requests = self._take_for(rank)
             if not requests and not self._dealer.is_isolating:
                 if not self._open_next_unit():
@@ -309,7 +316,9 @@ class Controller:
             if requests:
                 self._hungry.discard(rank)
                 message = {"type": "requests", "requests": [plain_request(request) for request in requests]}
-                self._send_and_wake(rank, message)
+                self._ranks.send(rank, message)
+                fed.append(rank)
+        self._wake_others(fed)
         for request, rank in self._loads.place_ready():
             self._send_handover(request, rank)
         for key, rank in self._loads.moves():
@@ -334,12 +343,11 @@ class Controller:
         slots = self._experts.slots(role)
         return None if slots is None else asdict(slots)
 
-    def _send_and_wake(self, rank: int, message: Message) -> None:
-        """Send to a rank, and wake the others of its group: they take part in every step."""
-        self._ranks.send(rank, message)
-        leader = self._ranks.places[rank].leader
+    def _wake_others(self, ranks: list[int]) -> None:
+        """Ranks have got something: wake the others of their groups, since they take part in every step."""
+        leaders = {self._ranks.places[rank].leader for rank in ranks}
         for place in self._ranks.places:
-            if place.leader == leader and place.rank != rank:
+            if place.leader in leaders and place.rank not in ranks:
                 self._ranks.send(place.rank, {"type": "wake"})
 
     def _open_next_unit(self) -> bool:
