@@ -257,7 +257,7 @@ def kv_verify(target: Path, as_json: bool) -> None:
     else:
         for damaged in found["damaged"]:
             click.echo(f"{damaged['file']}: {damaged['reason']}")
-        click.echo(f"{found['files']:,} files checked, {len(found['damaged'])} of them damaged and moved to quarantine")
+        click.echo(f"{found['files']:,} files checked, {len(found['damaged'])} of them damaged")
     sys.exit(ExitCode.ROW_ERRORS if found["damaged"] else ExitCode.OK)
 
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "batchinfer"
 # What a module (or every module of a room) may import from batchinfer besides its own room.
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
-RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint"}
+RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest"}
 ALLOWED = {
     "records": set(),
     "config": BASE,
@@ -24,6 +24,7 @@ ALLOWED = {
     "stop": BASE,
     "session": FILES | {"data", "stop"},
     "planned": FILES | {"fingerprint"},
+    "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},
     "data": FILES,
     "plan": RUN | {"data", "balance", "model.config"},
@@ -39,7 +40,7 @@ ALLOWED = {
     "cli": None,  # one function per command, checked below
 }
 MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor", "parallel"}
-NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema", "planned"} | {
+NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "schema", "planned", "weights_digest"} | {
     "data",
     "plan",
     "balance",

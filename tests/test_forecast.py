@@ -12,7 +12,7 @@ import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.model.config import load_model_config
-from batchinfer.plan.earlier_run import Speeds, answer_lengths, expert_loads, measured_speeds
+from batchinfer.plan.earlier_run import NO_GROUP, Speeds, answer_lengths, expert_loads, measured_speeds
 from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
 from batchinfer.records import ConfigError
 from batchinfer.report.metrics import report_details, report_metrics
@@ -59,6 +59,13 @@ def test_balance_is_never_below_its_bound_and_one_giant_shows(cluster):
         assert 1.4 < found.bound <= found.max_over_mean
 
 
+def test_without_a_known_speed_of_decode_only_jobs_that_need_none_have_a_time():
+    speeds = Speeds(prefill_tokens_per_s=40, decode_tokens_per_s=None, seconds_per_busy_second=1, startup_s=3)
+    one_token = work_of([100], [0], [1], [np.nan], [0, 1])
+    assert work_seconds(one_token, ClusterConfig(prefill_ranks=1), speeds) == pytest.approx(3 + 100 / 40)
+    assert work_seconds(work_of([100], [0], [2], [np.nan], [0, 1]), ClusterConfig(prefill_ranks=1), speeds) is None
+
+
 def test_one_rank_and_no_request_are_even():
     empty = work_of([], [], [], [], [0])
     assert [(b.max_over_mean, b.bound) for b in balances(empty, ClusterConfig(prefill_ranks=3))] == [(1, 1), (1, 1)]
@@ -74,7 +81,7 @@ def earlier(tmp_path_factory):
     write_tasks(folder / "prompts" / "a.parquet", range(NUM_ROWS))
     ended = batchinfer("run", job_of(folder, "first"))
     assert ended.code == 0, ended.err
-    assert "not known; name a finished run of this model with --learn-from" in ended.err
+    assert "not known; plan with --learn-from and a finished run of this model" in ended.err
     return folder
 
 
@@ -102,7 +109,8 @@ def job_of(folder, name, **more):
 
 def test_answer_lengths_are_learned_by_task(earlier):
     lengths = answer_lengths(earlier / "first")
-    assert sorted(set(lengths.values())) == [2.0, 30.0]
+    assert sorted(set(lengths.values())) == [2.0, 16.0, 30.0]
+    assert lengths[NO_GROUP] == 16.0  # over all prompts
 
 
 def test_speeds_are_those_of_the_recorded_steps(earlier):
@@ -164,7 +172,7 @@ def test_a_run_that_has_computed_nothing_teaches_nothing(earlier, tmp_path):
     assert batchinfer("plan", job_of(tmp_path, "only")).code == 0
     ended = batchinfer("plan", job_of(earlier, "third"), "--learn-from", tmp_path / "only")
     assert ended.code == 2
-    assert f"{tmp_path / 'only'} is not finished; run `batchinfer finish" in ended.err
+    assert f"{tmp_path / 'only'} is not finished; run its job to the end first" in ended.err
     with pytest.raises(ConfigError, match="has no steps; name a run that has computed something"):
         measured_speeds(tmp_path / "only")
     with pytest.raises(ConfigError, match="has no counts of tokens per expert"):

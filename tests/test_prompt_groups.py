@@ -75,6 +75,8 @@ def test_a_larger_job_finds_lengths_under_the_start_that_the_smaller_one_knew():
     assert not set(ids) & set(small)
     assert expected[:90] == [12.5] * 90
     assert np.isnan(expected[90:]).all()
+    _, expected = groups_of([*large, *([5, number] for number in range(3))], {**known, 0: 7.0})
+    assert expected == [12.5] * 90 + [7.0] * 3
 
 
 @pytest.mark.parametrize("count", [0, 1, MIN_PROMPTS - 1])

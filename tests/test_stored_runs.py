@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.report.metrics import report_details, report_metrics
@@ -203,6 +204,25 @@ def test_nothing_is_shared_with_another_model_or_salt(job_folder, tmp_path, othe
     assert ended.code == 0, ended.err
     assert report_details(run).disk_tokens == 0
     assert report_details(run).store.written_bytes > 0
+
+
+def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sample(job_folder, tmp_path):
+    """A run's fingerprint samples the weights; a store outlives many versions of a model and must not."""
+    store, model = tmp_path / "store", tmp_path / "model"
+    shutil.copytree(RANDOM_MODEL, model)
+    _, run = run_job(job_folder.path, "before", store=store, model=model, persist="all")
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][5:200] += 1  # beside the sampled first bytes of each quarter
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    ended, changed = run_job(job_folder.path, "after", store=store, model=model, persist="all")
+    assert ended.code == 0, ended.err
+    digests = [
+        json.loads((folder / "run.json").read_text())["fingerprint"]["model.weights"] for folder in (run, changed)
+    ]
+    assert digests[0] == digests[1], "otherwise this says nothing"
+    assert report_details(changed).disk_tokens == 0
+    plain = run_job(job_folder.path, "afresh", store=None, model=model)[1]
+    assert answers(changed) == answers(plain) != answers(run)
 
 
 # ---- trouble with the disk

@@ -40,6 +40,7 @@ from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session
 from batchinfer.stop import StopSignal
 from batchinfer.trace import Tracer
+from batchinfer.weights_digest import cache_folder, whole_weights_digest
 
 GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
 LOOK_AGAIN_S = 1.0  # between looks at units that others hold
@@ -151,6 +152,8 @@ class Controller:
         )
         fingerprint = read_json(run.run_json)["fingerprint"]
         self._model_digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
+        if job.kv.dir is not None:
+            self._model_digests["model.weights"] = whole_weights_digest(Path(job.model.path), cache_folder())
         self._experts = ExpertPlacer(run, job.cluster, model.n_routed_experts)
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +155,18 @@ def _open_store(job: JobConfig, model: Transformer, pages: torch.Tensor, around:
 
 def _numerics(model: Transformer) -> str:
     """What decides the bits of a latent beside model and dtype: processor, library and kernels."""
-    processor = torch.backends.cpu.get_cpu_capability()
-    return f"{processor}, torch {torch.__version__}, {model.kernels}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()} {instructions}, torch {torch.__version__}, {model.kernels}"
+
+
+def _processor() -> str:
+    """Maker, family and model of this host's processor (Linux), else what the platform calls it."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    found = [re.search(rf"^{name}\s*: (.+)$", info, re.M) for name in ("vendor_id", "cpu family", "model")]
+    return "/".join(match[1] for match in found if match) or platform.machine()
 
 
 def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:

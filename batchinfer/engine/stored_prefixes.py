@@ -93,9 +93,10 @@ class StoredPrefixes:
         prompt = self._prompts[request.key]
         self._claim(request, prompt.names)
         num_known = num_known_pages * PAGE_TOKENS // self._block_tokens  # blocks
-        if prompt.first > num_known and prompt.load is not None:
+        if prompt.first > num_known:
             # memory holds less than the plan thought: read the blocks between, too
-            prompt.load.close()
+            if prompt.load is not None:
+                prompt.load.close()
             num_usable = (len(request.token_ids) - 1) // self._block_tokens
             prompt.first, prompt.load = num_known, self._ask(prompt.names[:num_usable], num_known)
         load, prompt.load = prompt.load, None

@@ -31,6 +31,7 @@ from batchinfer.records import Completion, ConfigError, RequestKey
 
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 WAIT_S = 0.5  # a rank with nothing to do looks at its messages at once, at the other ranks this often
+STORE_S = 5.0  # between reports of what the KV store has done
 TRACED_STEPS = 50  # of each kind; enough to see the order of things, and a bound for the file
 
 ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
@@ -92,6 +93,7 @@ class RankWorker:
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if traced else Counter()
         self._between_steps = SpanLog()
         self._leave = False
+        self._last_store_s = 0.0
         self.expert_tokens = {
             phase: np.zeros((model.num_moe_layers, model.config.n_routed_experts), dtype=np.int64)
             for phase in ("prefill", "decode")
@@ -123,11 +125,19 @@ class RankWorker:
                 feed.send(report)
                 if handovers:
                     feed.hand_over(handovers)
-                if self._stored is not None and (problems := self._stored.take_problems()):
-                    feed.send_store(self._stored.counts(), problems)
+                self._tell_of_store(feed)
             elif agreed.kind is Kind.DECODE:
                 feed.send(self._decode_once(agreed))
             wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
+
+    def _tell_of_store(self, feed: Feed) -> None:
+        """Report problems of the KV store at once, and its counts now and then: a killed rank's are not lost."""
+        if self._stored is None:
+            return
+        problems, now_s = self._stored.take_problems(), time.monotonic()
+        if problems or now_s - self._last_store_s >= STORE_S:
+            self._last_store_s = now_s
+            feed.send_store(self._stored.counts(), problems)
 
     def _take_in(self, feed: Feed, wait_s: float) -> None:
         """Look at what came, ask for more, and give adopted requests pages."""

@@ -1,7 +1,7 @@
 """Which blocks live runs still need, and when: each says so in a file that the others read before they evict.
 
 A claim counts while its file is fresh; that of a run that was killed runs out by itself. Next uses are compared as they
-are, over all ranks of a run and all runs on a store: they count requests in the order of the plan.
+are, over all ranks of a run and all runs on a store: they are numbers of work units.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from batchinfer.kv.block_file import (
     write_blocks,
 )
 from batchinfer.kv.blocks import SHORT_BYTES, KvIdentity
-from batchinfer.kv.claims import Claims
+from batchinfer.kv.claims import LEASE_SECONDS, Claims
 from batchinfer.kv.counters import Counters
 from batchinfer.kv.history import publish_history
 from batchinfer.kv.index import BlockIndex, Span, parsed_name
@@ -42,6 +42,7 @@ from batchinfer.records import ConfigError
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
 TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
 MAX_TEND_SHARE = 0.05  # of the time
+MAX_PAUSE_SECONDS = LEASE_SECONDS / 4  # claims are renewed before they run out
 CLOSE_SECONDS = 10.0  # a disk that hangs holds the job up no longer
 QUARANTINED_FILES = 16  # kept for a look at what happened
 FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
@@ -174,7 +175,7 @@ class DiskStore:
     def set_next_uses(self, next_uses: Mapping[bytes, int | None]) -> None:
         """Say when blocks (by name) are needed next in this run; None: not any more. Files no longer needed go first.
 
-        The numbers only have to agree in order with those of the run's other ranks, for example places in the plan.
+        The numbers only have to agree in order with those of the run's other ranks, for example work units.
         """
         self._claims.set(next_uses)
 
@@ -311,7 +312,7 @@ class DiskStore:
             started_s = time.monotonic()
             self.refresh()
             self._tell()
-            pause_s = max(TEND_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE)
+            pause_s = max(TEND_SECONDS, min(MAX_PAUSE_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE))
 
     def _count_again(self) -> None:
         """Free the room that killed processes had booked, and keep a bound that is lower than it was before."""

@@ -43,6 +43,7 @@ class BlockIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file_of_block: dict[bytes, str] = {}  # short name -> file name
+        self._also_in: dict[bytes, set[str]] = {}  # more files with a block: two processes had written it at once
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
 
@@ -125,12 +126,23 @@ class BlockIndex:
                 self._enter(name, parsed)
 
     def _enter(self, name: str, parsed: FileName) -> None:
-        self.file_of_block.update(dict.fromkeys(parsed.blocks, name))
+        for block in parsed.blocks:
+            before = self.file_of_block.get(block, name)
+            if before != name:
+                self._also_in.setdefault(block, set()).add(before)
+            self.file_of_block[block] = name
 
     def _drop(self, name: str) -> None:
         for block in parsed_name(name).blocks:
+            others = self._also_in.get(block, set())
+            others.discard(name)
             if self.file_of_block.get(block) == name:
-                del self.file_of_block[block]
+                if others:
+                    self.file_of_block[block] = others.pop()
+                else:
+                    del self.file_of_block[block]
+            if not others:
+                self._also_in.pop(block, None)
 
 
 def parsed_name(name: str) -> FileName:

@@ -92,19 +92,25 @@ def describe_store(store: StoreDir) -> dict[str, Any]:
 
 
 def verify_store(store: StoreDir) -> dict[str, Any]:
-    """Read every block and check it; damaged files are moved to quarantine."""
+    """Read every block and check it; damaged files are moved to quarantine where that is allowed."""
     files = list(stored_files(store))
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:
         reasons = list(threads.map(_problem_of, files))
     found = [(file, reason) for file, reason in zip(files, reasons, strict=True) if reason is not None]
-    for file, _ in found:
-        quarantine(store, file.path)
+    damaged = []
+    for file, reason in found:
+        stays = ""
+        try:
+            quarantine(store, file.path)
+        except OSError as error:
+            stays = f"; it stays where it is: {error.strerror}"
+        damaged.append({"file": os.path.basename(file.path), "reason": reason + stays})
     return {
         "folder": str(store.root),
         "files": len(files),
         "blocks": sum(len(file.name.blocks) for file in files if file.name is not None),
         "bytes": sum(file.num_bytes for file in files),
-        "damaged": [{"file": os.path.basename(file.path), "reason": reason} for file, reason in found],
+        "damaged": damaged,
         "quarantine": str(store.quarantine),
     }
 
@@ -113,8 +119,7 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
     """Delete what killed processes left and, given a bound, what is least worth having, until all files are below it.
 
     Raises:
-        ConfigError: another process keeps the store locked.
-        OSError: it cannot be written.
+        ConfigError: another process keeps the store locked, or it cannot be written.
     """
     counters = Counters()
 
@@ -132,6 +137,10 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
     except LockTimeoutError:
         raise ConfigError(
             f"another process keeps the KV store {store.root} locked; try again when it has ended"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot shrink the KV store {store.root}: {error.strerror or error}; run this as the user who owns it"
         ) from None
     return {
         "folder": str(store.root),

@@ -31,7 +31,8 @@ class Ops:
     @property
     def names(self) -> str:
         """The modules that the implementations come from: those that give the same bits have the same names."""
-        return ", ".join(sorted({getattr(self, field.name).__module__ for field in fields(self)}))
+        modules = {getattr(self, field.name).__module__ for field in fields(self)}
+        return " ".join(sorted(module.removeprefix("batchinfer_kernels.") for module in modules))
 
     @classmethod
     def select(cls, choice: str = backend.AUTO) -> Ops:

@@ -75,13 +75,18 @@ def balances(work: PlannedWork, cluster: ClusterConfig) -> tuple[Balance, Balanc
     return prefill.balance(), decode.balance()
 
 
-def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> float:
-    """Seconds that a group of ranks needs from the start of the command to its last step, planning left out."""
+def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> float | None:
+    """Seconds that a group of ranks needs from the start of the command to its last step, planning left out.
+
+    None when tokens are to be decoded and the speed of that is not known.
+    """
     new_tokens = int((work.prompt_tokens - work.shared_tokens).sum())
     # prefill gives the first token of every answer
     decoded = float(np.maximum(work.answer_tokens - 1, 0).sum())
     prefill_s = new_tokens / (cluster.num_prefill_ranks * speeds.prefill_tokens_per_s)
-    decode_s = decoded / (cluster.num_decode_ranks * speeds.decode_tokens_per_s)
+    if decoded and speeds.decode_tokens_per_s is None:
+        return None
+    decode_s = decoded / (cluster.num_decode_ranks * (speeds.decode_tokens_per_s or 1.0))
     busy_s = prefill_s + decode_s if cluster.mode == "colocated" else max(prefill_s, decode_s)
     return speeds.startup_s + busy_s * speeds.seconds_per_busy_second
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -47,7 +48,8 @@ def group_ids(
         offsets: [K + 1] int64, request k's prompt is token_ids[offsets[k]:offsets[k + 1]].
         depths: [K] from `group_depths`.
         shared_tokens: [K] tokens shared with the request before it; the first entry is not read.
-        known: answer lengths by group, of an earlier run; the deepest known group that a prompt belongs to counts.
+        known: answer lengths by group, of an earlier run; the deepest known group that a prompt belongs to counts, and
+            0 stands for prompts of no known group.
 
     Returns:
         ([K] int64, 0 for none; [K] float32 expected answer tokens, NaN when not known).
@@ -60,17 +62,34 @@ def group_ids(
     for group, place in enumerate(places.tolist()):
         prompt = token_ids[offsets[place] : offsets[place + 1]]
         depth = int(depths[place])
-        ids[group] = group_id(prompt, depth)
-        if known:
-            shallower = (group_id(prompt, tokens) for tokens in range(depth, 0, -DEPTH_STEP))
-            expected[group] = next((known[name] for name in shallower if name in known), np.nan)
+        if not known:
+            ids[group] = group_id(prompt, depth)
+            continue
+        expected[group] = known.get(0, np.nan)
+        for name in _ids_down_to(prompt, depth):
+            ids[group] = name
+            expected[group] = known.get(name, expected[group])
     group_of_request = np.cumsum(starts) - 1
     return ids[group_of_request], expected[group_of_request]
 
 
 def group_id(prompt: np.ndarray, depth: int) -> int:
     """63 bits for the first `depth` tokens of a prompt, the same in every job; 0 for no tokens."""
-    if depth == 0:
-        return 0
-    start = np.ascontiguousarray(prompt[:depth], dtype="<i4").tobytes()
-    return int.from_bytes(hashlib.blake2b(start, digest_size=8).digest(), "little") >> 1
+    return _number(hashlib.blake2b(_as_bytes(prompt[:depth]), digest_size=8)) if depth else 0
+
+
+def _ids_down_to(prompt: np.ndarray, depth: int) -> Iterator[int]:
+    """`group_id` of every depth to this one, each token hashed once."""
+    start, hasher = _as_bytes(prompt[:depth]), hashlib.blake2b(digest_size=8)
+    step = len(start) // max(depth, 1) * DEPTH_STEP
+    for first in range(0, len(start), step or 1):
+        hasher.update(start[first : first + step])
+        yield _number(hasher.copy())
+
+
+def _as_bytes(tokens: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+
+
+def _number(hasher: hashlib.blake2b) -> int:
+    return int.from_bytes(hasher.digest(), "little") >> 1

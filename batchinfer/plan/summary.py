@@ -45,7 +45,8 @@ def predict(job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_be
     cluster = job.cluster
     prefill, decode = balances(work, cluster)
     is_known = bool(np.isfinite(work.expected_tokens).any())
-    work_s = None if speeds is None else held_before_s + work_seconds(work, cluster, speeds)
+    seconds = None if speeds is None else work_seconds(work, cluster, speeds)
+    work_s = None if seconds is None else held_before_s + seconds
     gpu_hours = None if work_s is None else cluster.num_ranks * work_s / 3600
     gpu_hour = job.pricing.gpu_hour
     return {
@@ -91,7 +92,7 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
 
 def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["work_s"] is None:
-        return [f"time, cost  {'-':>14} not known; name a finished run of this model with --learn-from"]
+        return [f"time, cost  {'-':>14} not known; plan with --learn-from and a finished run of this model"]
     done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))
     cost = summary["cost_usd"]
     return [

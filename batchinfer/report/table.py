@@ -183,7 +183,7 @@ def _store_lines(store: StoreDetails | None) -> list[str]:
     if store.evicted_bytes:
         lines.append(_line("evicted", _megabytes(store.evicted_bytes), "MB"))
     if store.unwritten_blocks:
-        lines.append(_line("not written", _count(store.unwritten_blocks), "blocks", "disk too slow, or store full"))
+        lines.append(_line("not written", _count(store.unwritten_blocks), "blocks", "no room, or disk too slow"))
     if store.damaged_files:
         lines.append(_line("damaged", _count(store.damaged_files), "files", "computed again"))
     return ["KV store", *lines]

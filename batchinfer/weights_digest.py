@@ -1,0 +1,83 @@
+"""What weights are, to the last byte: for what outlives a job. Called by the controller of a job with a KV store.
+
+The fingerprint of a run samples its model's weights (fingerprint.py): a run folder meets the same model again, or quite
+another one. A store of KV meets every version of a model, and must not take one for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from batchinfer.progress import note
+from batchinfer.records import ConfigError, ModelError
+from batchinfer.rundir import publish_json
+
+CHUNK_BYTES = 1 << 24
+NUM_THREADS = 4  # files read at a time
+TOLD_BYTES = 10_000_000_000  # from here on hashing takes so long that the user is told
+
+
+def whole_weights_digest(folder: Path, cache: Path) -> str:
+    """Digest of names and all bytes of the safetensors files.
+
+    Args:
+        cache: folder in which the digests of files are remembered, by path, size, inode and times of change.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    paths = sorted(folder.absolute().glob("*.safetensors"))
+    remembered_in = cache / f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"
+    known = _read_cache(remembered_in)
+    try:
+        keys = {path.name: _key(path) for path in paths}
+        missing = [path for path in paths if known.get(path.name, [None])[0] != keys[path.name]]
+        num_bytes = sum(path.stat().st_size for path in missing)
+        if num_bytes > TOLD_BYTES:
+            note(f"hashing {num_bytes / 1e9:,.0f} GB of weights, so that the KV store knows them (once)")
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            digests = dict(zip([path.name for path in missing], threads.map(_file_digest, missing), strict=True))
+    except OSError as error:
+        raise ModelError(f"cannot read the weights {error.filename}: {error.strerror}") from None
+    found = {name: [key, digests.get(name) or known[name][1]] for name, key in keys.items()}
+    if digests:
+        # with no place to remember them they are hashed again next time
+        with contextlib.suppress(ConfigError):
+            publish_json(remembered_in, found)
+    return hashlib.blake2b(
+        json.dumps({name: found[name][1] for name in sorted(found)}).encode(), digest_size=16
+    ).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where this user's digests are remembered."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchinfer" / "weights"
+
+
+def _key(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _file_digest(path: Path) -> str:
+    hasher, buffer = xxh3_128(), bytearray(CHUNK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            hasher.update(memoryview(buffer)[:num_read])
+    return hasher.hexdigest()
+
+
+def _read_cache(path: Path) -> dict[str, list]:
+    """What is remembered of a folder; nothing when there is no such file, or it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: [key, str(digest)] for name, (key, digest) in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
