@@ -19,6 +19,7 @@ from xxhash import xxh3_128_digest
 from batchinfer.kv import block_file, disk, space
 from batchinfer.kv.block_file import HEADER_BYTES, MAX_BLOCKS, FileName, make_header
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
+from batchinfer.kv.index import BlockIndex
 from batchinfer.kv.reader import Reader
 from batchinfer.kv.space import open_books
 from batchinfer.kv.writer import Writer
@@ -113,6 +114,20 @@ def test_one_block_is_read_without_the_rest_of_its_file(tmp_path, store):
     out = np.empty((2, BLOCK_BYTES), np.uint8)
     assert store.read_span(middle, chain[1:3], out) == 2
     assert np.array_equal(out, content_of(chain[1:3]))
+
+
+def test_a_block_in_two_files_is_found_until_both_are_gone(tmp_path):
+    chain = chain_of(*"abcd")
+    short, long = str(FileName.of(chain, 0, 2)), str(FileName.of(chain, 0, 4))
+    for first, second in [(short, long), (long, short)]:
+        for lost, left in [(short, 4), (long, 2)]:
+            index = BlockIndex(tmp_path)
+            index.add(first)
+            index.add(second)
+            index.forget(lost)
+            assert index.count_leading(chain) == left
+            index.forget(long if lost == short else short)
+            assert index.count_leading(chain) == 0
 
 
 def test_what_others_write_and_remove_is_learned_by_refreshing(tmp_path, store):
