@@ -34,7 +34,7 @@ inline __attribute__((always_inline)) void add_products(__m512* sums, const bf16
 
 template <int R, int C>
 void dot_tile(const bf16* x, int64_t x_stride, const bf16* first, const bf16* second, int64_t weight_stride,
-              int64_t depth, int64_t ahead, float* out) {
+              int64_t depth, Ahead ahead, float* out) {
   constexpr int kFirst = (C + 1) / 2;
   __m512 sums[32];
 #pragma GCC unroll 32
@@ -47,10 +47,13 @@ void dot_tile(const bf16* x, int64_t x_stride, const bf16* first, const bf16* se
   }
   const int64_t whole = depth & ~(kStep - 1);
   int64_t k = 0;
-  if (ahead > 0) {
+  if (ahead.lines > 0) {
     for (; k < whole; k += kStep) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) _mm_prefetch(reinterpret_cast<const char*>(weight_rows[c] + k + ahead), _MM_HINT_T0);
+      for (int line = 0; line < ahead.lines; ++line, ahead.first += kStep, ahead.second += kStep) {
+        // into the second level: the first has fewer reads from memory under way at a time
+        _mm_prefetch(reinterpret_cast<const char*>(ahead.first), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead.second), _MM_HINT_T1);
+      }
       add_products<R, C>(sums, x, x_stride, weight_rows, k, load_values);
     }
   }
@@ -86,6 +89,7 @@ DotTile dot_tile_of(int64_t rows, int64_t columns) {
 
 void dot_block(Rows x, Rows weight, int64_t depth, int64_t row_begin, int64_t row_end, int64_t column_begin,
                       int64_t column_end, bf16* out, int64_t out_stride) {
+  const int64_t num_passes = (row_end - row_begin + kTileRows - 1) / kTileRows;
   alignas(64) float values[kTileValues];
   alignas(64) bf16 rounded[kTileValues];
   for (int64_t column = column_begin; column < column_end; column += kTileColumns) {
@@ -94,8 +98,9 @@ void dot_block(Rows x, Rows weight, int64_t depth, int64_t row_begin, int64_t ro
     const bf16* second = first + (columns + 1) / 2 * weight.stride;
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, row_end - row);
-      // the first pass over these weights waits for memory: ask for the next ones meanwhile
-      const int64_t ahead = row == row_begin ? kTileColumns * weight.stride : 0;
+      const Ahead ahead =
+          Ahead::of_pass(first + kTileColumns * weight.stride, second + kTileColumns * weight.stride, depth,
+                         (row - row_begin) / kTileRows, num_passes);
       dot_tile_of(rows, columns)(x.data + row * x.stride, x.stride, first, second, weight.stride, depth, ahead, values);
       for (int i = 0; i < kTileValues; i += 16) {
         const __m256bh part = _mm512_cvtneps_pbh(_mm512_load_ps(values + i));

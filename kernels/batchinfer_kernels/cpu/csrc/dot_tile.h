@@ -28,10 +28,25 @@ inline __m512 add_groups(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 
+// Weights that the next tile will want, asked for while this one computes: `lines` cache lines of each half per vector
+// step, so that memory is read evenly over all passes of a tile's weights through the cache.
+struct Ahead {
+  const bf16 *first, *second;
+  int lines;
+
+  // The share of pass `pass` of `num_passes` when each half has kTileColumns / 2 rows of `depth` values.
+  static Ahead of_pass(const bf16* first, const bf16* second, int64_t depth, int64_t pass, int64_t num_passes) {
+    constexpr int64_t kRows = kTileColumns / 2;
+    const int64_t lines = (kRows + num_passes - 1) / num_passes;
+    if (pass * lines >= kRows) return {nullptr, nullptr, 0};
+    return {first + pass * lines * depth, second + pass * lines * depth, static_cast<int>(lines)};
+  }
+};
+
 // out[r * columns + c] = x row r · weight row c; the first (columns + 1) / 2 weight rows start at `first`, the others at
-// `second`. `ahead` > 0: how many values after the current weights those are that will be wanted next.
+// `second`.
 using DotTile = void (*)(const bf16* x, int64_t x_stride, const bf16* first, const bf16* second, int64_t weight_stride,
-                         int64_t depth, int64_t ahead, float* out);
+                         int64_t depth, Ahead ahead, float* out);
 
 // The tile of `rows` (1 … 4) and `columns` (1 … 6); it writes up to kTileValues values.
 DotTile dot_tile_of(int64_t rows, int64_t columns);

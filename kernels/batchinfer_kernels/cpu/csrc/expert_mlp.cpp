@@ -45,6 +45,7 @@ void activate(const Part& part, int64_t hidden, int64_t intermediate) {
   scratch.resize(2 * rows * columns);
   float* const gates = scratch.data();
   float* const ups = gates + rows * columns;
+  const int64_t num_passes = (rows + kTileRows - 1) / kTileRows;
   alignas(64) float values[kTileValues];
   for (int64_t column = 0; column < columns; column += kPairs) {
     const int64_t pairs = std::min(kPairs, columns - column);
@@ -52,7 +53,8 @@ void activate(const Part& part, int64_t hidden, int64_t intermediate) {
     const bf16* up = gate + intermediate * hidden;
     for (int64_t row = 0; row < rows; row += kTileRows) {
       const int64_t tile_rows = std::min<int64_t>(kTileRows, rows - row);
-      const int64_t ahead = row == 0 ? kPairs * hidden : 0;
+      const Ahead ahead =
+          Ahead::of_pass(gate + kPairs * hidden, up + kPairs * hidden, hidden, row / kTileRows, num_passes);
       dot_tile_of(tile_rows, 2 * pairs)(expert.x + (part.row_begin + row) * hidden, hidden, gate, up, hidden, hidden,
                                         ahead, values);
       for (int64_t r = 0; r < tile_rows; ++r) {

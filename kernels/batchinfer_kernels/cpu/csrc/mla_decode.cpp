@@ -33,13 +33,15 @@ struct Scratch {
 
 // scores[r][key] = q row r · key.
 void score_page(Scratch& scratch, const bf16* q, int64_t num_rows, const bf16* page, int64_t num_keys, int64_t width) {
+  const int64_t num_passes = (num_rows + kTileRows - 1) / kTileRows;
   alignas(64) float values[kTileValues];
   for (int64_t key = 0; key < num_keys; key += kTileColumns) {
     const int64_t keys = std::min<int64_t>(kTileColumns, num_keys - key);
     const bf16* first = page + key * width;
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, num_rows - row);
-      const int64_t ahead = row == 0 ? kTileColumns * width : 0;
+      const Ahead ahead = Ahead::of_pass(first + kTileColumns * width, first + (kTileColumns + kTileColumns / 2) * width,
+                                         width, row / kTileRows, num_passes);
       dot_tile_of(rows, keys)(q + row * width, width, first, first + (keys + 1) / 2 * width, width, width, ahead,
                               values);
       for (int64_t r = 0; r < rows; ++r) {
