@@ -123,6 +123,22 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(num_out, num_in, th
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 17), (64, 256), (256, 64), (600, 70)])
+def test_a_batched_product_is_the_exact_one_rounded_once_in_any_company(num_in, num_out, is_transposed, threads):
+    y = random(3, num_out, num_in, seed=1).transpose(1, 2) if is_transposed else random(3, num_in, num_out, seed=1)
+    x = random(65, 3, num_in + 1)[:, :, 1:].transpose(0, 1)  # as attention gives it: heads apart within a row
+    threads(2)
+    whole = ops.batched_matmul(x, y)
+    exact, terms = x.double() @ y.double(), x.double().abs() @ y.double().abs()
+    assert ((whole - exact).abs() <= TOLERANCE["bf16"] * exact.abs() + 1e-6 * terms).all()
+    for num_threads, start, stop in [(1, 0, 65), (2, 0, 1), (1, 3, 10), (2, 64, 65), (2, 0, 0)]:
+        threads(num_threads)
+        assert torch.equal(ops.batched_matmul(x[:, start:stop], y), whole[:, start:stop])
+        assert torch.equal(ops.batched_matmul(x[1:2, start:stop], y[1:2]), whole[1:2, start:stop])
+
+
+@pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 500, 1024])
 def test_norm_and_activation_are_as_good_as_the_reference_and_keep_their_bits(width, threads):
     x, up, weight = 3 * random(65, width), random(65, width, seed=1), random(width, seed=2)
@@ -196,7 +212,9 @@ def paged(kv_tokens, width, *, seed=0):
 
 
 @pytest.mark.usefixtures("cpp")
-@pytest.mark.parametrize(("heads", "latent_dim", "rotary"), [(1, 16, 5), (3, 64, 16), (16, 256, 32), (40, 80, 64)])
+@pytest.mark.parametrize(
+    ("heads", "latent_dim", "rotary"), [(1, 16, 6), (3, 64, 16), (16, 256, 32), (40, 80, 64), (33, 16, 0)]
+)
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_decode_attention_is_as_good_as_the_reference(heads, latent_dim, rotary, num_queries):
     kv_tokens = [num_queries, 63, 64, 65, 130, 200]

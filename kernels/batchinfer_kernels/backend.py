@@ -62,6 +62,7 @@ _CPU = tuple(
     Candidate(function.__name__, "cpu", function, cpu_build.why_not, is_trial=_CPU_IS_ON_TRIAL)
     for function in (
         cpu_ops.linear,
+        cpu_ops.batched_matmul,
         cpu_ops.rms_norm,
         cpu_ops.silu_mul,
         cpu_ops.grouped_mlp,

@@ -28,6 +28,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
+def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x · y for every batch: [B, T, M] and [B, M, N] to [B, T, N]; a transposed y is not copied."""
+    if not _takes(x, y):
+        return reference.batched_matmul(x, y)
+    return _library().batched_matmul(x, y)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D]."""
     if not _takes(x, weight) or x.shape[-1] == 0:
@@ -75,7 +82,7 @@ def mla_decode(
     Softmax weights are rounded to bfloat16 before they meet the latents and are divided by their rounded sum.
     A request without tokens gives zeros.
     """
-    if not _takes(q_THW, pages) or latent_dim % _LATENT_MULTIPLE or not latent_dim:
+    if not _takes(q_THW, pages) or latent_dim % _LATENT_MULTIPLE or not latent_dim or q_THW.shape[-1] % 2:
         return reference_mla.mla_decode(
             q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
         )

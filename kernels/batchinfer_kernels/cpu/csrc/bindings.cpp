@@ -42,6 +42,22 @@ Tensor linear(const Tensor& x_in, const Tensor& weight_in) {
   return out;
 }
 
+// The result stands in memory as [T, B, N], which is how callers go on with it.
+Tensor batched_matmul(const Tensor& x_in, const Tensor& y_in) {
+  check(x_in, 3, "x");
+  check(y_in, 3, "y");
+  TORCH_CHECK(x_in.size(0) == y_in.size(0) && x_in.size(2) == y_in.size(1), "x is ", x_in.sizes(), ", y ", y_in.sizes());
+  const Tensor x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
+  const bool is_transposed = y_in.stride(1) == 1 && y_in.stride(2) != 1;
+  const Tensor y = is_transposed || y_in.stride(2) == 1 ? y_in : y_in.contiguous();
+  const int64_t num_batches = x.size(0), num_rows = x.size(1), depth = x.size(2), num_columns = y.size(2);
+  Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
+  const auto product = is_transposed ? batchinfer::batched_linear : batchinfer::batched_matmul;
+  product({values_of(x), x.stride(1)}, x.stride(0), {values_of(y), y.stride(is_transposed ? 2 : 1)}, y.stride(0),
+          room_of(out), num_batches * num_columns, num_columns, num_batches, num_rows, depth, num_columns);
+  return out.transpose(0, 1);
+}
+
 void check_experts(const Tensor& num_rows, const Tensor& gate_up, const Tensor& down, int64_t hidden) {
   check_contiguous(gate_up, 3, "gate_up");
   check_contiguous(down, 3, "down");
@@ -116,6 +132,7 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(pages.size(1) == 64 && pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
   TORCH_CHECK(latent_dim % 16 == 0 && latent_dim <= q.size(2), "latent_dim must be a multiple of 16, at most the width");
+  TORCH_CHECK(q.size(2) % 2 == 0, "the width ", q.size(2), " is odd");
   TORCH_CHECK(kv_tokens.numel() == num_requests && positions.numel() == q.size(0), "one length per request, one position per row");
   const int64_t* ids = page_table.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < page_table.numel(); ++i) TORCH_CHECK(0 <= ids[i] && ids[i] < pages.size(0), "page ", ids[i]);
@@ -154,6 +171,7 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("linear(Tensor x, Tensor weight) -> Tensor", linear);
+  m.def("batched_matmul(Tensor x, Tensor y) -> Tensor", batched_matmul);
   m.def("grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down) -> Tensor", grouped_mlp);
   m.def("masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down) -> Tensor", masked_mlp);
   m.def(

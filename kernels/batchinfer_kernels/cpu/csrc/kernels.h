@@ -41,10 +41,17 @@ int64_t num_threads();
 // linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k].
 void linear(Rows x, Rows weight, bf16* out, int64_t num_rows, int64_t num_columns, int64_t depth);
 
+// batched_matmul.cpp: out[b, t, n] = sum over k of x[b, t, k] * y[b, k, n]; each *_batch is the step to the next batch.
+void batched_matmul(Rows x, int64_t x_batch, Rows y, int64_t y_batch, bf16* out, int64_t out_stride, int64_t out_batch,
+                    int64_t num_batches, int64_t num_rows, int64_t depth, int64_t num_columns);
+// The same with weight[b, n, k] in place of y[b, k, n]; adds in the order of linear.
+void batched_linear(Rows x, int64_t x_batch, Rows weight, int64_t weight_batch, bf16* out, int64_t out_stride,
+                    int64_t out_batch, int64_t num_batches, int64_t num_rows, int64_t depth, int64_t num_columns);
+
 // expert_mlp.cpp: out = down(silu(gate(x)) * up(x)) of each expert over its rows.
 void expert_mlp(const ExpertRows* experts, int64_t num_experts, int64_t hidden, int64_t intermediate);
 
-// mla_decode.cpp: see reference_mla.mla_decode; pages [num_pages, 64, width].
+// mla_decode.cpp: see reference_mla.mla_decode; pages [num_pages, 64, width], width even, latent_dim a multiple of 16.
 void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, const int64_t* page_table,
                 const int64_t* kv_tokens, const int64_t* positions, bf16* out);
 
