@@ -282,6 +282,38 @@ def test_queries_of_one_step_have_the_bits_of_queries_one_by_one():
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize(("heads", "nope", "rotary", "v_dim"), [(1, 5, 1, 16), (3, 16, 8, 32), (16, 64, 32, 64)])
+@pytest.mark.parametrize("context", [1, 64, 150])
+def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_the_same_bits(
+    heads, nope, rotary, v_dim, context, threads
+):
+    pages, table, _ = paged([context], 48 + rotary)
+    q, kv_b = random(context, heads, nope + rotary, seed=1), random(heads, nope + v_dim, 48, seed=2) / 7
+    options = {"v_dim": v_dim, "scale": (nope + rotary) ** -0.5}
+
+    def attend(function, start, stop):
+        positions, page_ids = torch.arange(start, stop), table[0, : -(-stop // 64)]
+        return function(q[start:stop], pages, page_ids, positions, kv_b, context_tokens=stop, **options)
+
+    threads(2)
+    whole = attend(ops.mla_prefill, 0, context)
+    kept = pages[table[0]].flatten(0, 1)[:context]
+    kv = (kept[:, :48].double() @ kv_b.double().flatten(0, 1).T).unflatten(-1, (heads, -1))
+    keys = torch.cat([kv[..., :nope], kept[:, None, 48:].double().expand(-1, heads, -1)], -1)
+    scores = torch.einsum("tha,xha->htx", q.double(), keys) * options["scale"]
+    weights = scores.masked_fill(torch.ones(context, context).triu(1).bool(), -torch.inf).softmax(-1)
+    exact = torch.einsum("htx,xhv->thv", weights, kv[..., nope:])
+    ours, theirs = (whole - exact).abs(), (attend(reference_mla.mla_prefill, 0, context) - exact).abs()
+    assert torch.isfinite(whole).all()
+    assert ours.mean() <= MOST_OF_REFERENCE * theirs.mean()
+    assert ours.max() <= 2 * theirs.max()
+    for num_threads, start, stop in [(1, 0, context), (2, 0, 1), (1, context // 3, context), (2, context // 5, 70)]:
+        threads(num_threads)
+        if start < stop <= context:
+            assert torch.equal(attend(ops.mla_prefill, start, stop), whole[start:stop])
+
+
+@pytest.mark.usefixtures("cpp")
 def test_a_request_without_tokens_gives_zeros():
     pages, table, _ = paged([5], 32)
     nothing = torch.tensor([0])
@@ -312,11 +344,14 @@ def test_float32_keeps_the_bits_of_the_reference():
     assert torch.equal(ops.silu_mul(x, x), reference.silu_mul(x, x))
     experts = (torch.tensor([2, 3]), random(2, 12, 24).float(), random(2, 24, 6).float())
     assert torch.equal(ops.grouped_mlp(x, *experts), reference.grouped_mlp(x, *experts))
-    assert torch.equal(
-        ops.masked_mlp(x.expand(2, -1, -1), *experts), reference.masked_mlp(x.expand(2, -1, -1), *experts)
-    )
+    blocks = x.expand(2, -1, -1)
+    assert torch.equal(ops.masked_mlp(blocks, *experts), reference.masked_mlp(blocks, *experts))
+    assert torch.equal(ops.batched_matmul(blocks, blocks.mT), reference.batched_matmul(blocks, blocks.mT))
     pages, table, kv_tokens = paged([70, 3], 32)
     arguments = (random(2, 2, 32).float(), pages.float(), table, kv_tokens, kv_tokens - 1)
+    options = {"v_dim": 4, "scale": 0.2, "context_tokens": 70}
+    chunk = (random(70, 2, 12).float(), pages.float(), table[0], torch.arange(70), random(2, 8, 24).float())
+    assert torch.equal(ops.mla_prefill(*chunk, **options), reference_mla.mla_prefill(*chunk, **options))
     options = {"latent_dim": 16, "scale": 0.2}
     assert torch.equal(ops.mla_decode(*arguments, **options), reference_mla.mla_decode(*arguments, **options))
 

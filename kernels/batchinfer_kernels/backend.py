@@ -67,6 +67,7 @@ _CPU = tuple(
         cpu_ops.silu_mul,
         cpu_ops.grouped_mlp,
         cpu_ops.masked_mlp,
+        cpu_ops.mla_prefill,
         cpu_ops.mla_decode,
     )
 )

@@ -115,11 +115,64 @@ def attention_cases() -> Iterator[Case]:
         )
 
 
+def prefill_cases() -> Iterator[Case]:
+    nope, value = 64, 64
+    kv_b = random(NUM_HEADS, nope + value, LATENT)
+    for num_tokens, context in ((490, 490), (64, 554), (2048, 2048)):
+        num_pages = -(-context // 64)
+        q, pages = random(num_tokens, NUM_HEADS, nope + ROTARY), random(num_pages, 64, LATENT + ROTARY)
+        arguments = (q, pages, torch.arange(num_pages), torch.arange(context - num_tokens, context), kv_b)
+        options = {"context_tokens": context, "v_dim": value, "scale": 0.1}
+        seen = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) / 2
+        products = seen * (nope + ROTARY + value) + context * LATENT * (nope + value)
+        yield Case(
+            f"mla_prefill {num_tokens} of {context} tokens, {NUM_HEADS} heads (torch: sdpa)",
+            lambda copy, a=arguments, o=options: ops.mla_prefill(*a, **o),
+            lambda copy, a=arguments: torch_prefill(*a),
+            2.0 * NUM_HEADS * products,
+            2.0 * (pages.numel() + q.numel()),
+        )
+        yield Case(
+            f"mla_prefill {num_tokens} of {context} tokens, {NUM_HEADS} heads (torch: the reference)",
+            lambda copy, a=arguments, o=options: ops.mla_prefill(*a, **o),
+            lambda copy, a=arguments, o=options: reference_mla.mla_prefill(*a, **o),
+            2.0 * NUM_HEADS * products,
+            2.0 * (pages.numel() + q.numel()),
+        )
+
+
+def torch_prefill(
+    q: torch.Tensor, pages: torch.Tensor, page_ids: torch.Tensor, positions: torch.Tensor, kv_b: torch.Tensor
+) -> torch.Tensor:
+    context = int(positions[-1]) + 1
+    latents = pages[page_ids].flatten(0, 1)[:context]
+    kv = F.linear(latents[:, :LATENT], kv_b.flatten(0, 1)).unflatten(-1, (NUM_HEADS, -1))
+    rotary = latents[:, None, LATENT:].expand(-1, NUM_HEADS, -1)
+    keys = torch.cat([kv[..., : q.shape[-1] - ROTARY], rotary], -1).transpose(0, 1)
+    values = kv[..., q.shape[-1] - ROTARY :].transpose(0, 1)
+    mask = torch.arange(context) <= positions[:, None]
+    return F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=mask, scale=0.1).transpose(0, 1)
+
+
 def torch_attention(
     q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, kv_tokens: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     keys = pages[table].flatten(1, 2)[:, None, : int(kv_tokens[0])]
     return F.scaled_dot_product_attention(q[:, None], keys, keys[..., :LATENT].contiguous(), scale=0.06)[:, 0]
+
+
+def batched_cases() -> Iterator[Case]:
+    key_up, value_up = random(NUM_HEADS, 64, LATENT), random(NUM_HEADS, 64, LATENT).transpose(1, 2)
+    for num_rows in (1, 64):
+        for name, width, y in (("q · key_up", 64, key_up), ("out · value_up", LATENT, value_up)):
+            x = random(num_rows, NUM_HEADS, width).transpose(0, 1)
+            yield Case(
+                f"batched_matmul {num_rows} rows, {name} (torch: bmm)",
+                lambda copy, x=x, y=y: ops.batched_matmul(x, y),
+                lambda copy, x=x, y=y: torch.bmm(x, y),
+                2.0 * num_rows * y.numel(),
+                2.0 * (y.numel() + x.numel() + num_rows * NUM_HEADS * y.shape[-1]),
+            )
 
 
 def row_cases() -> Iterator[Case]:
@@ -181,7 +234,7 @@ def main() -> None:
     flop_limit, byte_limit = limits(options.rounds)
     print(f"{torch.get_num_threads()} threads; limits {flop_limit / 1e9:.0f} GFLOP/s, {byte_limit / 1e9:.1f} GB/s")
     print(f"{'GFLOP/s':>8} {'GB/s':>6} {'of limit':>9} {'x torch':>8}  case")
-    for cases in (linear_cases, expert_cases, attention_cases, row_cases):
+    for cases in (linear_cases, expert_cases, attention_cases, prefill_cases, batched_cases, row_cases):
         for case in cases():
             if options.only not in case.name:
                 continue

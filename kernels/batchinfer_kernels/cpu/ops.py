@@ -6,7 +6,8 @@ Subnormal numbers count as zero. Everything else (float32, another device, an od
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, C rows of room per expert (latent width in mla_decode)
-# H heads, W = latent and rotary width, B requests, Q query tokens per request, P pages
+# H heads, A query/key width, Z key (without rotary) and value width, W = latent and rotary width, V value width
+# B requests, Q query tokens per request, P pages, X keys of whole pages
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 from batchinfer_kernels import reference, reference_mla
 from batchinfer_kernels.cpu import build
 
-_LATENT_MULTIPLE = 16
+_VALUE_MULTIPLE = 16
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,6 +68,38 @@ def masked_mlp(
     return _library().masked_mlp(x_ECD.contiguous(), *_experts(num_rows_E, gate_up_EFD, down_EDF))
 
 
+def mla_prefill(
+    q_THA: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids_P: torch.Tensor,
+    positions_T: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    *,
+    context_tokens: int,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of one request's chunk in the plain form, [T, H, A] to [T, H, V].
+
+    Softmax weights are rounded to bfloat16 as in mla_decode. Keys and values of the whole context are held at once.
+    """
+    if not _takes(q_THA, pages, kv_b_HZC) or not _fits(q_THA.shape[-1], v_dim):
+        return reference_mla.mla_prefill(
+            q_THA, pages, page_ids_P, positions_T, kv_b_HZC, context_tokens=context_tokens, v_dim=v_dim, scale=scale
+        )
+    latent_XW = pages[page_ids_P].flatten(0, 1)
+    kv_XZ = _library().linear(latent_XW[:, : kv_b_HZC.shape[-1]], kv_b_HZC.flatten(0, 1))
+    return _library().mla_prefill(
+        q_THA.contiguous(),
+        latent_XW,
+        kv_XZ.unflatten(-1, (q_THA.shape[1], -1)),
+        positions_T.contiguous(),
+        context_tokens,
+        v_dim,
+        scale,
+    )
+
+
 def mla_decode(
     q_THW: torch.Tensor,
     pages: torch.Tensor,
@@ -82,7 +115,7 @@ def mla_decode(
     Softmax weights are rounded to bfloat16 before they meet the latents and are divided by their rounded sum.
     A request without tokens gives zeros.
     """
-    if not _takes(q_THW, pages) or latent_dim % _LATENT_MULTIPLE or not latent_dim or q_THW.shape[-1] % 2:
+    if not _takes(q_THW, pages) or not _fits(q_THW.shape[-1], latent_dim):
         return reference_mla.mla_decode(
             q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
         )
@@ -99,6 +132,11 @@ def mla_decode(
 
 def _takes(*tensors: torch.Tensor) -> bool:
     return all(tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _fits(width: int, value_dim: int) -> bool:
+    """Whether attention takes these widths: queries in pairs of values, results in whole vectors."""
+    return width % 2 == 0 and value_dim > 0 and value_dim % _VALUE_MULTIPLE == 0
 
 
 def _experts(

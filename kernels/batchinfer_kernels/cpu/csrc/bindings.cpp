@@ -147,6 +147,27 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   return out;
 }
 
+Tensor mla_prefill(const Tensor& q, const Tensor& latents, const Tensor& kv, const Tensor& positions, int64_t context,
+                   int64_t value_dim, double scale) {
+  check_contiguous(q, 3, "q");
+  check_contiguous(latents, 2, "latents");
+  check_contiguous(kv, 3, "kv");
+  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.is_contiguous(), "positions must be contiguous int64");
+  const int64_t num_keys = latents.size(0), num_heads = q.size(1), width = q.size(2), nope = kv.size(2) - value_dim;
+  TORCH_CHECK(kv.size(0) == num_keys && kv.size(1) == num_heads, "kv must be [keys, heads, nope + value]");
+  TORCH_CHECK(num_keys % 64 == 0 && context <= num_keys, "the keys must be whole pages with room for the context");
+  TORCH_CHECK(positions.numel() == q.size(0), "one position per query");
+  TORCH_CHECK(width % 2 == 0 && value_dim % 16 == 0, "the width must be even and value_dim a multiple of 16");
+  const int64_t rotary = width - nope, latent_width = latents.size(1);
+  TORCH_CHECK(0 <= nope && 0 <= rotary && rotary <= latent_width, "the widths of q, latents and kv do not fit");
+  const Tensor keys = at::empty({num_heads, num_keys, width}, q.options());
+  Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
+  batchinfer::mla_prefill({q.size(0), num_heads, num_keys, context, nope, rotary, value_dim, static_cast<float>(scale)},
+                          values_of(q), values_of(kv), {values_of(latents) + latent_width - rotary, latent_width},
+                          positions.const_data_ptr<int64_t>(), room_of(keys), room_of(out));
+  return out;
+}
+
 Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check(x_in, 2, "x");
   check_contiguous(weight, 1, "weight");
@@ -178,6 +199,10 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "mla_decode(Tensor q, Tensor pages, Tensor page_table, Tensor kv_tokens, Tensor positions, int latent_dim, "
       "float scale) -> Tensor",
       mla_decode);
+  m.def(
+      "mla_prefill(Tensor q, Tensor latents, Tensor kv, Tensor positions, int context_tokens, int value_dim, "
+      "float scale) -> Tensor",
+      mla_prefill);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
 }

@@ -34,6 +34,11 @@ struct DecodeShape {
   float scale;
 };
 
+struct PrefillShape {
+  int64_t num_queries, num_heads, num_keys, context_tokens, nope_dim, rotary_dim, value_dim;
+  float scale;
+};
+
 // tasks.cpp: calls task(0) … task(num_tasks - 1), each once, on the threads that torch was given.
 void run_tasks(int64_t num_tasks, const std::function<void(int64_t)>& task);
 int64_t num_threads();
@@ -54,6 +59,11 @@ void expert_mlp(const ExpertRows* experts, int64_t num_experts, int64_t hidden, 
 // mla_decode.cpp: see reference_mla.mla_decode; pages [num_pages, 64, width], width even, latent_dim a multiple of 16.
 void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, const int64_t* page_table,
                 const int64_t* kv_tokens, const int64_t* positions, bf16* out);
+
+// mla_prefill.cpp: see reference_mla.mla_prefill. kv [num_keys, num_heads, nope_dim + value_dim] is what the latents of
+// whole pages become, `rotary` their rotary part, `keys` room for [num_heads, num_keys, nope_dim + rotary_dim].
+void mla_prefill(const PrefillShape& shape, const bf16* q, const bf16* kv, Rows rotary, const int64_t* positions,
+                 bf16* keys, bf16* out);
 
 // rows.cpp: see reference.rms_norm and reference.silu_mul.
 void rms_norm(Rows x, const bf16* weight, float eps, bf16* out, int64_t num_rows, int64_t width);
