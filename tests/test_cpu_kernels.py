@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from batchinfer.model.ops import Ops
+from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import backend, reference, reference_mla
 from batchinfer_kernels.cpu import build, ops
+from paged_steps import PagedRequests
+from paths import RANDOM_MODEL
 
 # Rounding to bfloat16 errs by half a unit in the last place, 2^-8 of the value at most; a little room for float32 sums.
 TOLERANCE = {"bf16": 2**-8 * 1.01}
@@ -335,6 +338,25 @@ def test_wrong_shapes_are_refused():
             random(1, 2, 32), random(2, 64, 32), torch.tensor([[9]]), torch.tensor([3]), torch.tensor([2]),
             latent_dim=16, scale=1.0,
         )  # fmt: skip
+
+
+@pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_of_a_whole_model_does_not_depend_on_batch_chunks_leftovers_or_threads(seed, threads):
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, 96, (length,), generator=generator) for length in (1, 7, 64, 65, 130, 33, 2, 200)]
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    threads(2)
+    together = PagedRequests(model, prompts, max_new_tokens=8, seed=seed, garbage=10.0 ** (5 * seed))
+    together.prefill(order, [(1000,), (64, 13, 1, 100, 7), (50,)][seed])
+    together.decode_greedily(order, 8)
+    threads(1)
+    for i, prompt in enumerate(prompts):
+        alone = PagedRequests(model, [prompt], max_new_tokens=8)
+        alone.prefill([0], [1000])
+        alone.decode_greedily([0], 8)
+        assert torch.equal(together.all_logits(i), alone.all_logits(0)), f"request {i} of {order}"
 
 
 def test_float32_keeps_the_bits_of_the_reference():

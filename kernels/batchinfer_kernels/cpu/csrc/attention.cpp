@@ -1,7 +1,7 @@
 // Page by page with a running softmax, for up to 32 rows that share every key:
 //
 //   scores   keys x rows      keys · queriesᵀ; queries are interleaved once, so that lanes are rows
-//   weights  keys x rows      exp(score - peak), rounded to bfloat16; a page that raises the peak shrinks the sums so far
+//   weights  keys x rows      exp(score - peak), rounded to bfloat16; a page that raises the peak shrinks earlier sums
 //   sums     rows x values    weights · values, two keys per step; the page's values are interleaved first
 //
 // A row meets its keys in ascending order. Keys it may not see weigh nothing: adding them changes no bit.
@@ -137,7 +137,9 @@ void sum_tile(Scratch& scratch, int64_t row, int64_t column, int64_t num_pairs, 
   for (int r = 0; r < R; ++r) {
     const __m512 shrink = _mm512_set1_ps(scratch.shrink[row + r]);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_mul_ps(_mm512_loadu_ps(at + r * value_dim + n * kLanes), shrink);
+    for (int n = 0; n < N; ++n) {
+      sums[r][n] = _mm512_mul_ps(_mm512_loadu_ps(at + r * value_dim + n * kLanes), shrink);
+    }
   }
   add_pairs<R, N>(sums, {scratch.weights[0] + row, 1, kAttentionRows}, scratch.values.data() + 2 * column, 2 * value_dim,
                   num_pairs);

@@ -19,8 +19,8 @@ struct AttentionRows {
   int64_t out_stride;
 };
 
-// Finds the keys and the values of the page that starts at a token, [64, width] and [64, value_dim]. A whole page of keys
-// must be readable; what stands behind the last token has no influence.
+// Finds the keys and the values of the page that starts at a token, [64, width] and [64, value_dim]. A whole page of
+// keys must be readable; what stands behind the last token has no influence.
 struct PageOf {
   virtual Rows keys(int64_t start) const = 0;
   virtual Rows values(int64_t start) const = 0;

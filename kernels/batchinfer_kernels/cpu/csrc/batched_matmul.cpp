@@ -3,6 +3,7 @@
 // A task is one batch and some of its columns: it interleaves them once and then takes all rows.
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "pair_tile.h"
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kTileRows = 4;
 constexpr int kTileChunks = 4;  // of 16 columns
 constexpr int64_t kTaskColumns = kTileChunks * kLanes;
+constexpr int64_t kSteps = 256;  // pairs of x at a time
 
 using Tile = void (*)(const Rows& x, int64_t row, int64_t depth, const bf16* y, bf16* out, int64_t out_stride,
                       int64_t num_columns);
@@ -29,15 +31,15 @@ void tile(const Rows& x, int64_t row, int64_t depth, const bf16* y, bf16* out, i
   }
   // rows of bfloat16 need not start at a pair's address, and a last single value must not be read as a pair
   const int64_t num_steps = (depth + 1) / 2;
-  alignas(64) int32_t pairs[R][256];
-  for (int64_t start = 0; start < num_steps; start += 256) {
-    const int64_t steps = std::min<int64_t>(256, num_steps - start);
-    const int64_t values = std::min<int64_t>(512, depth - 2 * start);
+  alignas(64) int32_t pairs[R][kSteps];
+  for (int64_t start = 0; start < num_steps; start += kSteps) {
+    const int64_t steps = std::min(kSteps, num_steps - start);
+    const int64_t values = std::min(2 * kSteps, depth - 2 * start);
     for (int r = 0; r < R; ++r) {
       pairs[r][steps - 1] = 0;
-      std::copy_n(x.data + (row + r) * x.stride + 2 * start, values, reinterpret_cast<bf16*>(pairs[r]));
+      std::memcpy(pairs[r], x.data + (row + r) * x.stride + 2 * start, values * sizeof(bf16));
     }
-    add_pairs<R, kTileChunks>(sums, {pairs[0], 256, 1}, y + start * 2 * kTaskColumns, 2 * kTaskColumns, steps);
+    add_pairs<R, kTileChunks>(sums, {pairs[0], kSteps, 1}, y + start * 2 * kTaskColumns, 2 * kTaskColumns, steps);
   }
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < kTileChunks && n * kLanes < num_columns; ++n) {

@@ -1,5 +1,5 @@
-// The kernels as torch operations `torch.ops.batchinfer_cpu.*`. Shapes and meanings are those of the Python functions in
-// ops.py, which only call these with bfloat16 tensors on the CPU.
+// The kernels as torch operations `torch.ops.batchinfer_cpu.*`. Shapes and meanings are those of the Python functions
+// in ops.py, which only call these with bfloat16 tensors on the CPU.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -46,7 +46,8 @@ Tensor linear(const Tensor& x_in, const Tensor& weight_in) {
 Tensor batched_matmul(const Tensor& x_in, const Tensor& y_in) {
   check(x_in, 3, "x");
   check(y_in, 3, "y");
-  TORCH_CHECK(x_in.size(0) == y_in.size(0) && x_in.size(2) == y_in.size(1), "x is ", x_in.sizes(), ", y ", y_in.sizes());
+  const bool fits = x_in.size(0) == y_in.size(0) && x_in.size(2) == y_in.size(1);
+  TORCH_CHECK(fits, "x is ", x_in.sizes(), ", y ", y_in.sizes());
   const Tensor x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
   const bool is_transposed = y_in.stride(1) == 1 && y_in.stride(2) != 1;
   const Tensor y = is_transposed || y_in.stride(2) == 1 ? y_in : y_in.contiguous();
@@ -131,19 +132,25 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   }
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(pages.size(1) == 64 && pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
-  TORCH_CHECK(latent_dim % 16 == 0 && latent_dim <= q.size(2), "latent_dim must be a multiple of 16, at most the width");
+  TORCH_CHECK(latent_dim % 16 == 0 && latent_dim <= q.size(2), "latent_dim must be a multiple of 16 within the width");
   TORCH_CHECK(q.size(2) % 2 == 0, "the width ", q.size(2), " is odd");
-  TORCH_CHECK(kv_tokens.numel() == num_requests && positions.numel() == q.size(0), "one length per request, one position per row");
+  TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
+  TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
   const int64_t* ids = page_table.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < page_table.numel(); ++i) TORCH_CHECK(0 <= ids[i] && ids[i] < pages.size(0), "page ", ids[i]);
+  for (int64_t i = 0; i < page_table.numel(); ++i) {
+    TORCH_CHECK(0 <= ids[i] && ids[i] < pages.size(0), "page ", ids[i], " of ", pages.size(0));
+  }
   const int64_t* lengths = kv_tokens.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < num_requests; ++i) TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens do not fit");
+  for (int64_t i = 0; i < num_requests; ++i) {
+    TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens in ", table_pages, " pages");
+  }
   Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
   if (num_requests == 0) return out;
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
   batchinfer::mla_decode({num_requests, q.size(0) / num_requests, q.size(1), q.size(2), latent_dim, table_pages,
                           static_cast<float>(scale)},
-                         values_of(q), values_of(pages), ids, lengths, positions.const_data_ptr<int64_t>(), room_of(out));
+                         values_of(q), values_of(pages), ids, lengths, positions.const_data_ptr<int64_t>(),
+                         room_of(out));
   return out;
 }
 

@@ -43,8 +43,8 @@ struct Ahead {
   }
 };
 
-// out[r * columns + c] = x row r · weight row c; the first (columns + 1) / 2 weight rows start at `first`, the others at
-// `second`.
+// out[r * columns + c] = x row r · weight row c; the first (columns + 1) / 2 weight rows start at `first`, the others
+// at `second`.
 using DotTile = void (*)(const bf16* x, int64_t x_stride, const bf16* first, const bf16* second, int64_t weight_stride,
                          int64_t depth, Ahead ahead, float* out);
 

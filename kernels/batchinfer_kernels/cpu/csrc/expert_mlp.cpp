@@ -19,7 +19,6 @@ struct Part {
   int64_t row_begin, row_end, column_begin, column_end;
 };
 
-// `depth` values per weight row, of which each column reads `weights_per_column`.
 std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, int64_t num_columns, int64_t depth,
                            int64_t column_step) {
   std::vector<Part> parts;

@@ -1,8 +1,8 @@
 // The bfloat16 kernels behind the bindings: plain pointers in, plain pointers out, no tensor library.
 //
 // Every kernel is invariant: a row of the result has the same bits whatever rows are computed beside it, wherever it
-// stands and however many threads run. Work is split over rows, columns, heads and requests, never over a sum, and every
-// sum has one order.
+// stands and however many threads run. Work is split over rows, columns, heads and requests, never over a sum, and
+// every sum has one order.
 
 #pragma once
 
