@@ -109,7 +109,8 @@ void weigh_page(Scratch& scratch, int64_t lane, int64_t start, int64_t num_keys,
   __m512 total = _mm512_mul_ps(_mm512_load_ps(scratch.total + lane), shrink);
   for (int64_t key = 0; key < num_even; key += 2) {
     const __m512i even = rounded_bits(exp_values(_mm512_sub_ps(_mm512_load_ps(scratch.scores[key] + lane), peak)));
-    const __m512i odd = rounded_bits(exp_values(_mm512_sub_ps(_mm512_load_ps(scratch.scores[key + 1] + lane), peak)));
+    const __m512 odd_score = _mm512_load_ps(scratch.scores[key + 1] + lane);
+    const __m512i odd = rounded_bits(exp_values(_mm512_sub_ps(odd_score, peak)));
     total = _mm512_add_ps(_mm512_add_ps(total, wide_of(even)), wide_of(odd));
     _mm512_store_si512(scratch.weights[key / 2] + lane, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
   }
