@@ -1,7 +1,10 @@
 """Which implementation of an operation runs here, and why; asked by the model when it is built and by `doctor`.
 
 Each operation lists its candidates from the fastest to the plainest. A probe returns None where the candidate can
-run, else the reason why it cannot. "auto" takes the first that can; a choice made by name never falls back.
+run, else the reason why it cannot. "auto" takes the first that can. A choice made by name never falls back where the
+operation has a candidate of that name; operations that have none (no C++ version was written, say) do what "auto" does.
+
+A candidate on trial is passed over by "auto": only a choice by name takes it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinfer_kernels import reference, reference_mla
+from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.cpu import ops as cpu_ops
 
 AUTO = "auto"
+
+# Set to False once whole runs in bfloat16 are shown not to depend on batching: "auto" then takes the C++ operations.
+_CPU_IS_ON_TRIAL = True
 
 
 class BackendError(RuntimeError):
@@ -26,6 +34,7 @@ class Candidate:
     name: str
     run: Callable
     probe: Callable[[], str | None]
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +51,30 @@ def _always() -> str | None:
     return None
 
 
+def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    op = function.__name__
+    plain = Candidate(op, "reference", function, _always)
+    return (*(candidate for candidate in faster if candidate.op == op), plain)
+
+
+# The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
+_CPU = tuple(
+    Candidate(function.__name__, "cpu", function, cpu_build.why_not, is_trial=_CPU_IS_ON_TRIAL)
+    for function in (
+        cpu_ops.linear,
+        cpu_ops.batched_matmul,
+        cpu_ops.rms_norm,
+        cpu_ops.silu_mul,
+        cpu_ops.grouped_mlp,
+        cpu_ops.masked_mlp,
+        cpu_ops.mla_prefill,
+        cpu_ops.mla_decode,
+    )
+)
+
 # Faster candidates (hopper, triton, cpu) go in front of the reference, in that order.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    function.__name__: (Candidate(function.__name__, "reference", function, _always),)
+    function.__name__: _candidates(function, _CPU)
     for function in (
         reference.linear,
         reference.batched_matmul,
@@ -68,7 +98,9 @@ def ops() -> tuple[str, ...]:
 
 
 def select(op: str, choice: str = AUTO) -> Candidate:
-    """The candidate of `op` to use: the first that can run ("auto") or the one named.
+    """The candidate of `op` to use: the first that can run and is not on trial ("auto"), or the one named.
+
+    A name that other operations know and this one does not is as good as "auto" here.
 
     Raises:
         BackendError: no such operation or candidate, or the named one cannot run here (with its reason).
@@ -76,24 +108,42 @@ def select(op: str, choice: str = AUTO) -> Candidate:
     if op not in _CANDIDATES:
         raise BackendError(f"there is no operation {op!r}; known are {', '.join(_CANDIDATES)}.")
     listed = _CANDIDATES[op]
-    if choice == AUTO:
-        return next(candidate for candidate in listed if candidate.probe() is None)
     for candidate in listed:
         if candidate.name == choice:
             reason = candidate.probe()
             if reason is not None:
                 raise BackendError(f"{op}: {choice} cannot run here: {reason}.")
             return candidate
-    names = ", ".join([AUTO, *(candidate.name for candidate in listed)])
-    raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
+    if choice != AUTO and choice not in _all_names():
+        names = ", ".join([AUTO, *(candidate.name for candidate in _trials_last(listed))])
+        raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
+    return next(candidate for candidate in listed if not candidate.is_trial and candidate.probe() is None)
 
 
 def explain(choice: str = AUTO) -> list[Choice]:
-    """Every candidate of every operation, whether it is the one used under `choice`, and why (not)."""
+    """Every candidate of every operation, whether it is the one used under `choice`, and why (not).
+
+    Those on trial stand last and are not asked unless `choice` names them: their probes may build something.
+    """
     rows = []
     for op, listed in _CANDIDATES.items():
         chosen = select(op, choice)
-        for candidate in listed:
-            reason = candidate.probe() or ("in use" if candidate is chosen else "can run, another one is preferred")
-            rows.append(Choice(op, candidate.name, candidate is chosen, reason))
+        for candidate in _trials_last(listed):
+            rows.append(Choice(op, candidate.name, candidate is chosen, _reason(candidate, chosen)))
     return rows
+
+
+def _reason(candidate: Candidate, chosen: Candidate) -> str:
+    if candidate is chosen:
+        return "in use"
+    if candidate.is_trial:
+        return "on trial, taken only when it is named"
+    return candidate.probe() or "can run, another one is preferred"
+
+
+def _trials_last(listed: tuple[Candidate, ...]) -> list[Candidate]:
+    return sorted(listed, key=lambda candidate: candidate.is_trial)
+
+
+def _all_names() -> set[str]:
+    return {candidate.name for listed in _CANDIDATES.values() for candidate in listed}

@@ -1,0 +1,241 @@
+"""Builds the C++ operations on first use and loads them; asked by backend.py's probes and by ops.py.
+
+The library is kept per user, under a name that says what it was made from and for:
+
+    ~/.cache/batchinfer/kernels/            ($XDG_CACHE_HOME instead of ~/.cache when set)
+        <digest>.so                         whole, or not there: written beside, synced, renamed
+        <digest>.lock                       held while building; the kernel drops it with its holder
+        <digest>.failed                     why the last build failed, for those who waited for it
+        <digest>.building.<random>/         a build under way, or left by one that was killed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
+COMPILE_SECONDS = 300
+_WAIT_SECONDS = 2 * COMPILE_SECONDS
+
+# Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
+# Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mfma",
+    "-w",
+)
+_LIBRARIES = ("-lc10", "-ltorch_cpu")
+
+
+class BuildError(RuntimeError):
+    """The library cannot be had here; the message is one sentence that says why."""
+
+
+@functools.cache
+def why_not() -> str | None:
+    """None once the library is loaded (built first when needed), else the reason; the same answer ever after."""
+    try:
+        _check_processor()
+        torch.ops.load_library(str(library()))
+    except (BuildError, OSError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def library() -> Path:
+    """The built library, made first where it is not yet in the cache; many processes may ask at once.
+
+    Raises:
+        BuildError: no compiler, no cache folder that can be written, or the compiler failed.
+    """
+    started = time.time()
+    folder = _cache_folder()
+    path = folder / f"{_digest()}.so"
+    if path.exists():
+        return path
+    compiler = _compiler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                _raise_if_failed_since(started, path.with_suffix(".failed"))
+                _build(compiler, path)
+    except OSError as error:
+        raise BuildError(f"the cache folder {folder} cannot be used: {error.strerror or error}") from error
+    return path
+
+
+def _check_processor() -> None:
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        raise BuildError("the processor's features are only known on Linux on x86-64") from None
+    missing = [feature for feature in CPU_FEATURES if feature not in flags.split()]
+    if missing:
+        raise BuildError(f"the processor has no {', '.join(missing)}")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "batchinfer" / "kernels"
+    except RuntimeError as error:
+        raise BuildError(f"there is no home folder for a cache ({error}); set XDG_CACHE_HOME") from error
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler as the start of a command: $CXX, else the usual names."""
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
+        if command and shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX")
+
+
+@functools.cache
+def _digest() -> str:
+    """Names everything that decides what the library does and where it can be loaded."""
+    digest = hashlib.sha256()
+    abi = sysconfig.get_config_var("SOABI")
+    for part in (torch.__version__, abi, platform.machine(), *CPU_FEATURES, *_FLAGS, *_LIBRARIES):
+        digest.update(f"{part}\0".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a build; a holder that was stopped does not hold up the others for ever."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with open(path, "a", encoding="utf-8") as file:  # not inherited by the compiler, so it goes with this process
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process has held {path} for {_WAIT_SECONDS} s; end it") from None
+                time.sleep(0.05)
+        yield
+
+
+def _raise_if_failed_since(started: float, failed: Path) -> None:
+    """A build that failed while this process waited for it would fail again."""
+    if failed.exists() and failed.stat().st_mtime >= started:
+        raise BuildError(failed.read_text(encoding="utf-8"))
+
+
+def _build(compiler: list[str], path: Path) -> None:
+    """Compile in a folder beside `path` and rename the result; the caller holds the lock."""
+    for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of builds that were killed: only one runs at a time
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
+    try:
+        built = _compile(compiler, folder)
+        _sync(built)
+        os.replace(built, path)
+        _sync(path.parent)
+    except BuildError as error:
+        path.with_suffix(".failed").write_text(str(error), encoding="utf-8")
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(compiler: list[str], folder: Path) -> Path:
+    """All sources at the same time, then one link; returns the library in `folder`."""
+    torch_folder = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    objects = [folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))]
+    _run(
+        [
+            [*compiler, *_FLAGS, abi, *includes, "-c", str(SOURCES / f"{target.stem}.cpp"), "-o", str(target)]
+            for target in objects
+        ]
+    )
+    built = folder / "kernels.so"
+    _run(
+        [
+            [
+                *compiler,
+                *("-shared", "-fopenmp", *map(str, objects), f"-L{torch_folder / 'lib'}", *_LIBRARIES),
+                *("-o", str(built)),
+            ]
+        ]
+    )
+    return built
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run the commands side by side to their end.
+
+    Raises:
+        BuildError: one of them failed or took too long; the message ends with its first error line.
+    """
+    deadline = time.monotonic() + COMPILE_SECONDS
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                )
+            )
+        for process, command in zip(processes, commands, strict=True):
+            _, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            if process.returncode:
+                lines = [line.strip() for line in errors.splitlines() if line.strip()]
+                first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+                raise BuildError(f"{command[0]} failed with code {process.returncode}: {first}")
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{commands[0][0]} took longer than {COMPILE_SECONDS} s") from None
+    except OSError as error:
+        raise BuildError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
