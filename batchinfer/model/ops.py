@@ -30,9 +30,8 @@ class Ops:
 
     @property
     def names(self) -> str:
-        """The modules that the implementations come from: those that give the same bits have the same names."""
-        modules = {getattr(self, field.name).__module__ for field in fields(self)}
-        return " ".join(sorted(module.removeprefix("batchinfer_kernels.") for module in modules))
+        """Where the implementations come from: those that give the same bits have the same names."""
+        return " ".join(sorted({backend.origin(getattr(self, field.name)) for field in fields(self)}))
 
     @classmethod
     def select(cls, choice: str = backend.AUTO) -> Ops:

@@ -120,6 +120,12 @@ def select(op: str, choice: str = AUTO) -> Candidate:
     return next(candidate for candidate in listed if not candidate.is_trial and candidate.probe() is None)
 
 
+def origin(run: Callable) -> str:
+    """Where an implementation comes from; for C++ with the build, since another one may round differently."""
+    module = run.__module__.removeprefix("batchinfer_kernels.")
+    return f"{module}-{cpu_build.library().stem}" if run.__module__ == cpu_ops.__name__ else module
+
+
 def explain(choice: str = AUTO) -> list[Choice]:
     """Every candidate of every operation, whether it is the one used under `choice`, and why (not).
 

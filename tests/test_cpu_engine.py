@@ -1,0 +1,74 @@
+"""Whole jobs in bfloat16 on the C++ operations: a row's output depends on the row alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchinfer_kernels.cpu import build
+from jobs import answers, batchinfer, output_bytes, write_job, write_questions
+from paths import DEMO_JOB, RANDOM_MODEL
+
+REASON = build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"LOUD: no C++ operations on this machine: {REASON}")
+
+VARIANTS = {
+    "small steps": {"prefill_tokens": 48, "decode_requests": 3},
+    "few requests at once": {"decode_requests": 2},
+    "two ranks": {"prefill_ranks": 2},
+    "two ranks, prefill apart": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
+    "four ranks, redundant experts": {"prefill_ranks": 4, "redundant_experts": 4},
+    "without overlap": {"prefill_ranks": 2, "overlap": False},
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder with prompts, and their answers from one rank with all requests at once."""
+    folder = tmp_path_factory.mktemp("cpu")
+    write_questions(folder / "prompts", (12, 5, 9))
+    run(folder, "one")
+    return folder
+
+
+def run(folder, name, *, cluster=None, **parts):
+    job = write_job(
+        folder,
+        name=f"{name}.toml",
+        output={"dir": name},
+        model={"path": str(RANDOM_MODEL), "dtype": "bfloat16"},
+        sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 2},
+        cluster={"backend": "cpu", **(cluster or {})},
+        **parts,
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    return folder / name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_how_a_job_is_run_changes_no_byte(job, variant):
+    assert output_bytes(run(job, variant.replace(" ", "-"), cluster=VARIANTS[variant])) == output_bytes(job / "one")
+
+
+def test_a_store_changes_no_answer(job, tmp_path):
+    for state in ("cold", "warm"):
+        assert answers(run(job, state, kv={"dir": str(tmp_path / "kv"), "persist": "all"})) == answers(job / "one")
+
+
+def test_a_store_is_not_shared_with_other_kernels(job, tmp_path):
+    store = {"dir": str(tmp_path / "kv"), "persist": "all"}
+    run(job, "cpu", kv=store)
+    run(job, "reference", kv=store, cluster={"backend": "reference"})
+    sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
+    assert '"hits": 0' in batchinfer("report", job / "reference", "--json", "--sql", sql).out
+
+
+def test_the_sample_model_answers_as_well_as_ever(tmp_path):
+    settings = {"output.dir": tmp_path / "run", "model.dtype": "bfloat16", "cluster.backend": "cpu"}
+    options = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]
+    assert batchinfer("run", DEMO_JOB, *options).code == 3  # its bad rows
+    report = batchinfer("report", tmp_path / "run", "--json", "--sql", f"@{DEMO_JOB.parent / 'accuracy.sql'}")
+    (every,) = [row for row in json.loads(report.out) if row["task"] == "all tasks"]
+    assert every["right_answers"] >= 0.99 * every["prompts"]
