@@ -121,7 +121,7 @@ class ClusterConfig(_Part):
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
     backend: Literal["auto", "hopper", "triton", "cpu", "reference"] = Field(
-        "auto", description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16, on trial"
+        "auto", description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16"
     )
     exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto", description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs"

@@ -388,11 +388,14 @@ def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
     assert {row.op for row in rows if row.chosen and row.candidate == "cpu"} >= {"linear", "grouped_mlp", "masked_mlp"}
 
 
-def test_auto_passes_over_candidates_on_trial():
-    assert all(
-        getattr(Ops.select(), field.name).__module__.startswith("batchinfer_kernels.ref") for field in fields(Ops)
-    )
-    assert "on trial" in next(row.reason for row in backend.explain() if row.candidate == "cpu")
+@pytest.mark.usefixtures("cpp")
+def test_auto_takes_them_for_bfloat16_alone():
+    assert Ops.select("auto", torch.bfloat16).linear is ops.linear
+    for dtype in (None, torch.float32):
+        chosen = Ops.select("auto", dtype)
+        assert all(getattr(chosen, field.name).__module__.startswith("batchinfer_kernels.ref") for field in fields(Ops))
+    (row,) = [row for row in backend.explain() if (row.op, row.candidate) == ("linear", "cpu")]
+    assert (row.chosen, row.reason) == (True, "in use for bfloat16")
 
 
 # The build, in processes of their own. Most get a compiler that is a script: what it makes is not loaded.
@@ -527,8 +530,8 @@ def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
     assert [path.name for path in folder.iterdir()] == [built.name]
 
 
-def test_importing_builds_nothing(tmp_path):
-    code = "import batchinfer_kernels.backend as b; b.select('linear'); b.explain(); print('imported')"
+def test_nothing_is_built_for_float32(tmp_path):
+    code = "import torch, batchinfer_kernels.backend as b; b.select('linear', dtype=torch.float32); print('imported')"
     assert answer(start(code, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))) == "imported"
     assert not (tmp_path / "calls").exists()
     assert not (tmp_path / "batchinfer").exists()

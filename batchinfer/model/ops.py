@@ -34,13 +34,13 @@ class Ops:
         return " ".join(sorted({backend.origin(getattr(self, field.name)) for field in fields(self)}))
 
     @classmethod
-    def select(cls, choice: str = backend.AUTO) -> Ops:
+    def select(cls, choice: str = backend.AUTO, dtype: torch.dtype | None = None) -> Ops:
         """The best implementation that runs here ("auto"), or the one named for all operations.
 
         Raises:
             ModelError: the named one does not exist or cannot run here, with its reason.
         """
         try:
-            return cls(**{field.name: backend.select(field.name, choice).run for field in fields(cls)})
+            return cls(**{field.name: backend.select(field.name, choice, dtype).run for field in fields(cls)})
         except backend.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error

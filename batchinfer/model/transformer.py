@@ -126,7 +126,7 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
-        self._ops = Ops.select(backend)
+        self._ops = Ops.select(backend, self.dtype)
         self._layers = tuple(self._build_layer(layer) for layer in range(config.num_hidden_layers))
         self._frequencies = rope_frequencies(config.rope, config.qk_rope_head_dim).to(self.device)
 

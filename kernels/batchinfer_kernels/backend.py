@@ -1,10 +1,9 @@
 """Which implementation of an operation runs here, and why; asked by the model when it is built and by `doctor`.
 
 Each operation lists its candidates from the fastest to the plainest. A probe returns None where the candidate can
-run, else the reason why it cannot. "auto" takes the first that can. A choice made by name never falls back where the
-operation has a candidate of that name; operations that have none (no C++ version was written, say) do what "auto" does.
-
-A candidate on trial is passed over by "auto": only a choice by name takes it.
+run, else the reason why it cannot. "auto" takes the first that can, less those made for another dtype. A choice made by
+name never falls back where the operation has a candidate of that name; operations that have none (no C++ version was
+written, say) do what "auto" does.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from batchinfer_kernels import reference, reference_mla
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
 
 AUTO = "auto"
-
-# Set to False once whole runs in bfloat16 are shown not to depend on batching: "auto" then takes the C++ operations.
-_CPU_IS_ON_TRIAL = True
 
 
 class BackendError(RuntimeError):
@@ -28,13 +26,16 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One implementation of one operation: `run` is called, `probe` says why not (None: it can)."""
+    """One implementation of one operation: `run` is called, `probe` says why not (None: it can).
+
+    `dtype` is the only one that it is made for: "auto" passes it over, and does not probe it, for others.
+    """
 
     op: str
     name: str
     run: Callable
     probe: Callable[[], str | None]
-    is_trial: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Cand
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
-    Candidate(function.__name__, "cpu", function, cpu_build.why_not, is_trial=_CPU_IS_ON_TRIAL)
+    Candidate(function.__name__, "cpu", function, cpu_build.why_not, dtype=torch.bfloat16)
     for function in (
         cpu_ops.linear,
         cpu_ops.batched_matmul,
@@ -97,10 +98,13 @@ def ops() -> tuple[str, ...]:
     return tuple(_CANDIDATES)
 
 
-def select(op: str, choice: str = AUTO) -> Candidate:
-    """The candidate of `op` to use: the first that can run and is not on trial ("auto"), or the one named.
+def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None) -> Candidate:
+    """The candidate of `op` to use: the first that can run ("auto"), or the one named.
 
     A name that other operations know and this one does not is as good as "auto" here.
+
+    Args:
+        dtype: of the model; without it "auto" takes what is good for any.
 
     Raises:
         BackendError: no such operation or candidate, or the named one cannot run here (with its reason).
@@ -115,9 +119,10 @@ def select(op: str, choice: str = AUTO) -> Candidate:
                 raise BackendError(f"{op}: {choice} cannot run here: {reason}.")
             return candidate
     if choice != AUTO and choice not in _all_names():
-        names = ", ".join([AUTO, *(candidate.name for candidate in _trials_last(listed))])
+        names = ", ".join([AUTO, *(candidate.name for candidate in listed)])
         raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
-    return next(candidate for candidate in listed if not candidate.is_trial and candidate.probe() is None)
+    fitting = (candidate for candidate in listed if candidate.dtype in (None, dtype))
+    return next(candidate for candidate in fitting if candidate.probe() is None)
 
 
 def origin(run: Callable) -> str:
@@ -127,28 +132,19 @@ def origin(run: Callable) -> str:
 
 
 def explain(choice: str = AUTO) -> list[Choice]:
-    """Every candidate of every operation, whether it is the one used under `choice`, and why (not).
-
-    Those on trial stand last and are not asked unless `choice` names them: their probes may build something.
-    """
+    """Every candidate of every operation, whether it is used under `choice`, for which dtype, and why (not)."""
     rows = []
     for op, listed in _CANDIDATES.items():
-        chosen = select(op, choice)
-        for candidate in _trials_last(listed):
-            rows.append(Choice(op, candidate.name, candidate is chosen, _reason(candidate, chosen)))
+        general = select(op, choice)
+        for candidate in listed:
+            special = candidate.dtype is not None and select(op, choice, candidate.dtype) is candidate
+            reason = candidate.probe() or "can run, another one is preferred"
+            if candidate is general:
+                reason = "in use"
+            elif special:
+                reason = f"in use for {str(candidate.dtype).removeprefix('torch.')}"
+            rows.append(Choice(op, candidate.name, special or candidate is general, reason))
     return rows
-
-
-def _reason(candidate: Candidate, chosen: Candidate) -> str:
-    if candidate is chosen:
-        return "in use"
-    if candidate.is_trial:
-        return "on trial, taken only when it is named"
-    return candidate.probe() or "can run, another one is preferred"
-
-
-def _trials_last(listed: tuple[Candidate, ...]) -> list[Candidate]:
-    return sorted(listed, key=lambda candidate: candidate.is_trial)
 
 
 def _all_names() -> set[str]:
