@@ -433,6 +433,7 @@ def answer(process):
 def write_compiler(folder, body):
     """A compiler that notes each call in `calls`, then does `body` ($out: the file to make)."""
     path = folder / "compiler"
+    path.unlink(missing_ok=True)  # one that still runs cannot be written to
     path.write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/calls\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done\n{body}\n'
     )
