@@ -427,7 +427,8 @@ def start(code, cache, **environment):
 def answer(process):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    return output.strip()
+    lines = [line for line in output.splitlines() if not line.startswith("compiling the C++ operations")]
+    return "\n".join(lines).strip()
 
 
 def write_compiler(folder, body):

@@ -19,6 +19,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -157,6 +158,7 @@ def _build(compiler: list[str], path: Path) -> None:
     for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of builds that were killed: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
+    print("compiling the C++ operations for this processor, once; it takes some seconds", file=sys.stderr, flush=True)
     try:
         built = _compile(compiler, folder)
         _sync(built)
