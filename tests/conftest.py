@@ -1,6 +1,22 @@
-"""One thread for torch here and in every process that tests start: quick also on a busy machine."""
+"""One thread for torch here and in every process that tests start: quick also on a busy machine. And a KV store."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from batchinfer.kv.disk import DiskStore
+from kv_stores import open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    """A KV store in tmp_path / "kv"."""
+    with closing(open_store(tmp_path / "kv")) as store:
+        yield store

@@ -1,6 +1,8 @@
 """KV stores for tests: tiny blocks whose every byte follows from their name, so that readers can check them."""
 
 import hashlib
+import time
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +10,7 @@ import numpy as np
 from batchinfer.kv.block_file import file_bytes
 from batchinfer.kv.blocks import KvIdentity
 from batchinfer.kv.disk import DiskStore
+from batchinfer.kv.reader import Reader
 
 IDENTITY = KvIdentity(
     model="tiny",
@@ -47,9 +50,27 @@ def write_chain(store, blocks, first=0):
 
 def read_intact(store, blocks):
     """How many leading blocks the store serves; every byte of them is checked."""
-    content = store.read(blocks)
-    assert np.array_equal(content, content_of(blocks[: len(content)], store.identity))
-    return len(content)
+    with closing(Reader(store, num_threads=1)) as reader:
+        content = reader.ask(blocks).wait()
+        assert np.array_equal(content, content_of(blocks[: len(content)], store.identity))
+        return len(content)
+
+
+def wait_until(happened, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def damage(path, offset, bit=0):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def quarantined(folder):
+    return sorted(path.name for path in (folder / "quarantine").iterdir())
 
 
 def open_store(folder, identity=IDENTITY, **options):

@@ -11,7 +11,7 @@ from jobs import answers, batchinfer, output_bytes, write_job, write_questions
 from paths import DEMO_JOB, RANDOM_MODEL
 
 REASON = build.why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"LOUD: no C++ operations on this machine: {REASON}")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
 
 VARIANTS = {
     "small steps": {"prefill_tokens": 48, "decode_requests": 3},

@@ -239,7 +239,7 @@ def small_disk(tmp_path):
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], check=False)
     if mounted.returncode:
-        pytest.skip("LOUD: not allowed to mount a tmpfs here, so a full disk cannot be tried")
+        pytest.skip("not allowed to mount a tmpfs here, so a full disk cannot be tried")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

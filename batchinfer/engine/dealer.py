@@ -42,7 +42,7 @@ class Dealer:
         self._with_decode = with_decode
         self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
         self._waiting: dict[int, deque[Request]] = {rank: deque() for rank in self._ranks}
-        self._running: dict[RequestKey, tuple[int, Request]] = {}  # with its rank
+        self._running: dict[RequestKey, Request] = {}
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
         self._deaths_of_unit: Counter[int] = Counter()
@@ -90,7 +90,7 @@ class Dealer:
         while waiting and len(taken) < count and (num_tokens is None or num_tokens > 0):
             request = waiting.popleft()
             taken.append(request)
-            self._running[request.key] = (rank, request)
+            self._running[request.key] = request
             if num_tokens is not None:
                 num_tokens -= _new_tokens(request)
         return taken
@@ -117,14 +117,9 @@ class Dealer:
         else:
             del self._last_of_rank[busiest]
 
-    def rank_of(self, key: RequestKey) -> int | None:
-        """The rank that got a running request; None when it has finished meanwhile."""
-        running = self._running.get(key)
-        return None if running is None else running[0]
-
     def running_request(self, key: RequestKey) -> Request:
         """The request that a rank got under this key."""
-        return self._running[key][1]
+        return self._running[key]
 
     def finish(self, unit: int, key: RequestKey) -> None:
         """A request has its result."""
@@ -156,7 +151,7 @@ class Dealer:
             if suspects:
                 self._suspects = _halves(suspects)
         for request in given_up:
-            self._running[request.key] = (self._ranks[0], request)  # until the caller finishes it with an error
+            self._running[request.key] = request  # until the caller finishes it with an error
         self._deal_anew()
         return given_up
 

@@ -34,6 +34,7 @@ def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int]
         skip_pages: leading pages of the blocks that are not wanted.
     """
     content = torch.from_numpy(blocks).view(-1).view(pages.dtype).view(-1, pages.shape[0], *pages.shape[2:])
-    content = content[skip_pages:].to(pages.device, non_blocking=True)
+    # not asynchronous: the caller gives the blocks' memory back
+    content = content[skip_pages:].to(pages.device)
     for place, page in enumerate(page_ids):
         pages[:, page].copy_(content[place])

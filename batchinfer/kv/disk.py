@@ -99,22 +99,6 @@ class DiskStore:
         """
         return self._index.count_leading(blocks) if self.is_readable else 0
 
-    def read(self, blocks: Sequence[bytes]) -> np.ndarray:
-        """Those of these blocks, from the first on, that are there and intact: [k, block_bytes] uint8.
-
-        Args:
-            blocks: as for `find`.
-        """
-        spans = self.spans(blocks)
-        out = np.empty((spans[-1].stop if spans else 0, self.identity.block_bytes), np.uint8)
-        num_read = 0
-        for span in spans:
-            num_read += self.read_span(span, blocks[span.start : span.stop], out[span.start : span.stop])
-            if num_read < span.stop:
-                break
-        self.counters.add(hit_blocks=num_read, hit_bytes=num_read * self.identity.block_bytes)
-        return out[:num_read]
-
     def spans(self, blocks: Sequence[bytes]) -> list[Span]:
         """In which files these blocks are, as far as `find` finds them."""
         return self._index.spans(blocks) if self.is_readable else []

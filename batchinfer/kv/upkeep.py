@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import load_job
-from batchinfer.kv.block_file import DamagedFileError, check_file
+from batchinfer.kv.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
 from batchinfer.kv.blocks import NAME_BYTES, SHORT_BYTES
 from batchinfer.kv.claims import Claims
 from batchinfer.kv.counters import Counters
@@ -166,7 +166,7 @@ def find_block(store: StoreDir, text: str) -> Path:
         )
     short = bytes.fromhex(text[: 2 * SHORT_BYTES])
     for file in stored_files(store):
-        if file.name is not None and short in file.name.blocks:
+        if file.name is not None and short in file.name.blocks and _holds(file.path, text.lower()):
             return Path(file.path)
     raise ConfigError(f"the KV store {store.root} holds no block {text}")
 
@@ -196,6 +196,15 @@ def format_description(found: dict[str, Any]) -> str:
         for session in found["sessions"][-10:]
     ]
     return "\n".join(lines)
+
+
+def _holds(path: str, text: str) -> bool:
+    """Whether the header of a file names a block that begins like this; a damaged one names none."""
+    try:
+        with open(path, "rb") as file:
+            return any(block.startswith(text) for block in parse_header(file.read(HEADER_BYTES)).blocks)
+    except (FileNotFoundError, DamagedFileError):
+        return False
 
 
 def _problem_of(file: StoredFile) -> str | None:
