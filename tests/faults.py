@@ -68,6 +68,19 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+def kill_the_command(
+    job: Path, options: tuple[str, ...], rng: random.Random, *, num_kills: int, longest_s: float
+) -> None:
+    """Start the whole command so many times and kill each after a while, unless it has ended."""
+    for _ in range(num_kills):
+        process = start("run", job, *options)
+        try:
+            process.wait(timeout=rng.uniform(0.3, longest_s))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+
+
 def run_while_killing(
     job: Path, run: Path, options: tuple[str, ...], *, num_kills: int, seed: int
 ) -> tuple[Ended, int]:

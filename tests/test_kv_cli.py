@@ -143,6 +143,7 @@ def test_path_names_the_folder_or_the_file_of_a_block(folder):
         path = batchinfer("kv", "path", folder, text).out.strip()
         assert block[:6] in FileName.parse(path.rpartition("/")[2]).blocks
     assert "holds no block" in refusal("path", folder, "ab" * 32)
+    assert "holds no block" in refusal("path", folder, block.hex()[:24] + "0" * 40), "every digit counts"
     assert "12 to 64 digits" in refusal("path", folder, "xyz")
 
 

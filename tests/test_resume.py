@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ from batchinfer.engine import claims
 from batchinfer.engine.claims import Claims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
+from faults import kill_the_command
 from jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 from paths import RANDOM_MODEL
 
@@ -76,13 +76,7 @@ def test_kill_at_random_moments_until_it_ends(reference, seed):
     rng = random.Random(seed)
     options, run = another(reference, f"killed-{seed}")
     job = reference[0] / "job.toml"
-    for _ in range(4):
-        process = start("run", job, *options)
-        try:
-            process.wait(timeout=rng.uniform(0.3, 5.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate()
+    kill_the_command(job, options, rng, num_kills=4, longest_s=5.0)
     assert batchinfer("run", job, *options).code == 0
     assert output_bytes(run) == reference[1]
 

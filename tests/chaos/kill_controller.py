@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
 
 import pytest
 
-from faults import LAYOUTS, make_reference
-from jobs import answers, batchinfer, output_bytes, start
+from faults import LAYOUTS, kill_the_command, make_reference
+from jobs import answers, batchinfer, output_bytes
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +23,7 @@ def test_kill_at_random_moments_until_it_ends(reference, tmp_path, seed, layout,
     rng, job, run = random.Random(seed), folder / "job.toml", tmp_path / "run"
     store = ("--set", f"kv.dir={tmp_path / 'store'}", "--set", "kv.persist=all") if with_store else ()
     options = ("--set", f"output.dir={run}", *LAYOUTS[layout], *store)
-    for _ in range(5):
-        process = start("run", job, *options)
-        try:
-            process.wait(timeout=rng.uniform(0.3, 8.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate()
+    kill_the_command(job, options, rng, num_kills=5, longest_s=8.0)
     assert batchinfer("run", job, *options).code == 0
     assert answers(run) == answers(folder / "run")
     if with_store:
