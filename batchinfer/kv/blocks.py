@@ -1,4 +1,4 @@
-"""What a KV block is called: a hash of all that its content depends on. Called by prefill and by the KV store.
+"""What a KV block is called: a hash of all that its content depends on. Called by stored_prefixes.py and by the store.
 
 key ──────┬────────────┬────────────┬─
 tokens    │  0 .. 63   │ 64 .. 127  │ …

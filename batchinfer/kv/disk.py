@@ -1,4 +1,4 @@
-"""The KV store on disk: blocks by name, shared by processes and hosts. Called by engine, reader.py and writer.py.
+"""The KV store on disk: blocks by name, shared by processes and hosts. Called by stored_prefixes.py and its threads.
 
 A store never fails a job. When the disk does, the store switches itself off, has one sentence about it for the user
 (`take_problem`), finds nothing and writes nothing from then on. Trouble with writing alone leaves reading on.

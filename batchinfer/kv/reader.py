@@ -1,4 +1,4 @@
-"""Reads KV blocks ahead of their use, in the order asked for, in background threads. Called by prefill.
+"""Reads KV blocks ahead of their use, in the order asked for, in background threads. Called by stored_prefixes.py.
 
 loads   done, held by the caller │ being read │ waiting for budget …       left of the last line: `ahead_bytes`
 """

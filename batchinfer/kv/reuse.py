@@ -1,4 +1,4 @@
-"""Whether loading KV blocks from disk is still worth it: the rule of [kv] reuse. Called by prefill; pure logic."""
+"""Whether loading KV blocks from disk is still worth it: the rule of [kv] reuse. Called by stored_prefixes.py; pure logic."""
 
 from __future__ import annotations
 
