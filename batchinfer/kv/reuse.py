@@ -1,4 +1,4 @@
-"""Whether loading KV blocks from disk is still worth it: the rule of [kv] reuse. Called by stored_prefixes.py; pure logic."""
+"""Whether loading KV from disk is still worth it: the rule of [kv] reuse, pure logic. Called by stored_prefixes.py."""
 
 from __future__ import annotations
 
