@@ -123,16 +123,17 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(num_out, num_in, th
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 17), (64, 256), (256, 64), (600, 70)])
 def test_a_batched_product_is_the_exact_one_rounded_once_in_any_company(num_in, num_out, is_transposed, threads):
-    y = random(3, num_out, num_in, seed=1).transpose(1, 2) if is_transposed else random(3, num_in, num_out, seed=1)
+    weight = random(3, num_in, num_out, seed=1).mT if is_transposed else random(3, num_out, num_in, seed=1)
     x = random(65, 3, num_in + 1)[:, :, 1:].transpose(0, 1)  # as attention gives it: heads apart within a row
     threads(2)
-    whole = ops.batched_matmul(x, y)
-    exact, terms = x.double() @ y.double(), x.double().abs() @ y.double().abs()
+    whole = ops.batched_linear(x, weight)
+    assert torch.equal(ops.batched_linear(x, ops.pack(weight)), whole)
+    exact, terms = x.double() @ weight.double().mT, x.double().abs() @ weight.double().abs().mT
     assert ((whole - exact).abs() <= TOLERANCE["bf16"] * exact.abs() + 1e-6 * terms).all()
     for num_threads, start, stop in [(1, 0, 65), (2, 0, 1), (1, 3, 10), (2, 64, 65), (2, 0, 0)]:
         threads(num_threads)
-        assert torch.equal(ops.batched_matmul(x[:, start:stop], y), whole[:, start:stop])
-        assert torch.equal(ops.batched_matmul(x[1:2, start:stop], y[1:2]), whole[1:2, start:stop])
+        assert torch.equal(ops.batched_linear(x[:, start:stop], weight), whole[:, start:stop])
+        assert torch.equal(ops.batched_linear(x[1:2, start:stop], weight[1:2]), whole[1:2, start:stop])
 
 
 @pytest.mark.usefixtures("cpp")
@@ -279,7 +280,9 @@ def test_queries_of_one_step_have_the_bits_of_queries_one_by_one():
 
 
 @pytest.mark.usefixtures("cpp")
-@pytest.mark.parametrize(("heads", "nope", "rotary", "v_dim"), [(1, 5, 1, 16), (3, 16, 8, 32), (16, 64, 32, 64)])
+@pytest.mark.parametrize(
+    ("heads", "nope", "rotary", "v_dim"), [(1, 5, 1, 16), (3, 16, 8, 32), (2, 6, 4, 11), (16, 64, 32, 64)]
+)
 @pytest.mark.parametrize("context", [1, 64, 150])
 def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_the_same_bits(
     heads, nope, rotary, v_dim, context, threads
@@ -289,8 +292,8 @@ def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_th
     options = {"v_dim": v_dim, "scale": (nope + rotary) ** -0.5}
 
     def attend(function, start, stop):
-        positions, page_ids = torch.arange(start, stop), table[0, : -(-stop // 64)]
-        return function(q[start:stop], pages, page_ids, positions, kv_b, context_tokens=stop, **options)
+        counts = torch.tensor([stop - start]), torch.tensor([stop])
+        return function(q[start:stop], pages, table[:1], *counts, torch.arange(start, stop), kv_b, **options)
 
     threads(2)
     whole = attend(ops.mla_prefill, 0, context)
@@ -362,11 +365,12 @@ def test_float32_keeps_the_bits_of_the_reference():
     assert torch.equal(ops.grouped_mlp(x, *experts), reference.grouped_mlp(x, *experts))
     blocks = x.expand(2, -1, -1)
     assert torch.equal(ops.masked_mlp(blocks, *experts), reference.masked_mlp(blocks, *experts))
-    assert torch.equal(ops.batched_matmul(blocks, blocks.mT), reference.batched_matmul(blocks, blocks.mT))
+    assert torch.equal(ops.batched_linear(blocks, blocks), reference.batched_linear(blocks, blocks))
     pages, table, kv_tokens = paged([70, 3], 32)
     arguments = (random(2, 2, 32).float(), pages.float(), table, kv_tokens, kv_tokens - 1)
-    options = {"v_dim": 4, "scale": 0.2, "context_tokens": 70}
-    chunk = (random(70, 2, 12).float(), pages.float(), table[0], torch.arange(70), random(2, 8, 24).float())
+    options = {"v_dim": 4, "scale": 0.2}
+    counts, kv_b = (torch.tensor([70]), torch.tensor([70])), random(2, 8, 24).float()
+    chunk = (random(70, 2, 12).float(), pages.float(), table[:1], *counts, torch.arange(70), kv_b)
     assert torch.equal(ops.mla_prefill(*chunk, **options), reference_mla.mla_prefill(*chunk, **options))
     options = {"latent_dim": 16, "scale": 0.2}
     assert torch.equal(ops.mla_decode(*arguments, **options), reference_mla.mla_decode(*arguments, **options))
@@ -377,7 +381,7 @@ def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
     chosen = Ops.select("cpu")
     assert chosen.linear is ops.linear
     assert chosen.mla_decode is ops.mla_decode
-    assert chosen.gate is reference.gate
+    assert chosen.silu_mul is ops.silu_mul
     rows = backend.explain("cpu")
     assert {row.op for row in rows if row.chosen and row.candidate == "cpu"} >= {"linear", "grouped_mlp", "masked_mlp"}
 

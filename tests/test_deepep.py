@@ -300,7 +300,8 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
 
     def run(dispatcher):
         mlp = MoeMlp(Ops.select("reference"), None, weights, dispatcher)
-        points = mlp.points(x, Routing(ids, topk_weights), MicroBatchSpans(SpanLog()), shared_under=Point.COMBINE)
+        stream, spans = torch.zeros_like(x), MicroBatchSpans(SpanLog())
+        points = mlp.points(stream, x, Routing(ids, topk_weights), spans, shared_under=Point.COMBINE)
         assert [next(points), next(points)] == [Point.DISPATCH, Point.COMBINE]
         with pytest.raises(StopIteration) as end:
             next(points)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.parallel.dispatch import LocalDispatcher, count_rows, weighted_sum
+from batchinfer.parallel.dispatch import LocalDispatcher, count_rows, sum_per_token
 from batchinfer.parallel.row_format import RowFormat
 
 
@@ -63,9 +63,12 @@ def test_rows_reach_the_experts_in_the_form_in_which_they_would_travel(dtype):
 
 def test_a_token_s_sum_does_not_depend_on_the_other_tokens():
     generator = torch.Generator().manual_seed(0)
-    rows, weights = torch.randn(40, 3, 37, generator=generator), torch.rand(40, 3, generator=generator)
-    together = weighted_sum(rows, weights)
-    assert all(torch.equal(weighted_sum(rows[t : t + 1], weights[t : t + 1])[0], together[t]) for t in range(40))
+    rows, weights = torch.randn(120, 37, generator=generator), torch.rand(40, 3, generator=generator)
+    place = torch.randperm(120, generator=generator)
+    together = sum_per_token(rows, place, weights)
+    for t in range(40):
+        alone = sum_per_token(rows[place[3 * t : 3 * t + 3]], torch.arange(3), weights[t : t + 1])
+        assert torch.equal(alone[0], together[t])
 
 
 def test_no_tokens_and_two_exchanges_under_way():
@@ -80,8 +83,8 @@ def test_no_tokens_and_two_exchanges_under_way():
 
 
 def test_bfloat16_rows_are_summed_in_float32():
-    rows = torch.tensor([[[256.0], [1.0]]], dtype=torch.bfloat16)  # bfloat16 has no 257
-    assert weighted_sum(rows, torch.ones(1, 2)).tolist() == [[257.0]]
+    rows = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)  # bfloat16 has no 257
+    assert sum_per_token(rows, torch.arange(2), torch.ones(1, 2)).tolist() == [[257.0]]
 
 
 def test_counts_name_every_expert():

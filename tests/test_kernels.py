@@ -114,7 +114,7 @@ def test_both_attention_forms_equal_softmax_written_out():
     expected = torch.einsum("htx,xhv->thv", scores.softmax(-1), values)
 
     plain = reference_mla.mla_prefill(
-        q, pages, page_ids, torch.arange(context), kv_b, context_tokens=context, v_dim=v_dim, scale=0.3
+        q, pages, page_ids[None], *[torch.tensor([context])] * 2, torch.arange(context), kv_b, v_dim=v_dim, scale=0.3
     )
     assert (plain - expected).abs().max() < TOLERANCE["float32"] * expected.abs().max()
 
@@ -133,7 +133,15 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
 
     def both():
         plain = reference_mla.mla_prefill(
-            q, pages, torch.arange(2), torch.arange(100), random(3, 13, 16), context_tokens=100, v_dim=5, scale=0.3
+            q,
+            pages,
+            torch.tensor([[0, 1], [2, 9]]),  # of the second only the first page is looked at
+            torch.tensor([70, 30]),
+            torch.tensor([100, 40]),
+            torch.cat([torch.arange(30, 100), torch.arange(10, 40)]),
+            random(3, 13, 16),
+            v_dim=5,
+            scale=0.3,
         )
         decode = reference_mla.mla_decode(random(4, 3, 20), pages, table, at + 1, at, latent_dim=16, scale=0.3)
         return plain, decode

@@ -37,15 +37,15 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What attention needs to know about a step, the same for all layers; decode steps have a page table."""
+    """What attention needs to know about a step, the same for all layers."""
 
     cos: torch.Tensor  # [T, R / 2] float32
     sin: torch.Tensor
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64, page id * 64 + offset
-    prefill: tuple[PrefillSpan, ...]
-    page_table: torch.Tensor | None  # [B, P] int64
-    kv_tokens: torch.Tensor | None  # [B] int64
+    page_table: torch.Tensor | None  # [B, P] int64, pages of each request in order
+    kv_tokens: torch.Tensor | None  # [B] int64, tokens in each request's pages, the new ones included
+    chunk_tokens: torch.Tensor | None  # prefill only: [B] int64, rows of each chunk
     copy_from: torch.Tensor | None = (
         None  # [N] int64 slots: prompts that branch inside a page take the common part over
     )
@@ -53,7 +53,7 @@ class AttentionStep:
 
     @property
     def is_decode(self) -> bool:
-        return self.page_table is not None
+        return self.chunk_tokens is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,21 @@ class Attention:
         queries = x_TD
         if weights.q_down is not None:
             queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, _LATENT_NORM_EPS)
-        q_THA = ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        q_nope_THN, q_rope_THR = q_THA.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        q_rope_THR = ops.rope(q_rope_THR, step.cos, step.sin, interleaved=config.rope_interleave)
-
-        down_TW = ops.linear(x_TD, *weights.kv_down)
-        latent_TC, k_rope_TR = down_TW.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        latent_TC = ops.rms_norm(latent_TC, weights.kv_norm, _LATENT_NORM_EPS)
-        k_rope_TR = ops.rope(k_rope_TR, step.cos, step.sin, interleaved=config.rope_interleave)
-        slots_W = pages.view(-1, config.latent_dim)
-        slots_W[step.slots] = torch.cat([latent_TC, k_rope_TR], dim=-1)
-        if step.copy_from is not None and step.copy_to is not None:
+        q_THA = ops.rope_and_cache(
+            ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim)),
+            ops.linear(x_TD, *weights.kv_down),
+            weights.kv_norm,
+            _LATENT_NORM_EPS,
+            step.cos,
+            step.sin,
+            pages,
+            step.slots,
+            interleaved=config.rope_interleave,
+        )
+        if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
+            slots_W = pages.view(-1, config.latent_dim)
             slots_W[step.copy_to] = slots_W[step.copy_from]
-        return torch.cat([q_nope_THN, q_rope_THR], dim=-1)
+        return q_THA
 
     def attend(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """Core attention and output projection: [T, D]."""
@@ -96,21 +98,21 @@ class Attention:
         return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out)
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """Request by request with keys and values per head: [T, H, V]."""
-        out_THV = q_THA.new_empty(*q_THA.shape[:2], self.config.v_head_dim)
-        for span in step.prefill:
-            rows = slice(span.start, span.start + span.num_tokens)
-            out_THV[rows] = self.ops.mla_prefill(
-                q_THA[rows],
-                pages,
-                span.page_ids,
-                step.positions[rows],
-                self.weights.kv_up_HZC,
-                context_tokens=span.context_tokens,
-                v_dim=self.config.v_head_dim,
-                scale=self.config.softmax_scale,
-            )
-        return out_THV
+        """All chunks with keys and values per head: [T, H, V]."""
+        assert step.page_table is not None
+        assert step.chunk_tokens is not None
+        assert step.kv_tokens is not None
+        return self.ops.mla_prefill(
+            q_THA,
+            pages,
+            step.page_table,
+            step.chunk_tokens,
+            step.kv_tokens,
+            step.positions,
+            self.weights.kv_up_HZC,
+            v_dim=self.config.v_head_dim,
+            scale=self.config.softmax_scale,
+        )
 
     def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All requests at once in latent space: [T, H, V].
@@ -119,8 +121,7 @@ class Attention:
         """
         config = self.config
         q_nope_THN, q_rope_THR = q_THA.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        key_up_HNC, value_up_HVC = self.weights.kv_up_HZC.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        q_latent_HTC = self.ops.batched_matmul(q_nope_THN.transpose(0, 1), key_up_HNC)
+        q_latent_HTC = self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN)
         out_THC = self.ops.mla_decode(
             torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1),
             pages,
@@ -130,7 +131,7 @@ class Attention:
             latent_dim=config.kv_lora_rank,
             scale=config.softmax_scale,
         )
-        out_HTV = self.ops.batched_matmul(out_THC.transpose(0, 1), value_up_HVC.transpose(1, 2))
+        out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)
 
 

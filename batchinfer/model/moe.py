@@ -65,12 +65,19 @@ class MoeMlp:
         self.shared = None if weights.shared is None else DenseMlp(ops, weights.shared)
 
     def points(
-        self, x_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: Point
+        self,
+        hidden_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        spans: MicroBatchSpans,
+        *,
+        shared_under: Point,
     ) -> Generator[Point, None, torch.Tensor]:
         """Send tokens to their experts and bring the results back.
 
         Args:
-            x_TD: normed hidden states.
+            hidden_TD: the stream, to which the results are added.
+            x_TD: the stream normed.
             routing: the experts of these tokens, from `route`.
             shared_under: the exchange that hides the shared expert (dispatch in decode, combine in prefill).
 
@@ -78,7 +85,7 @@ class MoeMlp:
             Point.DISPATCH and Point.COMBINE, while the exchange is under way.
 
         Returns:
-            [T, D] in the dtype of x; routed and shared parts are added in float32 and rounded once.
+            The new stream; routed and shared parts are added in float32 and rounded once before they are added to it.
         """
         with spans.send("DISPATCH"):
             handle = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
@@ -95,7 +102,7 @@ class MoeMlp:
         if shared_under is Point.COMBINE:
             shared_TD = self._shared_expert(x_TD, spans)
         routed_TD = spans.receive("COMBINE", future)
-        return (routed_TD if shared_TD is None else routed_TD + shared_TD.float()).to(x_TD.dtype)
+        return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
 
     def route(self, x_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
         """Experts of each token; logits are float32 in any dtype.
@@ -103,7 +110,7 @@ class MoeMlp:
         Args:
             expert_counts_E: [E] int64, receives how many of these tokens each expert got.
         """
-        logits_TE = self.ops.linear(x_TD.float(), self.weights.router_ED)
+        logits_TE = self.ops.router(x_TD, self.weights.router_ED)
         ids_TK, weights_TK = self.ops.gate(
             logits_TE,
             self.weights.router_bias_E,
@@ -133,8 +140,10 @@ class MoeMlp:
             x = dequantize(x.flatten(0, -2), received.scales.flatten(0, -2), dtype, (1, SCALE_VALUES)).view(x.shape)
         weights = self.weights
         if received.layout == "contiguous":
-            self._num_rows += len(x)
-            return self.ops.grouped_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
+            self._num_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
+            return self.ops.grouped_mlp(
+                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M
+            )
         # only the device knows how many rows are filled; adding them up there, and reading the sum when somebody asks
         # (after the step), does not make the host wait here
         num_rows = received.num_rows_E.sum()

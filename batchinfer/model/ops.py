@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from batchinfer.records import ModelError
 from batchinfer_kernels import backend
+from batchinfer_kernels.cpu.packed import Packed
 
 TensorOp = Callable[..., torch.Tensor]
+Weight = torch.Tensor | Packed  # as `pack` gives it
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation per operation; shapes as in `batchinfer_kernels.reference` and `reference_mla`."""
+    """One implementation per operation; shapes as in the `reference` modules of batchinfer_kernels."""
 
+    pack: Callable[..., Weight]
+    pack_router: Callable[..., Any]
     linear: TensorOp
-    batched_matmul: TensorOp
+    batched_linear: TensorOp
+    router: TensorOp
     rms_norm: TensorOp
     silu_mul: TensorOp
-    rope: TensorOp
+    rope_and_cache: TensorOp
     gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     grouped_mlp: TensorOp
     masked_mlp: TensorOp
+    add_sums: TensorOp
     mla_prefill: TensorOp
     mla_decode: TensorOp
 

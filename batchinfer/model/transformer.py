@@ -96,13 +96,13 @@ class DecoderLayer:
                 hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
                 x_TD = self.mlp_norm(hidden_TD)
                 routing = self.mlp.route(x_TD, expert_counts_E)
-            return hidden_TD + (yield from self.mlp.points(x_TD, routing, spans, shared_under=Point.DISPATCH))
+            return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.DISPATCH))
         with spans.compute("ATTN"):
             q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
             hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
             x_TD = self.mlp_norm(hidden_TD)
             routing = self.mlp.route(x_TD, expert_counts_E)
-        return hidden_TD + (yield from self.mlp.points(x_TD, routing, spans, shared_under=Point.COMBINE))
+        return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.COMBINE))
 
 
 class Transformer:
@@ -111,22 +111,17 @@ class Transformer:
     Args:
         weights: of this rank; with fewer than all experts the dispatchers must know where the others are.
         dispatchers: the expert exchange of each mixture-of-experts layer.
-        backend: implementation of the operations, "auto" or a name.
-
-    Raises:
-        ModelError: the backend cannot run here.
+        ops: the operations, those that `weights` were packed for.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: ModelWeights, dispatchers: Sequence[Dispatcher], *, backend: str = "auto"
-    ):
+    def __init__(self, config: ModelConfig, weights: ModelWeights, dispatchers: Sequence[Dispatcher], ops: Ops):
         self.config = config
         self.weights = weights
         self._dispatchers = iter(dispatchers)
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
-        self._ops = Ops.select(backend, self.dtype)
+        self._ops = ops
         self._layers = tuple(self._build_layer(layer) for layer in range(config.num_hidden_layers))
         self._frequencies = rope_frequencies(config.rope, config.qk_rope_head_dim).to(self.device)
 
@@ -147,16 +142,18 @@ class Transformer:
             dtype: of weights, activations and pages.
             dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
             expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
+            backend: implementation of the operations, "auto" or a name.
 
         Raises:
-            ModelError: config.json or the tensors cannot be used.
+            ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
-            dispatchers = [LocalDispatcher(config.n_routed_experts)] * config.num_moe_layers
-        weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device)
-        return cls(config, weights, dispatchers, backend=backend)
+            dispatchers = [LocalDispatcher(config.n_routed_experts, gathers=False)] * config.num_moe_layers
+        ops = Ops.select(backend, dtype)
+        weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops)
+        return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:
         """Between steps: hold the experts that these placements give to `rank`; all ranks do this together.
@@ -208,7 +205,7 @@ class Transformer:
             hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans)
         with spans.compute("LOGITS"):
             hidden_SD = self._ops.rms_norm(hidden_TD[step.logit_rows], self.weights.norm, config.rms_norm_eps)
-            logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head).float()
+            logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head, wide=True)
         return StepOutput(logits_SV, expert_counts)
 
     @property
@@ -233,14 +230,27 @@ class Transformer:
     def _attention_step(self, step: StepInput) -> AttentionStep:
         """The parts of a step that attention uses, with the rotary angles all layers share."""
         cos, sin = rope_cos_sin(step.positions, self._frequencies, self.config.rope)
+        page_table, kv_tokens, chunk_tokens = step.page_table, step.kv_tokens, None
+        if page_table is None:
+            page_table = _padded([span.page_ids for span in step.prefill])
+            kv_tokens = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
+            chunk_tokens = torch.tensor([span.num_tokens for span in step.prefill], dtype=torch.int64)
         return AttentionStep(
             cos,
             sin,
             step.positions,
             step.slots,
-            step.prefill,
-            step.page_table,
-            step.kv_tokens,
+            page_table,
+            kv_tokens,
+            chunk_tokens,
             step.copy_from,
             step.copy_to,
         )
+
+
+def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
+    """[B, P] int64: page ids as rows of one table, zeros behind them."""
+    table = torch.zeros(len(page_ids), max((len(ids) for ids in page_ids), default=0), dtype=torch.int64)
+    for row, ids in zip(table, page_ids, strict=True):
+        row[: len(ids)] = ids
+    return table

@@ -12,21 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.ops import Ops, Weight
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
 from batchinfer_kernels import backend
+from batchinfer_kernels.cpu.packed import Packed
 
 
 class Projection(NamedTuple):
     """A linear map: weight [out, in] and bias [out] or None."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
 
@@ -39,7 +41,9 @@ class AttentionWeights:
     q: Projection  # [H * (N + R), q_lora_rank or D]
     kv_down: Projection  # [C + R, D]
     kv_norm: torch.Tensor  # [C]
-    kv_up_HZC: torch.Tensor  # from latent to per-head key (first N rows) and value (last V)
+    kv_up_HZC: Weight  # from latent to per-head key (first N rows) and value (last V)
+    key_up_HCN: Weight  # the key's part turned round, from query to latent
+    value_up_HVC: Weight  # the value's part
     out: Projection  # [D, H * V]
 
 
@@ -55,10 +59,10 @@ class MlpWeights:
 class MoeWeights:
     """Router in float32, the routed experts this rank holds, and the shared expert that sees every token."""
 
-    router_ED: torch.Tensor
+    router_ED: Any
     router_bias_E: torch.Tensor | None
-    gate_up_EFD: torch.Tensor  # [held, 2 * F, D]
-    down_EDF: torch.Tensor  # [held, D, F]
+    gate_up_EFD: Weight  # [held, 2 * F, D]
+    down_EDF: Weight  # [held, D, F]
     shared: MlpWeights | None
 
 
@@ -79,7 +83,7 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocabulary, D]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    lm_head: torch.Tensor  # [vocabulary, D]
+    lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
 
 
@@ -90,11 +94,13 @@ def load_weights(
     dtype: torch.dtype,
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
+    ops: Ops | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
     Args:
         dtype: of everything but the router, which stays float32.
+        ops: the operations to pack the weights for; None leaves them as they are.
         expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
             stand there twice); None for all of them.
 
@@ -109,13 +115,15 @@ def load_weights(
     for ids in held:
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
-    loader = _Loader(checkpoint, config, dtype, torch.device(device), held)
+    ops = ops or Ops.select("reference")
+    loader = _Loader(checkpoint, config, dtype, torch.device(device), held, ops)
     embedding = loader.tensor("model.embed_tokens.weight")
+    lm_head = embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight")
     return ModelWeights(
         embedding=embedding,
         layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
         norm=loader.tensor("model.norm.weight"),
-        lm_head=embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight"),
+        lm_head=ops.pack(lm_head),
         expert_ids=held,
     )
 
@@ -132,7 +140,7 @@ def exchange_experts(
     """
     checkpoint = open_checkpoint(folder)
     device = weights.embedding.device
-    loader = _Loader(checkpoint, config, weights.embedding.dtype, device, expert_ids=())
+    loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
     mixtures = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
     for layer, held, wanted in zip(mixtures, weights.expert_ids, expert_ids, strict=True):
         mlp = weights.layers[layer].mlp
@@ -141,13 +149,15 @@ def exchange_experts(
         changed = [slot for slot, (old, new) in enumerate(zip(held, wanted, strict=True)) if old != new]
         # where copies come from may itself be overwritten
         here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
-        kept = {expert: (mlp.gate_up_EFD[slot].clone(), mlp.down_EDF[slot].clone()) for expert, slot in here.items()}
+        slots_of = [weight.data if isinstance(weight, Packed) else weight for weight in (mlp.gate_up_EFD, mlp.down_EDF)]
+        kept = {expert: [slots[slot].clone() for slots in slots_of] for expert, slot in here.items()}
         for slot in changed:
             expert = wanted[slot]
             if expert in kept:
-                mlp.gate_up_EFD[slot], mlp.down_EDF[slot] = kept[expert]
+                for slots, weight in zip(slots_of, kept[expert], strict=True):
+                    slots[slot] = weight
             else:
-                loader.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD[slot], mlp.down_EDF[slot])
+                loader.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
     return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
 
 
@@ -161,8 +171,10 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         expert_ids: tuple[tuple[int, ...], ...],
+        ops: Ops,
     ):
         self.checkpoint = checkpoint
+        self._ops = ops
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -187,50 +199,69 @@ class _Loader:
     def _attention(self, prefix: str) -> AttentionWeights:
         compressed = self.config.q_lora_rank is not None
         kv_up = self.tensor(f"{prefix}.kv_b_proj.weight")
+        kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
+        key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         return AttentionWeights(
             q_down=self._projection(f"{prefix}.q_a_proj") if compressed else None,
             q_norm=self.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
             q=self._projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
             kv_down=self._projection(f"{prefix}.kv_a_proj_with_mqa"),
             kv_norm=self.tensor(f"{prefix}.kv_a_layernorm.weight"),
-            kv_up_HZC=kv_up.unflatten(0, (self.config.num_attention_heads, -1)),
+            kv_up_HZC=self._ops.pack(kv_up_HZC),
+            key_up_HCN=self._ops.pack(key_up_HNC.transpose(1, 2)),
+            value_up_HVC=self._ops.pack(value_up_HVC),
             out=self._projection(f"{prefix}.o_proj"),
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
         expert_ids = next(self._expert_ids)  # layers are read in order
-        num_held, hidden, width = len(expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
-        gate_up = torch.empty(num_held, 2 * width, hidden, dtype=self.dtype, device=self.device)
-        down = torch.empty(num_held, hidden, width, dtype=self.dtype, device=self.device)
-        for place, expert in enumerate(expert_ids):
-            self.expert(prefix, expert, gate_up[place], down[place])
+        gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self.tensor(f"{prefix}.gate.weight", torch.float32),
+            router_ED=self._ops.pack_router(self.tensor(f"{prefix}.gate.weight", torch.float32)),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
         )
 
-    def expert(self, prefix: str, expert: int, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> None:
-        """Read one routed expert of the layer `prefix` into these."""
-        width = self.config.moe_intermediate_size
-        self._read_into(gate_up_FD[:width], f"{prefix}.experts.{expert}.gate_proj.weight")
-        self._read_into(gate_up_FD[width:], f"{prefix}.experts.{expert}.up_proj.weight")
-        self._read_into(down_DF, f"{prefix}.experts.{expert}.down_proj.weight")
+    def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
+        """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
+        num_held, hidden, width = len(expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
+        gate_up = self._room(num_held, 2 * width, hidden, is_paired=True)
+        down = self._room(num_held, hidden, width)
+        for place, expert in enumerate(expert_ids):
+            self.expert(prefix, expert, gate_up, down, place)
+        return gate_up, down
+
+    def _room(self, num_held: int, *shape: int, is_paired: bool = False) -> Weight:
+        one = self._ops.pack(torch.zeros(1, *shape, dtype=self.dtype, device=self.device), is_paired=is_paired)
+        return one.room(num_held) if isinstance(one, Packed) else one.new_empty(num_held, *shape)
+
+    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
+        """Read one routed expert of the layer `prefix` into place `place` of these."""
+        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
+        for weights, names, shape in (
+            (gate_up, ("gate_proj", "up_proj"), (2 * width, hidden)),
+            (down, ("down_proj",), (hidden, width)),
+        ):
+            room = torch.empty(shape, dtype=self.dtype) if isinstance(weights, Packed) else weights[place]
+            for part, name in zip(room.chunk(len(names)), names, strict=True):
+                self._read_into(part, f"{prefix}.experts.{expert}.{name}.weight")
+            if isinstance(weights, Packed):
+                weights.put(place, room)
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        gate, up = self._projection(f"{prefix}.gate_proj"), self._projection(f"{prefix}.up_proj")
-        bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
         return MlpWeights(
-            gate_up=Projection(torch.cat([gate.weight, up.weight]), bias), down=self._projection(f"{prefix}.down_proj")
+            gate_up=self._projection(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+            down=self._projection(f"{prefix}.down_proj"),
         )
 
-    def _projection(self, prefix: str) -> Projection:
-        bias_name = f"{prefix}.bias"
-        bias = self.tensor(bias_name) if bias_name in self.checkpoint else None
-        return Projection(self.tensor(f"{prefix}.weight"), bias)
+    def _projection(self, *prefixes: str) -> Projection:
+        """One linear map, or several as one, the first above the others."""
+        weight = torch.cat([self.tensor(f"{prefix}.weight") for prefix in prefixes])
+        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
+        return Projection(self._ops.pack(weight), torch.cat(biases) if len(biases) == len(prefixes) else None)
 
     def _read_into(self, out: torch.Tensor, name: str) -> None:
         stored = self.checkpoint.read(name)

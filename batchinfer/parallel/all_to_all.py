@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from batchinfer.parallel.dispatch import ExpertInput, sum_per_token
+from batchinfer.parallel.dispatch import ExpertInput, sort_by_expert, sum_per_token
 from batchinfer.parallel.exchange import Exchange, PendingRows
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
@@ -26,7 +26,7 @@ class AllToAllHandle:
     pending: PendingRows
     row_format: RowFormat
     num_values: int
-    order_M: torch.Tensor  # the (token, k) entry behind each sent row
+    place_M: torch.Tensor  # the sent row of each (token, k) entry
     weights_TK: torch.Tensor
     sizes: list[list[int]] = field(default_factory=list)  # rows received by [source rank][slot]
     arrived_s: float | None = None
@@ -57,7 +57,7 @@ class AllToAllFuture:
         self.arrived_s = received.arrived_s
         # rank by rank in slot order: the order in which the rows were sent
         sorted_MD, _ = self.row_format.unpack(torch.cat(received.rows), self.handle.num_values)
-        return sum_per_token(sorted_MD, self.handle.order_M, self.handle.weights_TK)
+        return sum_per_token(sorted_MD, self.handle.place_M, self.handle.weights_TK)
 
 
 class AllToAllDispatcher:
@@ -84,11 +84,11 @@ class AllToAllDispatcher:
         """Start sending each (token, expert) row to a slot of its expert."""
         placement, num_values = self._placement, x.shape[1]
         slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank)
-        order_M = torch.argsort(slot_M, stable=True)
-        counts = torch.bincount(slot_M, minlength=placement.num_slots).view(placement.num_ranks, -1).tolist()
+        order_M, place_M, num_rows_S = sort_by_expert(slot_M, placement.num_slots, x.dtype)
+        counts = num_rows_S.view(placement.num_ranks, -1).tolist()
         rows = self._exchange.buffer(len(order_M), self._row_format.row_bytes(num_values))
         torch.index_select(self._row_format.pack(x), 0, order_M // topk_ids.shape[1], out=rows)
-        return AllToAllHandle(self._exchange.start(rows, counts), self._row_format, num_values, order_M, topk_weights)
+        return AllToAllHandle(self._exchange.start(rows, counts), self._row_format, num_values, place_M, topk_weights)
 
     def combine(self, y: torch.Tensor, handle: AllToAllHandle) -> AllToAllFuture:
         """Start sending each result back to the rank it came from."""

@@ -21,6 +21,7 @@ import torch
 
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer_kernels import backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class ExpertInput:
     x: [M, D], sorted by expert, no gaps ("contiguous"), or [E, capacity, D] with a count of filled rows ("masked").
     scales: for FP8 rows one float32 per 128 values, [..., D / 128]; None for wider rows.
     num_rows_E: [E] int64 on the device of x, rows of each expert slot of this rank.
+    tokens_M: where the rows have not moved: the row of x, [T, D] then, behind each row sorted by expert; contiguous.
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None
     layout: Literal["contiguous", "masked"]
     num_rows_E: torch.Tensor
+    tokens_M: torch.Tensor | None = None
 
 
 class DispatchHandle(Protocol):
@@ -91,10 +94,10 @@ class Dispatcher(Protocol[HandleT]):
 
 @dataclass(frozen=True, slots=True)
 class LocalHandle:
-    """Rows of a dispatch that stays on this rank: `order_M` is the (token, k) entry behind each sorted row."""
+    """Rows of a dispatch that stays on this rank: `place_M` is the sorted row of each (token, k) entry."""
 
     received: ExpertInput
-    order_M: torch.Tensor
+    place_M: torch.Tensor
     weights_TK: torch.Tensor
     arrived_s: None = None
 
@@ -120,54 +123,47 @@ class LocalDispatcher:
 
     Args:
         row_format: form of the rows for the experts; None: as they come.
+        gathers: put rows in their order; otherwise they stay where they are and ExpertInput says which they are.
     """
 
-    def __init__(self, num_experts: int, row_format: RowFormat | None = None):
+    def __init__(self, num_experts: int, row_format: RowFormat | None = None, *, gathers: bool = True):
         self.num_experts = num_experts
         self._row_format = row_format
+        self._gathers = gathers
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
-        expert_M = topk_ids.flatten()
-        order_M = torch.argsort(expert_M, stable=True)
-        token_M = order_M // topk_ids.shape[1]
+        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, x.dtype)
         scales = None
-        if self._row_format is None:
-            rows = x[token_M]
-        else:
-            rows, scales = self._row_format.unpack(self._row_format.pack(x)[token_M], x.shape[1])
-        num_rows_E = count_rows(expert_M, self.num_experts)
-        return LocalHandle(ExpertInput(rows, scales, "contiguous", num_rows_E), order_M, topk_weights)
+        if self._row_format is not None:
+            x, scales = self._row_format.unpack(self._row_format.pack(x), x.shape[1])
+        tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
+        if self._gathers:
+            x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None
+        return LocalHandle(ExpertInput(x, scales, "contiguous", num_rows_E, tokens_M), place_M, topk_weights)
 
     def combine(self, y: torch.Tensor, handle: LocalHandle) -> Finished:
         """Undo the sort and sum; see Dispatcher."""
-        return Finished(sum_per_token(y, handle.order_M, handle.weights_TK))
+        return Finished(sum_per_token(y, handle.place_M, handle.weights_TK))
 
     def place(self, placement: Placement) -> None:
         """See Dispatcher; all experts are here, wherever they stand."""
 
 
-def sum_per_token(sorted_MD: torch.Tensor, order_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sort_by_expert(
+    expert_M: torch.Tensor, num_experts: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, k) entries: the entry behind each row [M], the row of each entry [M], rows per expert [E]."""
+    return backend.select("sort_by_expert", dtype=dtype).run(expert_M, num_experts)
+
+
+def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum, from rows in the order in which a dispatch sorted them.
 
     Args:
-        order_M: the (token, k) entry behind each row.
+        place_M: the sorted row of each (token, k) entry.
     """
-    rows_MD = torch.empty_like(sorted_MD)
-    rows_MD[order_M] = sorted_MD
-    num_tokens, topk = weights_TK.shape
-    return weighted_sum(rows_MD.view(num_tokens, topk, sorted_MD.shape[-1]), weights_TK)
-
-
-def weighted_sum(rows_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: sum of weight × row, one k after the other.
-
-    Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
-    """
-    total_TD = torch.zeros(rows_TKD[:, 0].shape, dtype=torch.float32, device=rows_TKD.device)
-    for k in range(weights_TK.shape[1]):
-        total_TD += rows_TKD[:, k].float() * weights_TK[:, k, None]
-    return total_TD
+    return backend.select("sum_per_token", dtype=sorted_MD.dtype).run(sorted_MD, place_M, weights_TK)
 
 
 def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:

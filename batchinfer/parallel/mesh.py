@@ -134,7 +134,7 @@ class Mesh:
         """
         if self._exchange is None:
             plain = None if row_format.dtype != "fp8" else row_format
-            return [LocalDispatcher(placement.num_experts, plain) for placement in placements]
+            return [LocalDispatcher(placement.num_experts, plain, gathers=False) for placement in placements]
         if self.kind in deepep.KINDS:
             assert self._group is not None
             sizes = {"max_tokens": max_tokens, "hidden": hidden, "topk": topk}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import reference, reference_mla
+from batchinfer_kernels import reference, reference_mla, reference_rows
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
 
@@ -62,12 +62,21 @@ def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Cand
 _CPU = tuple(
     Candidate(function.__name__, "cpu", function, cpu_build.why_not, dtype=torch.bfloat16)
     for function in (
+        cpu_ops.pack,
+        cpu_ops.pack_router,
         cpu_ops.linear,
-        cpu_ops.batched_matmul,
+        cpu_ops.batched_linear,
+        cpu_ops.router,
         cpu_ops.rms_norm,
         cpu_ops.silu_mul,
+        cpu_ops.gate,
+        cpu_ops.rope_and_cache,
         cpu_ops.grouped_mlp,
         cpu_ops.masked_mlp,
+        cpu_ops.sort_by_expert,
+        cpu_ops.sum_per_token,
+        cpu_ops.add_sums,
+        cpu_ops.argmax,
         cpu_ops.mla_prefill,
         cpu_ops.mla_decode,
     )
@@ -77,14 +86,21 @@ _CPU = tuple(
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     function.__name__: _candidates(function, _CPU)
     for function in (
+        reference.pack,
+        reference.pack_router,
         reference.linear,
-        reference.batched_matmul,
+        reference.batched_linear,
+        reference.router,
         reference.rms_norm,
         reference.silu_mul,
-        reference.rope,
         reference.gate,
+        reference_rows.rope_and_cache,
         reference.grouped_mlp,
         reference.masked_mlp,
+        reference_rows.sort_by_expert,
+        reference_rows.sum_per_token,
+        reference_rows.add_sums,
+        reference_rows.argmax,
         reference_mla.mla_prefill,
         reference_mla.mla_decode,
         reference.quantize_fp8_block,

@@ -28,19 +28,48 @@ _FP8_MAX = 448.0
 _FP8_MIN_AMAX = 1e-4
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> torch.Tensor:
+    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is.
+
+    Args:
+        is_int8: the caller would take 8-bit products, too.
+        is_paired: the weight holds a gate projection above an up projection.
+    """
+    return weight
+
+
+def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
+    """The form in which `router` takes its float32 weight: as it is."""
+    return weight_ED
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, wide: bool = False
+) -> torch.Tensor:
     """x · weightᵀ + bias.
 
     Args:
         x: [T, in], any T.
         weight: [out, in], same dtype.
         bias: [out] or None.
+        wide: give float32.
 
     Returns:
         [T, out] in the dtype of x.
     """
     y = F.linear(_aligned(x), weight)[: x.shape[0]]
-    return y if bias is None else y + bias
+    y = y if bias is None else y + bias
+    return y.float() if wide else y
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T."""
+    return batched_matmul(x, weight.transpose(1, 2))
+
+
+def router(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """Logits of the experts, in float32 for any x: [T, D] and [E, D] to [T, E]."""
+    return linear(x.float(), weight_ED)
 
 
 def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -133,21 +162,28 @@ def gate(
 
 
 def grouped_mlp(
-    x: torch.Tensor, num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    tokens_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts over rows sorted by expert (contiguous layout).
 
     Reads the counts on the host, so it cannot be part of a captured graph.
 
     Args:
-        x: [rows, D]; expert 0's rows first.
+        x: [rows, D], expert 0's rows first; with `tokens_M` the rows to take them from, [T, D].
         num_rows_E: [E] int64, rows of each expert, adding up to `rows`.
         gate_up_EFD: [E, 2 * F, D], the gate projection above the up projection.
         down_EDF: [E, D, F].
+        tokens_M: [rows] int64, the row of x behind each row.
 
     Returns:
         [rows, D] in the dtype of x.
     """
+    if tokens_M is not None:
+        x = x[tokens_M]
     out = torch.empty_like(x)
     start = 0
     for expert, num_rows in enumerate(num_rows_E.tolist()):

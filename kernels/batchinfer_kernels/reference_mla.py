@@ -25,51 +25,44 @@ _MAX_DECODE_VALUES = 8 * 2**20
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
-    page_ids_P: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    context_tokens_B: torch.Tensor,
     positions_T: torch.Tensor,
     kv_b_HZC: torch.Tensor,
     *,
-    context_tokens: int,
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of one request's chunk in the plain form: per-head keys and values from the latents.
+    """Causal attention of several requests' chunks in the plain form: per-head keys and values from the latents.
 
-    DeepSeek-V2 report section 2.1. The chunk's own latents must already stand in the pages.
+    DeepSeek-V2 report section 2.1. The chunks' own latents must already stand in the pages.
 
     Args:
-        q_THA: [T, H, N + R], rotary part last.
+        q_THA: [T, H, N + R], chunk after chunk, rotary part last.
         pages: [num_pages, S, C + R], one layer.
-        page_ids_P: [ceil(context_tokens / S)] int64, the request's pages in order.
+        page_table_BP: [B, P] int64, pages of each request in order; what stands behind its last page is ignored.
+        num_tokens_B: [B] int64 on the host, tokens of each chunk, adding up to T.
+        context_tokens_B: [B] int64 on the host, tokens in the pages, the chunk included; what stands behind them is
+            ignored.
         positions_T: [T] int64; a token sees the keys at its own position and before.
         kv_b_HZC: [H, N + V, C], from latent to key (N rows), then value (V rows).
-        context_tokens: tokens in the pages, this chunk included; what stands behind them is ignored.
         v_dim: V.
         scale: factor on the scores.
 
     Returns:
         [T, H, V] in the dtype of q.
     """
-    num_tokens, num_heads, _ = q_THA.shape
-    latent_dim, rope_dim = kv_b_HZC.shape[-1], pages.shape[-1] - kv_b_HZC.shape[-1]
-    latent_XW = pages[page_ids_P].flatten(0, 1)
-    latent_XW[context_tokens:] = 0  # leftovers of earlier owners; even inf must not reach a product
-    kv_XHZ = linear(latent_XW[:, :latent_dim], kv_b_HZC.flatten(0, 1)).unflatten(-1, (num_heads, -1)).float()
-    k_nope_XHN, v_XHV = kv_XHZ.split([kv_XHZ.shape[-1] - v_dim, v_dim], dim=-1)
-    k_rope_XHR = latent_XW[:, None, latent_dim:].float().expand(-1, num_heads, rope_dim)
-    k_HXA = torch.cat([k_nope_XHN, k_rope_XHR], dim=-1).transpose(0, 1).contiguous()
-    v_HPSV = v_XHV.transpose(0, 1).contiguous().unflatten(1, (-1, PAGE_TOKENS))
-
-    out_THV = q_THA.new_empty(num_tokens, num_heads, v_dim)
-    tile = _query_tile(num_heads * k_HXA.shape[1])
-    for start in range(0, num_tokens, tile):
-        rows = slice(start, min(start + tile, num_tokens))
-        # The tile's own positions bound its pages, in host arithmetic: a chunk is a run of consecutive positions.
-        num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
-        q_HTA = q_THA[rows].transpose(0, 1).float()
-        seen_TX = _key_positions(num_keys, pages.device) <= positions_T[rows, None]
-        out_HTV = _attend(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
-        out_THV[rows] = out_HTV.transpose(0, 1).to(q_THA.dtype)
+    out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
+    start = 0
+    for pages_P, num_tokens, context_tokens in zip(
+        page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True
+    ):
+        rows, num_pages = slice(start, start + num_tokens), -(-context_tokens // PAGE_TOKENS)
+        out_THV[rows] = _prefill_chunk(
+            q_THA[rows], pages, pages_P[:num_pages], positions_T[rows], kv_b_HZC, context_tokens, v_dim, scale
+        )
+        start += num_tokens
     return out_THV
 
 
@@ -122,6 +115,40 @@ def mla_decode(
         out_BLC = _attend(q_BLW, latent_BXW, v_BPSC, seen_BLX, scale)
         out_THC[rows] = out_BLC.reshape(-1, num_heads, latent_dim).to(q_THW.dtype)
     return out_THC
+
+
+def _prefill_chunk(
+    q_THA: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids_P: torch.Tensor,
+    positions_T: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    context_tokens: int,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """One request's chunk, [T, H, V]."""
+    num_tokens, num_heads, _ = q_THA.shape
+    latent_dim, rope_dim = kv_b_HZC.shape[-1], pages.shape[-1] - kv_b_HZC.shape[-1]
+    latent_XW = pages[page_ids_P].flatten(0, 1)
+    latent_XW[context_tokens:] = 0  # leftovers of earlier owners; even inf must not reach a product
+    kv_XHZ = linear(latent_XW[:, :latent_dim], kv_b_HZC.flatten(0, 1)).unflatten(-1, (num_heads, -1)).float()
+    k_nope_XHN, v_XHV = kv_XHZ.split([kv_XHZ.shape[-1] - v_dim, v_dim], dim=-1)
+    k_rope_XHR = latent_XW[:, None, latent_dim:].float().expand(-1, num_heads, rope_dim)
+    k_HXA = torch.cat([k_nope_XHN, k_rope_XHR], dim=-1).transpose(0, 1).contiguous()
+    v_HPSV = v_XHV.transpose(0, 1).contiguous().unflatten(1, (-1, PAGE_TOKENS))
+
+    out_THV = q_THA.new_empty(num_tokens, num_heads, v_dim)
+    tile = _query_tile(num_heads * k_HXA.shape[1])
+    for start in range(0, num_tokens, tile):
+        rows = slice(start, min(start + tile, num_tokens))
+        # The tile's own positions bound its pages, in host arithmetic: a chunk is a run of consecutive positions.
+        num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
+        q_HTA = q_THA[rows].transpose(0, 1).float()
+        seen_TX = _key_positions(num_keys, pages.device) <= positions_T[rows, None]
+        out_HTV = _attend(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
+        out_THV[rows] = out_HTV.transpose(0, 1).to(q_THA.dtype)
+    return out_THV
 
 
 def _attend(

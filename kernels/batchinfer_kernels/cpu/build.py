@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "csrc"
-CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
+CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni")
 COMPILE_SECONDS = 300
 _WAIT_SECONDS = 2 * COMPILE_SECONDS
 
@@ -48,6 +48,7 @@ _FLAGS = (
     "-mavx512vl",
     "-mavx512dq",
     "-mavx512bf16",
+    "-mavx512vnni",
     "-mfma",
     "-w",
 )

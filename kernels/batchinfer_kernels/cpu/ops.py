@@ -1,100 +1,232 @@
-"""The operations that have a C++ version; signatures and shapes as in `reference` and `reference_mla`.
+"""The operations that have a C++ version; signatures and shapes as in the `reference` modules.
 
-bfloat16 runs in C++. Sums are kept in float32 (products of a vector of 32 values at a time, so not in the order of the
-reference), and a row has the same bits whatever rows are beside it, wherever it stands and however many threads run.
-Subnormal numbers count as zero. Everything else (float32, another device, an odd shape) goes to the reference.
+bfloat16 runs in C++. Sums are kept in float32 (products of two values at a time, so not in the order of the reference),
+and a row has the same bits whatever rows are beside it, wherever it stands and however many threads run. Subnormal
+numbers count as zero. Everything else (float32, another device) goes to the reference. A weight may be a plain tensor
+or packed (packed.py), with the same result.
 """
 
-# T tokens (rows), D hidden, F intermediate, E experts, C rows of room per expert (latent width in mla_decode)
-# H heads, A query/key width, Z key (without rotary) and value width, W = latent and rotary width, V value width
-# B requests, Q query tokens per request, P pages, X keys of whole pages
+# T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert
+# H heads, A query/key width, R rotary width, Z key (without rotary) and value width, W latent and rotary width
+# V value width, B requests or batches, Q query tokens per request, P pages
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 
-from batchinfer_kernels import reference, reference_mla
-from batchinfer_kernels.cpu import build
+from batchinfer_kernels import reference, reference_mla, reference_rows
+from batchinfer_kernels.cpu import packed
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
 
 _VALUE_MULTIPLE = 16
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]."""
+def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> torch.Tensor | Packed:
+    """A weight [N, M] or several [B, N, M] in the order of the tiles, where they take it."""
+    if not _takes(weight):
+        return reference.pack(weight, is_int8=is_int8, is_paired=is_paired)
+    return packed.pack(weight, is_int8=is_int8, is_paired=is_paired)
+
+
+def pack_router(weight_ED: torch.Tensor) -> torch.Tensor | PackedRouter:
+    """A router's float32 weight in the order of its tiles."""
+    return packed.pack_router(weight_ED) if weight_ED.device.type == "cpu" else reference.pack_router(weight_ED)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, *, wide: bool = False
+) -> torch.Tensor:
+    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32."""
     if not _takes(x, weight):
-        return reference.linear(x, weight, bias)
-    y = _library().linear(x, weight)
+        return reference.linear(x, _plain(weight), bias, wide=wide)
+    if x.shape[-1] != _shape(weight)[-1] and x.shape[-1] + x.shape[-1] % 2 != _shape(weight)[-1]:
+        raise RuntimeError(f"x is {x.shape[-1]} wide, weight {_shape(weight)[-1]}")
+    weight = weight if isinstance(weight, Packed) else packed.pack(weight)
+    y = library().linear(_even(x), weight.data, weight.num_columns, weight.depth, weight.is_int8, wide)
     return y if bias is None else y + bias
 
 
-def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x · y for every batch: [B, T, M] and [B, M, N] to [B, T, N]; a transposed y is not copied."""
-    if not _takes(x, y):
-        return reference.batched_matmul(x, y)
-    return _library().batched_matmul(x, y)
+def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
+    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N]."""
+    if not _takes(x, weight):
+        return reference.batched_linear(x, _plain(weight))
+    weight = weight if isinstance(weight, Packed) else packed.pack(weight)
+    return library().batched_linear(_even(x), weight.data, weight.num_columns, weight.depth)
+
+
+def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor:
+    """Logits in float32: [T, D] and [E, D] to [T, E]."""
+    if not _takes(x):
+        assert isinstance(weight, torch.Tensor)
+        return reference.router(x, weight)
+    weight = weight if isinstance(weight, PackedRouter) else packed.pack_router(weight)
+    return library().router(x, weight.data_PDN, weight.num_experts)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D]."""
     if not _takes(x, weight) or x.shape[-1] == 0:
         return reference.rms_norm(x, weight, eps)
-    return _library().rms_norm(x.reshape(-1, x.shape[-1]), weight.contiguous(), eps).view(x.shape)
+    return library().rms_norm(x.reshape(-1, x.shape[-1]), weight.contiguous(), eps).view(x.shape)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) × up; both [T, F]. Rounded once, not after silu as in the reference."""
     if not _takes(gate, up) or gate.dim() != 2:
         return reference.silu_mul(gate, up)
-    return _library().silu_mul(gate, up)
+    return library().silu_mul(gate, up)
+
+
+def gate(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    *,
+    method: str,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each token [T, K] and their weights; DeepSeek-V3's method in C++."""
+    if method != "noaux_tc" or logits_TE.device.type != "cpu":
+        return reference.gate(
+            logits_TE,
+            bias_E,
+            method=method,
+            topk=topk,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            normalize=normalize,
+            scale=scale,
+        )
+    return library().gate(logits_TE.contiguous(), bias_E, topk, num_groups, topk_groups, normalize, scale)
+
+
+def rope_and_cache(
+    q_THA: torch.Tensor,
+    latents_TW: torch.Tensor,
+    norm_C: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    slots_T: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
+    if not _takes(q_THA, latents_TW, pages) or not q_THA.is_contiguous():
+        return reference_rows.rope_and_cache(
+            q_THA, latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved=interleaved
+        )
+    library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
+    return q_THA
 
 
 def grouped_mlp(
-    x: torch.Tensor, num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor | Packed,
+    down_EDF: torch.Tensor | Packed,
+    tokens_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]."""
     if not _takes(x, gate_up_EFD, down_EDF):
-        return reference.grouped_mlp(x, num_rows_E, gate_up_EFD, down_EDF)
-    return _library().grouped_mlp(x.contiguous(), *_experts(num_rows_E, gate_up_EFD, down_EDF))
+        return reference.grouped_mlp(x, num_rows_E, _plain(gate_up_EFD), _plain(down_EDF), tokens_M)
+    gate_up, down, width = _experts(gate_up_EFD, down_EDF)
+    y = library().grouped_mlp(
+        _even(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.is_int8
+    )
+    return y[..., : x.shape[-1]]
 
 
 def masked_mlp(
-    x_ECD: torch.Tensor, num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor | Packed,
+    down_EDF: torch.Tensor | Packed,
 ) -> torch.Tensor:
     """SwiGLU of several experts, each over the first rows of its block; the same as grouped_mlp bit for bit."""
     if not _takes(x_ECD, gate_up_EFD, down_EDF):
-        return reference.masked_mlp(x_ECD, num_rows_E, gate_up_EFD, down_EDF)
-    return _library().masked_mlp(x_ECD.contiguous(), *_experts(num_rows_E, gate_up_EFD, down_EDF))
+        return reference.masked_mlp(x_ECD, num_rows_E, _plain(gate_up_EFD), _plain(down_EDF))
+    gate_up, down, width = _experts(gate_up_EFD, down_EDF)
+    y = library().masked_mlp(
+        _even(x_ECD), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width, gate_up.is_int8
+    )
+    return y[..., : x_ECD.shape[-1]]
+
+
+def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The entries sorted by expert: order [M], its inverse [M], and how many each expert has [E]."""
+    if ids_M.device.type != "cpu":
+        return reference_rows.sort_by_expert(ids_M, num_experts)
+    return library().sort_by_expert(ids_M.contiguous(), num_experts)
+
+
+def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, D] float32: each token's weighted sum, bit for bit that of the reference."""
+    if not _takes(sorted_MD):
+        return reference_rows.sum_per_token(sorted_MD, place_M, weights_TK)
+    return library().sum_per_token(sorted_MD.contiguous(), place_M, weights_TK.contiguous())
+
+
+def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
+    """hidden + (sums + added), rounded as in the reference."""
+    if not _takes(hidden_TD):
+        return reference_rows.add_sums(hidden_TD, sums_TD, added_TD)
+    return library().add_sums(
+        hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
+    )
+
+
+def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row the largest of float32 logits, the first among equals, and whether all are finite."""
+    if logits_SV.dtype is not torch.float32 or logits_SV.device.type != "cpu":
+        return reference_rows.argmax(logits_SV)
+    return library().argmax(logits_SV.contiguous())
 
 
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
-    page_ids_P: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    context_tokens_B: torch.Tensor,
     positions_T: torch.Tensor,
-    kv_b_HZC: torch.Tensor,
+    kv_b_HZC: torch.Tensor | Packed,
     *,
-    context_tokens: int,
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of one request's chunk in the plain form, [T, H, A] to [T, H, V].
+    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
 
-    Softmax weights are rounded to bfloat16 as in mla_decode. Keys and values of the whole context are held at once.
+    Softmax weights are rounded to bfloat16 as in mla_decode. Keys and values are made once per page, for as many heads
+    at a time as fit into 192 MiB.
     """
-    if not _takes(q_THA, pages, kv_b_HZC) or not _fits(q_THA.shape[-1], v_dim):
+    if not _takes(q_THA, pages, kv_b_HZC):
         return reference_mla.mla_prefill(
-            q_THA, pages, page_ids_P, positions_T, kv_b_HZC, context_tokens=context_tokens, v_dim=v_dim, scale=scale
+            q_THA,
+            pages,
+            page_table_BP,
+            num_tokens_B,
+            context_tokens_B,
+            positions_T,
+            _plain(kv_b_HZC),
+            v_dim=v_dim,
+            scale=scale,
         )
-    latent_XW = pages[page_ids_P].flatten(0, 1)
-    kv_XZ = _library().linear(latent_XW[:, : kv_b_HZC.shape[-1]], kv_b_HZC.flatten(0, 1))
-    return _library().mla_prefill(
+    kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
+    return library().mla_prefill(
         q_THA.contiguous(),
-        latent_XW,
-        kv_XZ.unflatten(-1, (q_THA.shape[1], -1)),
+        pages,
+        page_table_BP.contiguous(),
+        num_tokens_B.contiguous(),
+        context_tokens_B.contiguous(),
         positions_T.contiguous(),
-        context_tokens,
+        kv_b.data,
+        kv_b.depth,
         v_dim,
         scale,
     )
@@ -113,13 +245,13 @@ def mla_decode(
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
 
     Softmax weights are rounded to bfloat16 before they meet the latents and are divided by their rounded sum.
-    A request without tokens gives zeros.
+    A request without tokens gives zeros. Requests with the same first pages read these together.
     """
     if not _takes(q_THW, pages) or not _fits(q_THW.shape[-1], latent_dim):
         return reference_mla.mla_decode(
             q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
         )
-    return _library().mla_decode(
+    return library().mla_decode(
         q_THW.contiguous(),
         pages.contiguous(),
         page_table_BP.contiguous(),
@@ -130,8 +262,17 @@ def mla_decode(
     )
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
-    return all(tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
+def _takes(*operands: torch.Tensor | Packed) -> bool:
+    return all(
+        isinstance(operand, Packed) or (operand.dtype is torch.bfloat16 and operand.device.type == "cpu")
+        for operand in operands
+    )
+
+
+def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
+    """A weight that is not packed: only bfloat16 on the CPU meets packed ones."""
+    assert isinstance(weight, torch.Tensor), "a packed weight takes bfloat16 on the CPU"
+    return weight
 
 
 def _fits(width: int, value_dim: int) -> bool:
@@ -139,19 +280,22 @@ def _fits(width: int, value_dim: int) -> bool:
     return width % 2 == 0 and value_dim > 0 and value_dim % _VALUE_MULTIPLE == 0
 
 
-def _experts(
-    num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return num_rows_E.to(torch.int64).contiguous(), gate_up_EFD.contiguous(), down_EDF.contiguous()
+def _shape(weight: torch.Tensor | Packed) -> tuple[int, int]:
+    if isinstance(weight, Packed):
+        return weight.num_columns, weight.depth
+    return weight.shape[-2], weight.shape[-1]
 
 
-def _library() -> Any:
-    """The loaded C++ operations.
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """x with a zero behind rows of odd length, as the packed weight has it."""
+    return F.pad(x, (0, x.shape[-1] % 2)) if x.shape[-1] % 2 else x
 
-    Raises:
-        BuildError: they cannot run here, with the reason.
-    """
-    reason = build.why_not()
-    if reason is not None:
-        raise build.BuildError(reason)
-    return torch.ops.batchinfer_cpu
+
+def _experts(gate_up_EFD: torch.Tensor | Packed, down_EDF: torch.Tensor | Packed) -> tuple[Packed, Packed, int]:
+    """Packed weights of experts, hidden width made even, and their intermediate width."""
+    if isinstance(down_EDF, Packed):
+        assert isinstance(gate_up_EFD, Packed)
+        return gate_up_EFD, down_EDF, gate_up_EFD.num_columns // 2
+    assert not isinstance(gate_up_EFD, Packed)
+    hidden, width = down_EDF.shape[-2:]
+    return packed.pack(gate_up_EFD, is_paired=True), packed.pack(F.pad(down_EDF, (0, 0, 0, hidden % 2))), width

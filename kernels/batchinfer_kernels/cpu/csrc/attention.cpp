@@ -1,209 +1,218 @@
-// Page by page with a running softmax, for up to 32 rows that share every key:
-//
-//   scores   keys x rows      keys · queriesᵀ; queries are interleaved once, so that lanes are rows
-//   weights  keys x rows      exp(score - peak), rounded to bfloat16; a page that raises the peak shrinks earlier sums
-//   sums     rows x values    weights · values, two keys per step; the page's values are interleaved first
-//
-// A row meets its keys in ascending order. Keys it may not see weigh nothing: adding them changes no bit.
-
 #include "attention.h"
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
-#include "pair_tile.h"
+#include "tile.h"
 #include "vector_math.h"
 
 namespace batchinfer {
 namespace {
 
-constexpr int kTileKeys = 8;
-constexpr int kTileRows = 4;
-constexpr int kTileChunks = 4;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-struct Scratch {
-  alignas(64) float scores[kPageTokens][kAttentionRows];
-  alignas(64) int32_t weights[kPageTokens / 2][kAttentionRows];  // of both keys of a pair
-  alignas(64) float peak[kAttentionRows], total[kAttentionRows], shrink[kAttentionRows];
-  alignas(64) int32_t positions[kAttentionRows];
-  std::vector<int32_t> queries;  // [width / 2, 16 * chunks] pairs
-  std::vector<float> sums;       // [rows, value_dim]
-  std::vector<bf16> values;      // [key pairs, value_dim, 2]
-};
-
-// The keys of the next page on their way into the second-level cache, some lines at a time: asking for a whole page at
-// once would wait for memory.
-struct Fetch {
-  const bf16 *at = nullptr, *end = nullptr;
-  int64_t lines = 0;  // per tile of this page
-
-  void some() {
-    for (int64_t line = 0; line < lines && at < end; ++line, at += 32) {
-      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
-    }
-  }
-};
-
-Fetch fetch_of(Rows page_keys, const AttentionRows& rows) {
-  const int64_t num_tiles = kPageTokens / kTileKeys + (rows.num_rows + kTileRows - 1) / kTileRows *
-                                                          ((rows.value_dim / kLanes + kTileChunks - 1) / kTileChunks);
-  const int64_t num_lines = kPageTokens * page_keys.stride / 32;
-  return {page_keys.data, page_keys.data + kPageTokens * page_keys.stride, (num_lines + num_tiles - 1) / num_tiles};
-}
-
-void load_queries(Scratch& scratch, const AttentionRows& rows, int64_t lanes) {
-  const int64_t num_pairs = rows.width / 2;
-  scratch.queries.assign(num_pairs * lanes, 0);
-  for (int64_t row = 0; row < rows.num_rows; ++row) {
-    const int32_t* pairs = reinterpret_cast<const int32_t*>(rows.q.data + row * rows.q.stride);
-    for (int64_t pair = 0; pair < num_pairs; ++pair) scratch.queries[pair * lanes + row] = pairs[pair];
-  }
-}
-
-// scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
-template <int C>
-void score_page(Scratch& scratch, Rows page_keys, int64_t width, int64_t num_keys, Fetch& fetch) {
-  for (int64_t key = 0; key < num_keys; key += kTileKeys) {
-    fetch.some();
-    __m512 sums[kTileKeys][C];
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileKeys; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) sums[r][c] = _mm512_setzero_ps();
-    }
-    const Pairs keys{reinterpret_cast<const int32_t*>(page_keys.data + key * page_keys.stride),
-                     page_keys.stride / 2, 1};
-    add_pairs<kTileKeys, C>(sums, keys, reinterpret_cast<const bf16*>(scratch.queries.data()), 2 * C * kLanes,
-                            width / 2);
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileKeys; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) _mm512_store_ps(scratch.scores[key + r] + c * kLanes, sums[r][c]);
-    }
-  }
-}
+constexpr float kLog2E = 1.44269504f;
 
 // bfloat16 bits of 16 values in the lower half of each lane.
 inline __m512i rounded_bits(__m512 values) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)); }
 
 inline __m512 wide_of(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
 
-// Turns the scores of 16 rows into weights; a row sees the keys up to its position.
-void weigh_page(Scratch& scratch, int64_t lane, int64_t start, int64_t num_keys, float scale) {
-  const __m512i positions = _mm512_load_si512(scratch.positions + lane);
-  const __m512 before = _mm512_load_ps(scratch.peak + lane);
-  const int64_t num_even = (num_keys + 1) & ~int64_t{1};
-  __m512 peak = before;
-  for (int64_t key = 0; key < num_even; ++key) {
-    const __mmask16 is_seen =
-        key < num_keys ? _mm512_cmple_epi32_mask(_mm512_set1_epi32(static_cast<int>(start + key)), positions) : 0;
-    const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scratch.scores[key] + lane), _mm512_set1_ps(scale));
-    const __m512 score = _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(kMinusInfinity), scaled);
-    _mm512_store_ps(scratch.scores[key] + lane, score);
-    peak = _mm512_max_ps(peak, score);
-  }
-  const __m512 shrink = exp_values(_mm512_sub_ps(before, peak));
-  // the sum of what is multiplied, so that rounding the weights leaves them adding up to one
-  __m512 total = _mm512_mul_ps(_mm512_load_ps(scratch.total + lane), shrink);
-  for (int64_t key = 0; key < num_even; key += 2) {
-    const __m512i even = rounded_bits(exp_values(_mm512_sub_ps(_mm512_load_ps(scratch.scores[key] + lane), peak)));
-    const __m512 odd_score = _mm512_load_ps(scratch.scores[key + 1] + lane);
-    const __m512i odd = rounded_bits(exp_values(_mm512_sub_ps(odd_score, peak)));
-    total = _mm512_add_ps(_mm512_add_ps(total, wide_of(even)), wide_of(odd));
-    _mm512_store_si512(scratch.weights[key / 2] + lane, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-  }
-  _mm512_store_ps(scratch.shrink + lane, shrink);
-  _mm512_store_ps(scratch.total + lane, total);
-  _mm512_store_ps(scratch.peak + lane, peak);
+// 16 values of two rows side by side.
+inline void interleave(const bf16* even, const bf16* odd, bf16* out) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+  const __m512i high =
+      odd ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd))) : _mm512_setzero_si512();
+  _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
-// values[pair][c] = the value at c of both keys of a pair side by side.
-void interleave_page(Scratch& scratch, Rows page_values, int64_t value_dim, int64_t num_keys) {
-  for (int64_t key = 0; key < num_keys; key += 2) {
-    const bf16* even = page_values.data + key * page_values.stride;
-    const bf16* odd = key + 1 < num_keys ? even + page_values.stride : nullptr;
-    bf16* out = scratch.values.data() + key * value_dim;
-    for (int64_t c = 0; c < value_dim; c += kLanes) interleave(even + c, odd ? odd + c : nullptr, 0xFFFF, out + 2 * c);
-  }
+// 32 values of two rows side by side.
+inline void interleave_32(const bf16* even, const bf16* odd, bf16* out) {
+  const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(0x00200000),  // value i of even, then of odd
+                                          _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001),
+                                                             _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4,
+                                                                              3, 2, 1, 0)));
+  const __m512i low = _mm512_loadu_si512(even), high = _mm512_loadu_si512(odd);
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi16(low, places, high));
+  const __m512i later = _mm512_add_epi16(places, _mm512_set1_epi16(16));
+  _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi16(low, later, high));
 }
 
 // sums = sums * shrink + weights · values for R rows and N chunks of 16 values.
 template <int R, int N>
-void sum_tile(Scratch& scratch, int64_t row, int64_t column, int64_t num_pairs, int64_t value_dim) {
+void sum_tile(float* sums_at, const float* shrink, const int32_t* weights, const bf16* values, int64_t num_pairs,
+              int64_t value_dim) {
   __m512 sums[R][N];
-  float* const at = scratch.sums.data() + row * value_dim + column;
-#pragma GCC unroll 4
+  const int32_t* pairs[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const __m512 shrink = _mm512_set1_ps(scratch.shrink[row + r]);
+    pairs[r] = weights + r;
+    const __m512 factor = _mm512_set1_ps(shrink[r]);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      sums[r][n] = _mm512_mul_ps(_mm512_loadu_ps(at + r * value_dim + n * kLanes), shrink);
+      sums[r][n] = _mm512_mul_ps(_mm512_loadu_ps(sums_at + r * value_dim + 16 * n), factor);
     }
   }
-  add_pairs<R, N>(sums, {scratch.weights[0] + row, 1, kAttentionRows}, scratch.values.data() + 2 * column, 2 * value_dim,
-                  num_pairs);
-#pragma GCC unroll 4
+  add_pairs<R, N>(sums, pairs, kAttentionRows, values, 2 * value_dim, num_pairs);
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(at + r * value_dim + n * kLanes, sums[r][n]);
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(sums_at + r * value_dim + 16 * n, sums[r][n]);
   }
 }
 
-using SumTile = void (*)(Scratch&, int64_t, int64_t, int64_t, int64_t);
-constexpr SumTile kSumTiles[kTileRows][kTileChunks] = {
-    {sum_tile<1, 1>, sum_tile<1, 2>, sum_tile<1, 3>, sum_tile<1, 4>},
-    {sum_tile<2, 1>, sum_tile<2, 2>, sum_tile<2, 3>, sum_tile<2, 4>},
-    {sum_tile<3, 1>, sum_tile<3, 2>, sum_tile<3, 3>, sum_tile<3, 4>},
-    {sum_tile<4, 1>, sum_tile<4, 2>, sum_tile<4, 3>, sum_tile<4, 4>},
-};
-
-void sum_page(Scratch& scratch, int64_t num_rows, int64_t num_keys, int64_t value_dim, Fetch& fetch) {
-  const int64_t num_pairs = (num_keys + 1) / 2;
-  for (int64_t column = 0; column < value_dim; column += kTileChunks * kLanes) {
-    const int64_t chunks = std::min<int64_t>(kTileChunks, (value_dim - column) / kLanes);
-    for (int64_t row = 0; row < num_rows; row += kTileRows) {
-      const int64_t rows = std::min<int64_t>(kTileRows, num_rows - row);
-      fetch.some();
-      kSumTiles[rows - 1][chunks - 1](scratch, row, column, num_pairs, value_dim);
-    }
-  }
-}
+using SumTile = void (*)(float*, const float*, const int32_t*, const bf16*, int64_t, int64_t);
+template <int R>
+constexpr SumTile kSumTiles[4] = {sum_tile<R, 1>, sum_tile<R, 2>, sum_tile<R, 3>, sum_tile<R, 4>};
 
 }  // namespace
 
-void attend(const AttentionRows& rows, const PageOf& page_of) {
-  static thread_local Scratch scratch;
-  const int64_t used_lanes = rows.num_rows > kLanes ? kAttentionRows : kLanes;
-  load_queries(scratch, rows, used_lanes);
-  scratch.sums.assign(rows.num_rows * rows.value_dim, 0.0f);
-  scratch.values.resize(kPageTokens * rows.value_dim);
-  std::fill_n(scratch.peak, used_lanes, kMinusInfinity);
-  std::fill_n(scratch.total, used_lanes, 0.0f);
-  std::fill_n(scratch.positions, used_lanes, 0);  // an empty lane sees one key, so that it computes no NaN
-  for (int64_t row = 0; row < rows.num_rows; ++row) {
-    const int64_t position = rows.positions[(rows.first_row + row) / rows.rows_per_position];
-    scratch.positions[row] = static_cast<int32_t>(position);
+void interleave_values(Rows values, int64_t value_dim, int64_t num_keys, bf16* out) {
+  for (int64_t key = 0; key < num_keys; key += 2) {
+    const bf16* even = values.at(key);
+    const bf16* odd = key + 1 < num_keys ? values.at(key + 1) : nullptr;
+    bf16* at = out + key * value_dim;
+    int64_t c = 0;
+    for (; odd && c + 32 <= value_dim; c += 32) interleave_32(even + c, odd + c, at + 2 * c);
+    for (; c < value_dim; c += 16) interleave(even + c, odd ? odd + c : nullptr, at + 2 * c);
   }
+}
 
-  for (int64_t start = 0; start < rows.num_tokens; start += kPageTokens) {
-    const int64_t num_keys = std::min(kPageTokens, rows.num_tokens - start);
-    Fetch fetch;
-    if (start + kPageTokens < rows.num_tokens) fetch = fetch_of(page_of.keys(start + kPageTokens), rows);
-    const auto score = used_lanes > kLanes ? score_page<2> : score_page<1>;
-    score(scratch, page_of.keys(start), rows.width, num_keys, fetch);
-    for (int64_t lane = 0; lane < used_lanes; lane += kLanes) weigh_page(scratch, lane, start, num_keys, rows.scale);
-    interleave_page(scratch, page_of.values(start), rows.value_dim, num_keys);
-    sum_page(scratch, rows.num_rows, num_keys, rows.value_dim, fetch);
-  }
+Attention& Attention::begin(int64_t width, int64_t value_dim, float scale) {
+  static thread_local Attention attention;
+  Attention& own = attention;
+  own.width_ = width;
+  own.value_dim_ = value_dim;
+  own.factor_ = scale * kLog2E;
+  own.queries_.resize(width / 2 * kAttentionRows + 64);
+  own.sums_.resize(kAttentionRows * value_dim);
+  own.values_.resize(kPageTokens * value_dim);
+  // a lane without a query sees one key, so that it computes no NaN out of nothing
+  std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
+  std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
+  std::fill(own.total_, own.total_ + kAttentionRows + 16, 0.0f);
+  return own;
+}
 
-  for (int64_t row = 0; row < rows.num_rows; ++row) {
-    const __m512 total = _mm512_set1_ps(rows.num_tokens > 0 ? scratch.total[row] : 1.0f);
-    const float* sums = scratch.sums.data() + row * rows.value_dim;
-    for (int64_t c = 0; c < rows.value_dim; c += kLanes) {
-      store_rounded(rows.out + row * rows.out_stride + c, 0xFFFF, _mm512_div_ps(_mm512_loadu_ps(sums + c), total));
+void Attention::load_query(int64_t row, const bf16* q, int64_t position) {
+  const int32_t* pairs = reinterpret_cast<const int32_t*>(q);
+  for (int64_t pair = 0; pair < width_ / 2; ++pair) queries_[pair * kAttentionRows + row] = pairs[pair];
+  positions_[row] = static_cast<int32_t>(position);
+  std::fill_n(sums_.data() + row * value_dim_, value_dim_, 0.0f);
+}
+
+// scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
+template <int K, int C>
+void Attention::score(int64_t lane, Rows keys, int64_t num_keys, const bf16* next) {
+  for (int64_t key = 0; key < num_keys; key += K) {
+    if (next) {
+      // into the second level: the first has fewer reads from memory under way at a time
+      for (const bf16* at = next + key * keys.stride; at < next + (key + K) * keys.stride; at += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+      }
     }
+    __m512 sums[K][C];
+    const int32_t* pairs[K];
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+      pairs[k] = reinterpret_cast<const int32_t*>(keys.at(key + k));
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sums[k][c] = _mm512_setzero_ps();
+    }
+    add_pairs<K, C>(sums, pairs, 1, reinterpret_cast<const bf16*>(queries_.data() + lane), 2 * kAttentionRows,
+                    width_ / 2);
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        // rows of one page need not start at a whole vector; what is written behind them is not used
+        if (lane + 16 * (c + 1) <= kAttentionRows) {
+          _mm512_storeu_ps(scores_[key + k] + lane + 16 * c, sums[k][c]);
+        } else {
+          _mm512_mask_storeu_ps(scores_[key + k] + lane + 16 * c, lanes(kAttentionRows - lane - 16 * c), sums[k][c]);
+        }
+      }
+    }
+  }
+}
+
+// Turns the scores of up to 16 rows into weights; a row sees the keys up to its position.
+void Attention::weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys) {
+  const __mmask16 mask = lanes(row_end - lane);
+  const __m512i positions = _mm512_loadu_si512(positions_ + lane);
+  const __m512 before = _mm512_loadu_ps(peak_ + lane);
+  const int64_t num_even = (num_keys + 1) & ~int64_t{1};
+  const __m512i last = _mm512_set1_epi32(static_cast<int>(start + num_even - 1));
+  const bool sees_all = num_even == num_keys && !_mm512_mask_cmplt_epi32_mask(mask, positions, last);
+  __m512 peak = before;
+  if (sees_all) {
+    for (int64_t key = 0; key < num_even; ++key) {
+      peak = _mm512_max_ps(peak, _mm512_maskz_loadu_ps(mask, scores_[key] + lane));
+    }
+  } else {
+    for (int64_t key = 0; key < num_even; ++key) {
+      const __mmask16 is_seen =
+          key < num_keys ? _mm512_cmple_epi32_mask(_mm512_set1_epi32(static_cast<int>(start + key)), positions) : 0;
+      const __m512 score = _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(kMinusInfinity),
+                                                _mm512_maskz_loadu_ps(mask, scores_[key] + lane));
+      _mm512_mask_storeu_ps(scores_[key] + lane, mask, score);
+      peak = _mm512_max_ps(peak, score);
+    }
+  }
+  const __m512 factor = _mm512_set1_ps(factor_), offset = _mm512_mul_ps(peak, factor);
+  const __m512 shrink = exp2_values(_mm512_fmsub_ps(before, factor, offset));
+  // the sum of what is multiplied, so that rounding the weights leaves them adding up to one
+  __m512 total = _mm512_mul_ps(_mm512_loadu_ps(total_ + lane), shrink);
+  for (int64_t key = 0; key < num_even; key += 2) {
+    const __m512 even_score = _mm512_maskz_loadu_ps(mask, scores_[key] + lane);
+    const __m512 odd_score = _mm512_maskz_loadu_ps(mask, scores_[key + 1] + lane);
+    const __m512i even = rounded_bits(exp2_values(_mm512_fmsub_ps(even_score, factor, offset)));
+    const __m512i odd = rounded_bits(exp2_values(_mm512_fmsub_ps(odd_score, factor, offset)));
+    total = _mm512_add_ps(_mm512_add_ps(total, wide_of(even)), wide_of(odd));
+    _mm512_mask_storeu_epi32(weights_[key / 2] + lane, mask, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+  }
+  _mm512_mask_storeu_ps(shrink_ + lane, mask, shrink);
+  _mm512_mask_storeu_ps(total_ + lane, mask, total);
+  _mm512_mask_storeu_ps(peak_ + lane, mask, peak);
+}
+
+void Attention::sum(int64_t row_begin, int64_t row_end, const bf16* values, int64_t num_keys) {
+  const int64_t num_pairs = (num_keys + 1) / 2;
+  for (int64_t column = 0; column < value_dim_; column += 64) {
+    const int64_t chunks = std::min<int64_t>(4, (value_dim_ - column) / 16);
+    for (int64_t row = row_begin; row < row_end; row += kTileRows) {
+      with_rows(std::min(kTileRows, row_end - row), [&](auto count) {
+        kSumTiles<count>[chunks - 1](sums_.data() + row * value_dim_ + column, shrink_ + row, weights_[0] + row,
+                                     values + 2 * column, num_pairs, value_dim_);
+      });
+    }
+  }
+}
+
+const bf16* Attention::interleaved(Rows values, int64_t num_keys) {
+  interleave_values(values, value_dim_, num_keys, values_.data());
+  return values_.data();
+}
+
+void Attention::add_page(int64_t row_begin, int64_t row_end, Rows keys, const bf16* values, int64_t start,
+                         int64_t num_keys, const bf16* next) {
+  int64_t lane = row_begin;
+  for (; row_end - lane > 48; lane += 64) score<4, 4>(lane, keys, num_keys, next);
+  if (row_end - lane > 32) {
+    score<4, 3>(lane, keys, num_keys, next);
+  } else if (row_end - lane > 16) {
+    score<8, 2>(lane, keys, num_keys, next);
+  } else if (row_end - lane > 0) {
+    score<8, 1>(lane, keys, num_keys, next);
+  }
+  for (lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
+  sum(row_begin, row_end, values, num_keys);
+}
+
+void Attention::finish(int64_t row, bf16* out, int64_t count) const {
+  const float* sums = sums_.data() + row * value_dim_;
+  const __m512 total = _mm512_set1_ps(peak_[row] == kMinusInfinity ? 1.0f : total_[row]);
+  for (int64_t c = 0; c < count; c += 16) {
+    store_rounded(out + c, lanes(count - c), _mm512_div_ps(_mm512_loadu_ps(sums + c), total));
   }
 }
 

@@ -1,11 +1,15 @@
 // The kernels as torch operations `torch.ops.batchinfer_cpu.*`. Shapes and meanings are those of the Python functions
-// in ops.py, which only call these with bfloat16 tensors on the CPU.
+// in ops.py, which only call these with tensors of the right dtypes on the CPU. A packed weight comes as its bytes, its
+// number of columns and its depth; `is_int8` says what they are.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cstring>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "kernels.h"
@@ -14,9 +18,19 @@ namespace {
 
 using at::Tensor;
 using batchinfer::bf16;
+using batchinfer::Weight;
+using batchinfer::WeightKind;
 
-const bf16* values_of(const Tensor& x) { return static_cast<const bf16*>(x.const_data_ptr()); }
-bf16* room_of(const Tensor& x) { return static_cast<bf16*>(x.mutable_data_ptr()); }
+template <class Value>
+const Value* read(const Tensor& x) {
+  return static_cast<const Value*>(x.const_data_ptr());
+}
+template <class Value>
+Value* write(const Tensor& x) {
+  return static_cast<Value*>(x.mutable_data_ptr());
+}
+const bf16* values_of(const Tensor& x) { return read<bf16>(x); }
+bf16* room_of(const Tensor& x) { return write<bf16>(x); }
 
 void check(const Tensor& x, int64_t dim, const char* name) {
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, name, " must be bfloat16 on the CPU");
@@ -28,98 +42,165 @@ void check_contiguous(const Tensor& x, int64_t dim, const char* name) {
   TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
 }
 
+void check_indices(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
+}
+
 // x itself where each row is contiguous, else a copy.
 Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 batchinfer::Rows rows_of(const Tensor& x) { return {values_of(x), x.stride(0)}; }
 
-Tensor linear(const Tensor& x_in, const Tensor& weight_in) {
+Weight shape_of(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
+  return {nullptr, is_int8 ? WeightKind::kInt8 : WeightKind::kBfloat16, num_columns, depth, is_paired};
+}
+
+// The weight behind `packed`, the first of `count`.
+Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns, int64_t depth, bool is_int8,
+                 bool is_paired) {
+  Weight weight = shape_of(num_columns, depth, is_int8, is_paired);
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous(), "a packed weight must be contiguous bytes");
+  TORCH_CHECK(packed.numel() == count * weight.bytes(), "packed weights of ", packed.numel(), " bytes, expected ",
+              count * weight.bytes());
+  weight.data = read<uint8_t>(packed);
+  return weight;
+}
+
+Tensor pack(const Tensor& source, bool is_int8, bool is_paired) {
+  check_contiguous(source, 3, "source");
+  const int64_t count = source.size(0), num_columns = source.size(1), depth = source.size(2);
+  const Weight shape = shape_of(num_columns, depth, is_int8, is_paired);
+  const Tensor packed = at::empty({count, shape.bytes()}, source.options().dtype(at::kByte));
+  for (int64_t i = 0; i < count; ++i) {
+    batchinfer::pack(values_of(source) + i * num_columns * depth, shape, write<uint8_t>(packed) + i * shape.bytes());
+  }
+  return packed;
+}
+
+// x in 8 bits, with the memory it stands in.
+struct Bytes {
+  Tensor values, scales;
+  batchinfer::ByteRows rows;
+
+  explicit Bytes(const Tensor& x) {
+    const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + batchinfer::kBlock - 1) / batchinfer::kBlock;
+    values = at::empty({num_rows, num_blocks * batchinfer::kBlock}, x.options().dtype(at::kByte));
+    scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
+    batchinfer::to_bytes(rows_of(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
+    rows = {read<uint8_t>(values), read<float>(scales), num_blocks};
+  }
+};
+
+Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide) {
   check(x_in, 2, "x");
-  check(weight_in, 2, "weight");
-  TORCH_CHECK(x_in.size(1) == weight_in.size(1), "x is ", x_in.size(1), " wide, weight ", weight_in.size(1));
-  const Tensor x = with_whole_rows(x_in), weight = with_whole_rows(weight_in);
-  Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
-  batchinfer::linear(rows_of(x), rows_of(weight), room_of(out), x.size(0), weight.size(0), x.size(1));
+  TORCH_CHECK(x_in.size(1) == depth, "x is ", x_in.size(1), " wide, weight ", depth);
+  const Tensor x = with_whole_rows(x_in);
+  const Weight weight = weight_of(packed, 1, num_columns, depth, is_int8, false);
+  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  if (is_int8) {
+    TORCH_CHECK(!wide, "8-bit products are rounded to bfloat16");
+    batchinfer::linear(Bytes(x).rows, weight, room_of(out), x.size(0));
+  } else if (wide) {
+    batchinfer::linear(rows_of(x), weight, write<float>(out), x.size(0));
+  } else {
+    batchinfer::linear(rows_of(x), weight, room_of(out), x.size(0));
+  }
   return out;
 }
 
 // The result stands in memory as [T, B, N], which is how callers go on with it.
-Tensor batched_matmul(const Tensor& x_in, const Tensor& y_in) {
+Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth) {
   check(x_in, 3, "x");
-  check(y_in, 3, "y");
-  const bool fits = x_in.size(0) == y_in.size(0) && x_in.size(2) == y_in.size(1);
-  TORCH_CHECK(fits, "x is ", x_in.sizes(), ", y ", y_in.sizes());
+  TORCH_CHECK(x_in.size(2) == depth, "x is ", x_in.size(2), " wide, weight ", depth);
   const Tensor x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
-  const bool is_transposed = y_in.stride(1) == 1 && y_in.stride(2) != 1;
-  const Tensor y = is_transposed || y_in.stride(2) == 1 ? y_in : y_in.contiguous();
-  const int64_t num_batches = x.size(0), num_rows = x.size(1), depth = x.size(2), num_columns = y.size(2);
+  const int64_t num_batches = x.size(0), num_rows = x.size(1);
+  const Weight weights = weight_of(packed, num_batches, num_columns, depth, false, false);
   Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
-  const auto product = is_transposed ? batchinfer::batched_linear : batchinfer::batched_matmul;
-  product({values_of(x), x.stride(1)}, x.stride(0), {values_of(y), y.stride(is_transposed ? 2 : 1)}, y.stride(0),
-          room_of(out), num_batches * num_columns, num_columns, num_batches, num_rows, depth, num_columns);
+  batchinfer::batched_linear({values_of(x), x.stride(1)}, x.stride(0), weights, room_of(out), num_batches * num_columns,
+                             num_columns, num_batches, num_rows);
   return out.transpose(0, 1);
 }
 
-void check_experts(const Tensor& num_rows, const Tensor& gate_up, const Tensor& down, int64_t hidden) {
-  check_contiguous(gate_up, 3, "gate_up");
-  check_contiguous(down, 3, "down");
-  TORCH_CHECK(num_rows.scalar_type() == at::kLong && num_rows.is_contiguous(), "num_rows must be contiguous int64");
-  const int64_t experts = num_rows.numel(), intermediate = down.size(2);
-  TORCH_CHECK(down.size(0) == experts && down.size(1) == hidden, "down must be [experts, hidden, intermediate]");
-  TORCH_CHECK(gate_up.size(0) == experts && gate_up.size(1) == 2 * intermediate && gate_up.size(2) == hidden,
-              "gate_up must be [experts, 2 * intermediate, hidden]");
-}
-
-// Runs the experts over the rows at row_of[expert] of x and out.
-void run_experts(const Tensor& x, const Tensor& num_rows, const std::vector<int64_t>& row_of, const Tensor& gate_up,
-                 const Tensor& down, const Tensor& out) {
-  const int64_t width = down.size(1), intermediate = down.size(2), num_experts = num_rows.numel();
-  const int64_t* counts = num_rows.const_data_ptr<int64_t>();
-  int64_t total = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) total += counts[expert];
-  const Tensor hidden = at::empty({total, intermediate}, x.options());
-  std::vector<batchinfer::ExpertRows> experts;
-  int64_t start = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    experts.push_back({values_of(x) + row_of[expert] * width, room_of(hidden) + start * intermediate,
-                       room_of(out) + row_of[expert] * width, values_of(gate_up) + expert * 2 * intermediate * width,
-                       values_of(down) + expert * width * intermediate, counts[expert]});
-    start += counts[expert];
-  }
-  batchinfer::expert_mlp(experts.data(), num_experts, width, intermediate);
-}
-
-Tensor grouped_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down) {
-  check_contiguous(x, 2, "x");
-  check_experts(num_rows, gate_up, down, x.size(1));
-  const int64_t* counts = num_rows.const_data_ptr<int64_t>();
-  std::vector<int64_t> row_of(num_rows.numel());
-  int64_t start = 0;
-  for (int64_t expert = 0; expert < num_rows.numel(); ++expert) {
-    TORCH_CHECK(counts[expert] >= 0, "expert ", expert, " has ", counts[expert], " rows");
-    row_of[expert] = start;
-    start += counts[expert];
-  }
-  TORCH_CHECK(start == x.size(0), "num_rows add up to ", start, ", x has ", x.size(0));
-  Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
-  run_experts(x, num_rows, row_of, gate_up, down, out);
+Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
+  check(x_in, 2, "x");
+  TORCH_CHECK(packed.scalar_type() == at::kFloat && packed.is_contiguous() && packed.dim() == 3, "a packed router");
+  TORCH_CHECK(packed.size(1) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", packed.size(1));
+  const Tensor x = with_whole_rows(x_in);
+  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(at::kFloat));
+  batchinfer::router(rows_of(x), read<float>(packed), write<float>(out), x.size(0), num_columns, x.size(1));
   return out;
 }
 
-Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down) {
-  check_contiguous(x, 3, "x");
-  check_experts(num_rows, gate_up, down, x.size(2));
-  const int64_t* counts = num_rows.const_data_ptr<int64_t>();
-  const int64_t room = x.size(1), width = x.size(2);
-  TORCH_CHECK(x.size(0) == num_rows.numel(), "x has ", x.size(0), " experts, num_rows ", num_rows.numel());
-  Tensor out = at::empty({x.size(0), room, width}, x.options());
-  std::vector<int64_t> row_of(num_rows.numel());
+// Runs the experts over their rows of x.
+void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& experts, const Weight& gate_up,
+                 const Weight& down, const int64_t* in_index, bf16* out) {
+  const int64_t count = experts.size();
+  if (gate_up.kind == WeightKind::kInt8) {
+    const Bytes bytes(x);
+    batchinfer::ByteRows rows = bytes.rows;
+    rows.index = in_index;
+    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, out);
+  } else {
+    batchinfer::Rows rows = rows_of(x);
+    rows.index = in_index;
+    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, out);
+  }
+}
+
+struct ExpertWeights {
+  Weight gate_up, down;
+
+  ExpertWeights(const Tensor& num_rows, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate,
+                int64_t hidden, bool is_int8) {
+    check_indices(num_rows, "num_rows");
+    gate_up = weight_of(gate_up_in, num_rows.numel(), 2 * intermediate, hidden, is_int8, true);
+    down = weight_of(down_in, num_rows.numel(), hidden, intermediate, is_int8, false);
+  }
+};
+
+// `tokens` says which row of x each row for the experts is; without it x has these rows themselves.
+Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
+                   const std::optional<Tensor>& tokens, int64_t intermediate, bool is_int8) {
+  check(x_in, 2, "x");
+  const Tensor x = with_whole_rows(x_in);
+  const int64_t hidden = x.size(1), total = tokens ? tokens->numel() : x.size(0);
+  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, is_int8);
+  const int64_t* counts = read<int64_t>(num_rows);
+  std::vector<batchinfer::ExpertRows> experts;
+  int64_t start = 0;
   for (int64_t expert = 0; expert < num_rows.numel(); ++expert) {
+    TORCH_CHECK(counts[expert] >= 0, "expert ", expert, " has ", counts[expert], " rows");
+    experts.push_back({start, counts[expert]});
+    start += counts[expert];
+  }
+  TORCH_CHECK(start == total, "num_rows add up to ", start, ", x has ", total);
+  if (tokens) {
+    check_indices(*tokens, "tokens");
+    for (int64_t i = 0; i < total; ++i) {
+      const int64_t token = read<int64_t>(*tokens)[i];
+      TORCH_CHECK(0 <= token && token < x.size(0), "row ", token, " of ", x.size(0));
+    }
+  }
+  Tensor out = at::empty({total, hidden}, x.options());
+  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, room_of(out));
+  return out;
+}
+
+Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
+                  int64_t intermediate, bool is_int8) {
+  check_contiguous(x, 3, "x");
+  const int64_t room = x.size(1), hidden = x.size(2), num_experts = num_rows.numel();
+  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, is_int8);
+  const int64_t* counts = read<int64_t>(num_rows);
+  TORCH_CHECK(x.size(0) == num_experts, "x has ", x.size(0), " experts, num_rows ", num_experts);
+  Tensor out = at::empty({x.size(0), room, hidden}, x.options());
+  std::vector<batchinfer::ExpertRows> experts;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t count = counts[expert];
     TORCH_CHECK(0 <= count && count <= room, "expert ", expert, " has ", count, " rows and room for ", room);
-    row_of[expert] = expert * room;
-    std::memset(room_of(out) + (expert * room + count) * width, 0, (room - count) * width * sizeof(bf16));
+    experts.push_back({expert * room, count});
+    std::memset(room_of(out) + (expert * room + count) * hidden, 0, (room - count) * hidden * sizeof(bf16));
   }
-  run_experts(x, num_rows, row_of, gate_up, down, out);
+  run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, room_of(out));
   return out;
 }
 
@@ -127,20 +208,18 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
                   const Tensor& positions, int64_t latent_dim, double scale) {
   check_contiguous(q, 3, "q");
   check_contiguous(pages, 3, "pages");
-  for (const Tensor* indices : {&page_table, &kv_tokens, &positions}) {
-    TORCH_CHECK(indices->scalar_type() == at::kLong && indices->is_contiguous(), "indices must be contiguous int64");
-  }
+  for (const Tensor* indices : {&page_table, &kv_tokens, &positions}) check_indices(*indices, "indices");
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(pages.size(1) == 64 && pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
   TORCH_CHECK(latent_dim % 16 == 0 && latent_dim <= q.size(2), "latent_dim must be a multiple of 16 within the width");
   TORCH_CHECK(q.size(2) % 2 == 0, "the width ", q.size(2), " is odd");
   TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
-  const int64_t* ids = page_table.const_data_ptr<int64_t>();
+  const int64_t* ids = read<int64_t>(page_table);
   for (int64_t i = 0; i < page_table.numel(); ++i) {
     TORCH_CHECK(0 <= ids[i] && ids[i] < pages.size(0), "page ", ids[i], " of ", pages.size(0));
   }
-  const int64_t* lengths = kv_tokens.const_data_ptr<int64_t>();
+  const int64_t* lengths = read<int64_t>(kv_tokens);
   for (int64_t i = 0; i < num_requests; ++i) {
     TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens in ", table_pages, " pages");
   }
@@ -149,29 +228,130 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
   batchinfer::mla_decode({num_requests, q.size(0) / num_requests, q.size(1), q.size(2), latent_dim, table_pages,
                           static_cast<float>(scale)},
-                         values_of(q), values_of(pages), ids, lengths, positions.const_data_ptr<int64_t>(),
-                         room_of(out));
+                         values_of(q), values_of(pages), ids, lengths, read<int64_t>(positions), room_of(out));
   return out;
 }
 
-Tensor mla_prefill(const Tensor& q, const Tensor& latents, const Tensor& kv, const Tensor& positions, int64_t context,
+Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
+                   const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
                    int64_t value_dim, double scale) {
   check_contiguous(q, 3, "q");
-  check_contiguous(latents, 2, "latents");
-  check_contiguous(kv, 3, "kv");
-  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.is_contiguous(), "positions must be contiguous int64");
-  const int64_t num_keys = latents.size(0), num_heads = q.size(1), width = q.size(2), nope = kv.size(2) - value_dim;
-  TORCH_CHECK(kv.size(0) == num_keys && kv.size(1) == num_heads, "kv must be [keys, heads, nope + value]");
-  TORCH_CHECK(num_keys % 64 == 0 && context <= num_keys, "the keys must be whole pages with room for the context");
+  check_contiguous(pages, 3, "pages");
+  for (const Tensor* indices : {&page_table, &num_tokens, &context_tokens, &positions}) {
+    check_indices(*indices, "indices");
+  }
+  const int64_t num_heads = q.size(1), width = q.size(2), rotary = pages.size(2) - latent_dim, nope = width - rotary;
+  TORCH_CHECK(pages.size(1) == 64 && rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
+  TORCH_CHECK(width % 2 == 0 && latent_dim % 2 == 0, "the widths of queries and latents must be even");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per query");
-  TORCH_CHECK(width % 2 == 0 && value_dim % 16 == 0, "the width must be even and value_dim a multiple of 16");
-  const int64_t rotary = width - nope, latent_width = latents.size(1);
-  TORCH_CHECK(0 <= nope && 0 <= rotary && rotary <= latent_width, "the widths of q, latents and kv do not fit");
-  const Tensor keys = at::empty({num_heads, num_keys, width}, q.options());
+  const int64_t num_chunks = page_table.size(0), table_pages = page_table.size(1);
+  TORCH_CHECK(num_tokens.numel() == num_chunks && context_tokens.numel() == num_chunks, "one count per chunk");
+  const int64_t* ids = read<int64_t>(page_table);
+  std::vector<batchinfer::PrefillChunk> chunks;
+  int64_t first = 0;
+  for (int64_t i = 0; i < num_chunks; ++i) {
+    const int64_t count = read<int64_t>(num_tokens)[i], context = read<int64_t>(context_tokens)[i];
+    TORCH_CHECK(0 <= count && count <= context && context <= 64 * table_pages, context, " tokens in ", table_pages,
+                " pages, ", count, " of them new");
+    for (int64_t page = 0; 64 * page < context; ++page) {
+      const int64_t id = ids[i * table_pages + page];
+      TORCH_CHECK(0 <= id && id < pages.size(0), "page ", id, " of ", pages.size(0));
+    }
+    if (count > 0) chunks.push_back({first, count, context, ids + i * table_pages});
+    first += count;
+  }
+  TORCH_CHECK(first == q.size(0), "the chunks have ", first, " tokens, q ", q.size(0));
+  const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, false, false);
   Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
-  batchinfer::mla_prefill({q.size(0), num_heads, num_keys, context, nope, rotary, value_dim, static_cast<float>(scale)},
-                          values_of(q), values_of(kv), {values_of(latents) + latent_width - rotary, latent_width},
-                          positions.const_data_ptr<int64_t>(), room_of(keys), room_of(out));
+  batchinfer::mla_prefill({num_heads, nope, rotary, value_dim, latent_dim, static_cast<float>(scale)}, chunks.data(),
+                          chunks.size(), values_of(q), values_of(pages), read<int64_t>(positions), weight,
+                          room_of(out));
+  return out;
+}
+
+batchinfer::Rotary rotary_of(const Tensor& cos, const Tensor& sin, int64_t num_rows, bool is_interleaved) {
+  for (const Tensor* x : {&cos, &sin}) {
+    TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == num_rows,
+                "angles must be contiguous float32, one row per token");
+  }
+  return {read<float>(cos), read<float>(sin), 2 * cos.size(1), is_interleaved};
+}
+
+void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
+                    const Tensor& sin, bool is_interleaved, const Tensor& slots, const Tensor& pages) {
+  check_contiguous(q, 3, "q");
+  check_contiguous(latents, 2, "latents");
+  check_contiguous(norm, 1, "norm");
+  check_contiguous(pages, 3, "pages");
+  check_indices(slots, "slots");
+  const int64_t num_rows = q.size(0), width = latents.size(1), latent_dim = norm.numel();
+  const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
+  TORCH_CHECK(latents.size(0) == num_rows && slots.numel() == num_rows, "one latent and one slot per token");
+  TORCH_CHECK(width == latent_dim + rotary.rotary && pages.size(2) == width && q.size(2) >= rotary.rotary,
+              "the widths of latents, pages and angles do not fit");
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t slot = read<int64_t>(slots)[i];
+    TORCH_CHECK(0 <= slot && slot < pages.size(0) * pages.size(1), "slot ", slot);
+  }
+  batchinfer::rope(room_of(q) + q.size(2) - rotary.rotary, q.stride(0), q.stride(1), q.size(1), num_rows, rotary);
+  batchinfer::write_latents(rows_of(latents), values_of(norm), static_cast<float>(eps), rotary, latent_dim,
+                            read<int64_t>(slots), room_of(pages), num_rows);
+}
+
+std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t topk,
+                                int64_t num_groups, int64_t topk_groups, bool normalize, double scale) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2,
+              "logits must be contiguous float32");
+  const int64_t num_tokens = logits.size(0), experts = logits.size(1);
+  if (bias) {
+    TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts,
+                "one float32 bias per expert");
+  }
+  TORCH_CHECK(num_groups > 0 && experts % num_groups == 0 && topk_groups <= num_groups, "groups must be equal");
+  TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");
+  Tensor ids = at::empty({num_tokens, topk}, logits.options().dtype(at::kLong));
+  Tensor weights = at::empty({num_tokens, topk}, logits.options());
+  batchinfer::gate({num_tokens, experts, topk, num_groups, topk_groups, normalize, static_cast<float>(scale)},
+                   read<float>(logits), bias ? read<float>(*bias) : nullptr, write<int64_t>(ids),
+                   write<float>(weights));
+  return {ids, weights};
+}
+
+std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& ids, int64_t num_experts) {
+  check_indices(ids, "ids");
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    const int64_t id = read<int64_t>(ids)[i];
+    TORCH_CHECK(0 <= id && id < num_experts, "expert ", id, " of ", num_experts);
+  }
+  Tensor order = at::empty({ids.numel()}, ids.options()), place = at::empty({ids.numel()}, ids.options());
+  Tensor counts = at::empty({num_experts}, ids.options());
+  batchinfer::sort_by_expert(read<int64_t>(ids), ids.numel(), num_experts, write<int64_t>(order), write<int64_t>(place),
+                             write<int64_t>(counts));
+  return {order, place, counts};
+}
+
+Tensor sum_per_token(const Tensor& rows, const Tensor& place, const Tensor& weights) {
+  check_contiguous(rows, 2, "rows");
+  check_indices(place, "place");
+  TORCH_CHECK(weights.scalar_type() == at::kFloat && weights.is_contiguous() && weights.dim() == 2,
+              "weights must be contiguous float32");
+  TORCH_CHECK(place.numel() == weights.numel() && rows.size(0) == weights.numel(), "one row per token and expert");
+  Tensor sums = at::empty({weights.size(0), rows.size(1)}, weights.options());
+  batchinfer::sum_per_token(values_of(rows), read<int64_t>(place), read<float>(weights), write<float>(sums),
+                            weights.size(0), weights.size(1), rows.size(1));
+  return sums;
+}
+
+Tensor add_sums(const Tensor& hidden, const Tensor& sums, const std::optional<Tensor>& added) {
+  check_contiguous(hidden, 2, "hidden");
+  TORCH_CHECK(sums.scalar_type() == at::kFloat && sums.is_contiguous() && sums.sizes() == hidden.sizes(), "sums");
+  if (added) {
+    check_contiguous(*added, 2, "added");
+    TORCH_CHECK(added->sizes() == hidden.sizes(), "added has another shape");
+  }
+  Tensor out = at::empty({hidden.size(0), hidden.size(1)}, hidden.options());
+  batchinfer::add_sums(values_of(hidden), read<float>(sums), added ? values_of(*added) : nullptr, room_of(out),
+                       hidden.numel());
   return out;
 }
 
@@ -195,21 +375,50 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
   return out;
 }
 
+std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
+              "logits must be contiguous float32");
+  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  Tensor is_finite = at::empty({logits.size(0)}, logits.options().dtype(at::kBool));
+  batchinfer::argmax(read<float>(logits), logits.size(0), logits.size(1), write<int64_t>(tokens),
+                     write<bool>(is_finite));
+  return {tokens, is_finite};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
-  m.def("linear(Tensor x, Tensor weight) -> Tensor", linear);
-  m.def("batched_matmul(Tensor x, Tensor y) -> Tensor", batched_matmul);
-  m.def("grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down) -> Tensor", grouped_mlp);
-  m.def("masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down) -> Tensor", masked_mlp);
+  m.def("pack(Tensor source, bool is_int8, bool is_paired) -> Tensor", pack);
+  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide) -> Tensor", linear);
+  m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
+  m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);
+  m.def(
+      "grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, Tensor? tokens, int intermediate, bool "
+      "is_int8) -> Tensor",
+      grouped_mlp);
+  m.def(
+      "masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, int intermediate, bool is_int8) -> Tensor",
+      masked_mlp);
   m.def(
       "mla_decode(Tensor q, Tensor pages, Tensor page_table, Tensor kv_tokens, Tensor positions, int latent_dim, "
       "float scale) -> Tensor",
       mla_decode);
   m.def(
-      "mla_prefill(Tensor q, Tensor latents, Tensor kv, Tensor positions, int context_tokens, int value_dim, "
-      "float scale) -> Tensor",
+      "mla_prefill(Tensor q, Tensor pages, Tensor page_table, Tensor num_tokens, Tensor context_tokens, Tensor "
+      "positions, Tensor kv_up, int latent_dim, int value_dim, float scale) -> Tensor",
       mla_prefill);
+  m.def(
+      "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
+      "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
+      rope_and_cache);
+  m.def(
+      "gate(Tensor logits, Tensor? bias, int topk, int num_groups, int topk_groups, bool normalize, float scale) -> "
+      "(Tensor, Tensor)",
+      gate);
+  m.def("sort_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", sort_by_expert);
+  m.def("sum_per_token(Tensor rows, Tensor place, Tensor weights) -> Tensor", sum_per_token);
+  m.def("add_sums(Tensor hidden, Tensor sums, Tensor? added) -> Tensor", add_sums);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
+  m.def("argmax(Tensor logits) -> (Tensor, Tensor)", argmax);
 }

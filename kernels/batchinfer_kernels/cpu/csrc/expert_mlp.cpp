@@ -1,92 +1,123 @@
 // SwiGLU of many experts, each over its own rows: gate and up products with the activation, then the down product.
 //
-// Both steps are one list of tasks over all experts, so that threads stay busy when experts have few rows each. A tile
-// takes three columns of the gate projection and the same three of the up projection.
+// Both steps are one list of tasks over all experts, so that threads stay busy when experts have few rows each. A panel
+// of the first product has 32 columns of the gate projection and the same 32 of the up projection.
 
+#include <memory>
 #include <vector>
 
-#include "dot_tile.h"
+#include "tile.h"
 #include "vector_math.h"
 
 namespace batchinfer {
 namespace {
 
-constexpr int64_t kPairs = kTileColumns / 2;
+constexpr int64_t kPairs = kPanelColumns / 2;
 
-// One task: some rows and columns of one expert's product.
+// One task: some rows and panels of one expert's product.
 struct Part {
-  const ExpertRows* expert;
-  int64_t row_begin, row_end, column_begin, column_end;
+  int64_t expert, row_begin, row_end, panel_begin, panel_end;
 };
 
-std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, int64_t num_columns, int64_t depth,
-                           int64_t column_step) {
+std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight, int64_t row_bytes) {
   std::vector<Part> parts;
-  for (const ExpertRows* expert = experts; expert != experts + num_experts; ++expert) {
-    if (expert->num_rows == 0) continue;
-    // an expert's share is cut as if it were alone: the parts of the last ones keep all threads busy
-    const Cut cut = Cut::of(expert->num_rows, num_columns, depth, column_step);
-    for (int64_t row = 0; row < expert->num_rows; row += cut.block_rows) {
-      for (int64_t column = 0; column < num_columns; column += cut.block_columns) {
-        parts.push_back({expert, row, std::min(row + cut.block_rows, expert->num_rows), column,
-                         std::min(column + cut.block_columns, num_columns)});
+  int64_t num_busy = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) num_busy += experts[expert].num_rows > 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    const ExpertRows& rows = experts[expert];
+    if (rows.num_rows == 0) continue;
+    const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes);
+    const int64_t end = rows.first + rows.num_rows;
+    for (int64_t row = rows.first; row < end; row += cut.block_rows) {
+      for (int64_t panel = 0; panel < weight.num_panels(); panel += cut.block_panels) {
+        parts.push_back({expert, row, std::min(row + cut.block_rows, end), panel,
+                         std::min(panel + cut.block_panels, weight.num_panels())});
       }
     }
   }
   return parts;
 }
 
-// hidden = silu(gate) * up for one part; both stay in float32 until the product is rounded.
-void activate(const Part& part, int64_t hidden, int64_t intermediate) {
-  const ExpertRows& expert = *part.expert;
-  const int64_t columns = part.column_end - part.column_begin, rows = part.row_end - part.row_begin;
-  static thread_local std::vector<float> scratch;
-  scratch.resize(2 * rows * columns);
-  float* const gates = scratch.data();
-  float* const ups = gates + rows * columns;
-  const int64_t num_passes = (rows + kTileRows - 1) / kTileRows;
-  alignas(64) float values[kTileValues];
-  for (int64_t column = 0; column < columns; column += kPairs) {
-    const int64_t pairs = std::min(kPairs, columns - column);
-    const bf16* gate = expert.gate_up + (part.column_begin + column) * hidden;
-    const bf16* up = gate + intermediate * hidden;
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-      const int64_t tile_rows = std::min<int64_t>(kTileRows, rows - row);
-      const Ahead ahead =
-          Ahead::of_pass(gate + kPairs * hidden, up + kPairs * hidden, hidden, row / kTileRows, num_passes);
-      dot_tile_of(tile_rows, 2 * pairs)(expert.x + (part.row_begin + row) * hidden, hidden, gate, up, hidden, hidden,
-                                        ahead, values);
-      for (int64_t r = 0; r < tile_rows; ++r) {
-        const int64_t at = (row + r) * columns + column;
-        for (int64_t c = 0; c < pairs; ++c) {
-          gates[at + c] = values[2 * r * pairs + c];
-          ups[at + c] = values[(2 * r + 1) * pairs + c];
+const uint8_t* panel_of(const Weight& weights, int64_t expert, int64_t panel) {
+  return weights.data + expert * weights.bytes() + panel * weights.panel_bytes();
+}
+
+// hidden [rows, intermediate] = silu(gate) * up, kept in float32 until the product is rounded.
+template <class Source>
+void activate(const Source& x, const std::vector<Part>& parts, const Weight& gate_up, bf16* hidden, int64_t stride) {
+  const int64_t intermediate = gate_up.num_columns / 2;
+  run_tasks(parts.size(), [&](int64_t task) {
+    const Part& part = parts[task];
+    alignas(64) float sums[kStripRows * kPanelColumns];
+    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+      const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
+      for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+        const int64_t rows = std::min(kStripRows, part.row_end - row);
+        multiply_strip(x, row, rows, gate_up, panel_of(gate_up, part.expert, panel), sums);
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t c = 0; c < columns; c += 16) {
+            const float* gate = sums + r * kPanelColumns + c;
+            const __m512 active = silu_values(_mm512_loadu_ps(gate));
+            store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
+                          _mm512_mul_ps(active, _mm512_loadu_ps(gate + kPairs)));
+          }
         }
       }
     }
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    bf16* out = expert.hidden + (part.row_begin + row) * intermediate + part.column_begin;
-    for (int64_t column = 0; column < columns; column += 16) {
-      const __mmask16 mask = lanes(columns - column);
-      const __m512 gate = _mm512_maskz_loadu_ps(mask, gates + row * columns + column);
-      const __m512 up = _mm512_maskz_loadu_ps(mask, ups + row * columns + column);
-      store_rounded(out + column, mask, _mm512_mul_ps(silu_values(gate), up));
+  });
+}
+
+template <class Source>
+void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down, bf16* out) {
+  run_tasks(parts.size(), [&](int64_t task) {
+    const Part& part = parts[task];
+    alignas(64) float sums[kStripRows * kPanelColumns];
+    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+      const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
+      for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+        const int64_t rows = std::min(kStripRows, part.row_end - row);
+        multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel), sums);
+        for (int64_t r = 0; r < rows; ++r) {
+          bf16* at = out + (row + r) * down.num_columns + column;
+          for (int64_t c = 0; c < columns; c += 16) {
+            store_rounded(at + c, lanes(columns - c), _mm512_loadu_ps(sums + r * kPanelColumns + c));
+          }
+        }
+      }
     }
+  });
+}
+
+int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
+  int64_t total = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    total = std::max(total, experts[expert].first + experts[expert].num_rows);
   }
+  return total;
 }
 
 }  // namespace
 
-void expert_mlp(const ExpertRows* experts, int64_t num_experts, int64_t hidden, int64_t intermediate) {
-  const std::vector<Part> up_parts = parts_of(experts, num_experts, intermediate, hidden, kPairs);
-  run_tasks(up_parts.size(), [&](int64_t task) { activate(up_parts[task], hidden, intermediate); });
-  const std::vector<Part> down_parts = parts_of(experts, num_experts, hidden, intermediate, kTileColumns);
-  run_tasks(down_parts.size(), [&](int64_t task) {
-    const Part& part = down_parts[task];
-    dot_block({part.expert->hidden, intermediate}, {part.expert->down, intermediate}, intermediate, part.row_begin,
-              part.row_end, part.column_begin, part.column_end, part.expert->out, hidden);
-  });
+void expert_mlp(Rows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
+                bf16* out) {
+  const int64_t stride = (down.depth + 1) / 2 * 2;
+  const int64_t num_rows = total_rows(experts, num_experts);
+  const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * stride]);
+  for (int64_t row = 0; stride > down.depth && row < num_rows; ++row) hidden[row * stride + down.depth] = 0;
+  activate(x, parts_of(experts, num_experts, gate_up, 2 * gate_up.depth), gate_up, hidden.get(), stride);
+  project_down(Rows{hidden.get(), stride}, parts_of(experts, num_experts, down, 2 * down.depth), down, out);
+}
+
+void expert_mlp(ByteRows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
+                bf16* out) {
+  const int64_t num_rows = total_rows(experts, num_experts);
+  const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * down.depth]);
+  activate(x, parts_of(experts, num_experts, gate_up, gate_up.depth), gate_up, hidden.get(), down.depth);
+  const std::unique_ptr<uint8_t[]> bytes(new uint8_t[num_rows * down.num_blocks() * kBlock]);
+  const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
+  to_bytes(Rows{hidden.get(), down.depth}, bytes.get(), scales.get(), num_rows, down.depth);
+  const ByteRows rows{bytes.get(), scales.get(), down.num_blocks()};
+  project_down(rows, parts_of(experts, num_experts, down, down.depth), down, out);
 }
 
 }  // namespace batchinfer

@@ -1,31 +1,118 @@
-// x · weightᵀ in bfloat16 with float32 sums. Weights pass from memory once for every block of rows.
+// x · weightᵀ in bfloat16 or 8 bits with float32 sums. Weights pass from memory once for every block of rows.
 
-#include "dot_tile.h"
+#include <vector>
+
+#include "tile.h"
+#include "vector_math.h"
 
 namespace batchinfer {
+namespace {
 
-void linear(Rows x, Rows weight, bf16* out, int64_t num_rows, int64_t num_columns, int64_t depth) {
-  if (num_rows == 0 || num_columns == 0) return;
-  const Cut cut = Cut::of(num_rows, num_columns, depth, kTileColumns);
-  const int64_t column_blocks = (num_columns + cut.block_columns - 1) / cut.block_columns;
+void store(const float* sums, int64_t count, bf16* out) {
+  for (int64_t i = 0; i < count; i += 16) store_rounded(out + i, lanes(count - i), _mm512_loadu_ps(sums + i));
+}
+
+void store(const float* sums, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_ps(out + i, lanes(count - i), _mm512_loadu_ps(sums + i));
+}
+
+// Rows [row_begin, row_end) of the product with one panel.
+template <class Source, class Value>
+void panel_product(const Source& x, const Weight& weight, int64_t number, int64_t row_begin, int64_t row_end, Value* out,
+                   int64_t out_stride) {
+  alignas(64) float sums[kStripRows * kPanelColumns];
+  const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
+  for (int64_t row = row_begin; row < row_end; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, row_end - row);
+    multiply_strip(x, row, rows, weight, weight.panel(number), sums);
+    for (int64_t r = 0; r < rows; ++r) store(sums + r * kPanelColumns, columns, out + (row + r) * out_stride + column);
+  }
+}
+
+int64_t row_bytes(const Weight& weight) { return weight.depth * (weight.kind == WeightKind::kInt8 ? 1 : 2); }
+
+template <class Source, class Value>
+void product(const Source& x, const Weight& weight, Value* out, int64_t num_rows) {
+  if (num_rows == 0) return;
+  const Cut cut = Cut::of(num_rows, weight.num_panels(), weight.panel_bytes(), row_bytes(weight));
+  const int64_t panel_blocks = (weight.num_panels() + cut.block_panels - 1) / cut.block_panels;
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
-  run_tasks(row_blocks * column_blocks, [&](int64_t task) {
-    const int64_t row = task / column_blocks * cut.block_rows;
-    const int64_t column = task % column_blocks * cut.block_columns;
-    dot_block(x, weight, depth, row, std::min(row + cut.block_rows, num_rows), column,
-              std::min(column + cut.block_columns, num_columns), out, num_columns);
+  run_tasks(row_blocks * panel_blocks, [&](int64_t task) {
+    const int64_t row = task / panel_blocks * cut.block_rows, first = task % panel_blocks * cut.block_panels;
+    for (int64_t panel = first; panel < std::min(first + cut.block_panels, weight.num_panels()); ++panel) {
+      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), out, weight.num_columns);
+    }
   });
 }
 
-void batched_linear(Rows x, int64_t x_batch, Rows weight, int64_t weight_batch, bf16* out, int64_t out_stride,
-                    int64_t out_batch, int64_t num_batches, int64_t num_rows, int64_t depth, int64_t num_columns) {
-  if (num_rows == 0 || num_columns == 0) return;
-  const Cut cut = Cut::of(num_rows, num_columns, depth, kTileColumns);
+// As bf16_tile with float32 weights [depth][64 columns].
+template <int R>
+void router_tile(const bf16* const* x, const float* panel, int64_t depth, float* out) {
+  __m512 sums[R][kChunks];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) sums[r][n] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns) {
+    __m512 columns[kChunks];
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) columns[n] = _mm512_loadu_ps(panel + 16 * n);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512 value = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(uint32_t{x[r][k]} << 16)));
+#pragma GCC unroll 4
+      for (int n = 0; n < kChunks; ++n) sums[r][n] = _mm512_fmadd_ps(value, columns[n], sums[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+  }
+}
+
+}  // namespace
+
+void linear(Rows x, const Weight& weight, bf16* out, int64_t num_rows) { product(x, weight, out, num_rows); }
+void linear(ByteRows x, const Weight& weight, bf16* out, int64_t num_rows) { product(x, weight, out, num_rows); }
+void linear(Rows x, const Weight& weight, float* out, int64_t num_rows) { product(x, weight, out, num_rows); }
+
+void batched_linear(Rows x, int64_t x_batch, const Weight& weights, bf16* out, int64_t out_stride, int64_t out_batch,
+                    int64_t num_batches, int64_t num_rows) {
+  if (num_rows == 0) return;
+  const int64_t num_panels = weights.num_panels();
+  const Cut cut = Cut::of(num_rows, num_panels * num_batches, weights.panel_bytes(), row_bytes(weights));
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
   run_tasks(num_batches * row_blocks, [&](int64_t task) {
     const int64_t batch = task / row_blocks, row = task % row_blocks * cut.block_rows;
-    dot_block({x.data + batch * x_batch, x.stride}, {weight.data + batch * weight_batch, weight.stride}, depth, row,
-              std::min(row + cut.block_rows, num_rows), 0, num_columns, out + batch * out_batch, out_stride);
+    Weight weight = weights;
+    weight.data += batch * weights.bytes();
+    const Rows rows{x.data + batch * x_batch, x.stride};
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+      panel_product(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), out + batch * out_batch,
+                    out_stride);
+    }
+  });
+}
+
+void router(Rows x, const float* packed, float* out, int64_t num_rows, int64_t num_columns, int64_t depth) {
+  const int64_t num_panels = (num_columns + kPanelColumns - 1) / kPanelColumns, tiles = 4;
+  const int64_t row_blocks = (num_rows + tiles * kTileRows - 1) / (tiles * kTileRows);
+  run_tasks(row_blocks * num_panels, [&](int64_t task) {
+    const int64_t panel = task % num_panels, column = panel * kPanelColumns;
+    const int64_t first = task / num_panels * tiles * kTileRows, end = std::min(first + tiles * kTileRows, num_rows);
+    alignas(64) float sums[kTileRows * kPanelColumns];
+    for (int64_t row = first; row < end; row += kTileRows) {
+      const int64_t rows = std::min(kTileRows, end - row);
+      const bf16* at[kTileRows];
+      for (int64_t r = 0; r < rows; ++r) at[r] = x.at(row + r);
+      with_rows(rows, [&](auto count) { router_tile<count>(at, packed + column * depth, depth, sums); });
+      for (int64_t r = 0; r < rows; ++r) {
+        store(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column),
+              out + (row + r) * num_columns + column);
+      }
+    }
   });
 }
 

@@ -1,59 +1,162 @@
-// Attention of one request's chunk in the plain form (DeepSeek-V2 report section 2.1): every head has its own keys and
-// values. A task is one head and up to 32 queries.
+// Attention of several requests' chunks in the plain form (DeepSeek-V2 report section 2.1): every head has its own keys
+// and values. They are made from the latents once per page, however many chunks look at it.
+//
+// A task makes the keys and values of one page and head; then a task is one head and up to 64 queries of a chunk.
 
 #include <algorithm>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "attention.h"
+#include "tile.h"
+#include "vector_math.h"
 
 namespace batchinfer {
 namespace {
 
-struct HeadPages : PageOf {
-  const bf16 *head_keys, *head_values;
-  int64_t key_stride, value_stride;
+constexpr int64_t kMostBytes = int64_t{192} << 20;  // of keys and values at a time
 
-  HeadPages(const bf16* head_keys, int64_t key_stride, const bf16* head_values, int64_t value_stride)
-      : head_keys(head_keys), head_values(head_values), key_stride(key_stride), value_stride(value_stride) {}
-  Rows keys(int64_t start) const override { return {head_keys + start * key_stride, key_stride}; }
-  Rows values(int64_t start) const override { return {head_values + start * value_stride, value_stride}; }
+// The pages of some chunks, each once.
+struct Pages {
+  std::vector<int64_t> ids, num_tokens;                // of each place
+  std::unordered_map<int64_t, int64_t> places;         // by id
+  std::vector<std::vector<int64_t>> places_of_chunks;  // of each chunk's pages in order
 };
+
+Pages pages_of(const PrefillChunk* chunks, int64_t num_chunks) {
+  Pages pages;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    std::vector<int64_t>& places = pages.places_of_chunks.emplace_back();
+    for (int64_t start = 0; start < chunks[chunk].context_tokens; start += kPageTokens) {
+      const int64_t id = chunks[chunk].page_ids[start / kPageTokens];
+      const auto [found, is_new] = pages.places.try_emplace(id, pages.ids.size());
+      if (is_new) {
+        pages.ids.push_back(id);
+        pages.num_tokens.push_back(0);
+      }
+      int64_t& tokens = pages.num_tokens[found->second];
+      tokens = std::max(tokens, std::min(kPageTokens, chunks[chunk].context_tokens - start));
+      places.push_back(found->second);
+    }
+  }
+  return pages;
+}
+
+// Keys [places, heads, 64, width] and interleaved values [places, heads, 32, value_room, 2] of some heads.
+struct Expanded {
+  const PrefillShape& shape;
+  int64_t num_heads;
+  std::unique_ptr<bf16[]> keys, values;
+
+  Expanded(const PrefillShape& shape, int64_t num_heads, int64_t num_places)
+      : shape(shape),
+        num_heads(num_heads),
+        keys(new bf16[num_places * num_heads * kPageTokens * width()]),
+        values(new bf16[num_places * num_heads * kPageTokens * value_room()]) {}
+  int64_t width() const { return shape.nope_dim + shape.rotary_dim; }
+  int64_t value_room() const { return (shape.value_dim + 15) / 16 * 16; }  // whole vectors; the last ones hold anything
+  bf16* keys_at(int64_t place, int64_t head) const {
+    return keys.get() + (place * num_heads + head) * kPageTokens * width();
+  }
+  bf16* values_at(int64_t place, int64_t head) const {
+    return values.get() + (place * num_heads + head) * kPageTokens * value_room();
+  }
+};
+
+void expand_page(const Expanded& expanded, const Weight& kv_up, const bf16* page, int64_t num_tokens, int64_t place,
+                 int64_t head) {
+  const PrefillShape& shape = expanded.shape;
+  const int64_t page_width = shape.latent_dim + shape.rotary_dim, columns = shape.nope_dim + shape.value_dim;
+  alignas(64) float sums[kPageTokens * kPanelColumns];
+  static thread_local std::vector<bf16> rounded;
+  rounded.resize(kPageTokens * columns + 64);
+  for (int64_t panel = 0; panel < kv_up.num_panels(); ++panel) {
+    multiply_strip(Rows{page, page_width}, 0, num_tokens, kv_up, kv_up.panel(panel), sums);
+    const int64_t column = panel * kPanelColumns, count = std::min(kPanelColumns, columns - column);
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      for (int64_t c = 0; c < count; c += 16) {
+        store_rounded(rounded.data() + token * columns + column + c, lanes(count - c),
+                      _mm512_load_ps(sums + token * kPanelColumns + c));
+      }
+    }
+  }
+  bf16* keys = expanded.keys_at(place, head);
+  for (int64_t token = 0; token < kPageTokens; ++token) {
+    bf16* key = keys + token * expanded.width();
+    const bool is_there = token < num_tokens;
+    if (is_there) {
+      std::copy_n(rounded.data() + token * columns, shape.nope_dim, key);
+      std::copy_n(page + token * page_width + shape.latent_dim, shape.rotary_dim, key + shape.nope_dim);
+    } else {
+      std::fill_n(key, expanded.width(), bf16{0});
+    }
+  }
+  bf16* values = expanded.values_at(place, head);
+  interleave_values(Rows{rounded.data() + shape.nope_dim, columns}, expanded.value_room(), num_tokens, values);
+  const int64_t num_even = (num_tokens + 1) / 2 * 2;
+  std::fill_n(values + num_even * expanded.value_room(), (kPageTokens - num_even) * expanded.value_room(), bf16{0});
+}
+
+// Some queries of one chunk at one head.
+struct Part {
+  int64_t chunk, first_row, num_rows;
+};
+
+std::vector<Part> parts_of(const PrefillChunk* chunks, int64_t num_chunks) {
+  std::vector<Part> parts;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    // the last queries see the most keys: they go first, so that threads end together
+    const int64_t num_rows = chunks[chunk].num_rows;
+    for (int64_t row = (num_rows - 1) / kAttentionRows * kAttentionRows; row >= 0; row -= kAttentionRows) {
+      parts.push_back({chunk, chunks[chunk].first_row + row, std::min(kAttentionRows, num_rows - row)});
+    }
+  }
+  return parts;
+}
 
 }  // namespace
 
-void mla_prefill(const PrefillShape& shape, const bf16* q, const bf16* kv, Rows rotary, const int64_t* positions,
-                 bf16* keys, bf16* out) {
-  const int64_t width = shape.nope_dim + shape.rotary_dim;
-  const int64_t head_values = shape.nope_dim + shape.value_dim, kv_stride = shape.num_heads * head_values;
-  // a key is its own part from the latent, then the rotary part that all heads share
-  run_tasks(shape.num_heads * shape.num_keys / kPageTokens, [&](int64_t task) {
-    const int64_t head = task % shape.num_heads, start = task / shape.num_heads * kPageTokens;
-    for (int64_t key = start; key < start + kPageTokens; ++key) {
-      bf16* at = keys + (head * shape.num_keys + key) * width;
-      std::copy_n(kv + key * kv_stride + head * head_values, shape.nope_dim, at);
-      std::copy_n(rotary.data + key * rotary.stride, shape.rotary_dim, at + shape.nope_dim);
-    }
-  });
-
-  const int64_t num_tiles = (shape.num_queries + kAttentionRows - 1) / kAttentionRows;
-  run_tasks(shape.num_heads * num_tiles, [&](int64_t task) {
-    // the last queries see the most keys: they go first, so that threads end together
-    const int64_t head = task % shape.num_heads, row = (num_tiles - 1 - task / shape.num_heads) * kAttentionRows;
-    const int64_t num_rows = std::min(kAttentionRows, shape.num_queries - row);
-    const int64_t last = *std::max_element(positions + row, positions + row + num_rows);
-    attend({{q + (row * shape.num_heads + head) * width, shape.num_heads * width},
-            positions,
-            row,
-            1,
-            num_rows,
-            std::min(last + 1, shape.context_tokens),
-            width,
-            shape.value_dim,
-            shape.scale,
-            out + (row * shape.num_heads + head) * shape.value_dim,
-            shape.num_heads * shape.value_dim},
-           HeadPages(keys + head * shape.num_keys * width, width, kv + head * head_values + shape.nope_dim, kv_stride));
-  });
+void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t num_chunks, const bf16* q,
+                 const bf16* pages, const int64_t* positions, const Weight& kv_up, bf16* out) {
+  const Pages used = pages_of(chunks, num_chunks);
+  const std::vector<Part> parts = parts_of(chunks, num_chunks);
+  const int64_t num_places = used.ids.size(), num_parts = parts.size();
+  const int64_t width = shape.nope_dim + shape.rotary_dim, page_width = shape.latent_dim + shape.rotary_dim;
+  const int64_t head_bytes = num_places * kPageTokens * (width + shape.value_dim) * int64_t{sizeof(bf16)};
+  const int64_t most_heads = std::clamp<int64_t>(kMostBytes / std::max<int64_t>(1, head_bytes), 1, shape.num_heads);
+  for (int64_t first_head = 0; first_head < shape.num_heads; first_head += most_heads) {
+    const int64_t num_heads = std::min(most_heads, shape.num_heads - first_head);
+    const Expanded expanded(shape, num_heads, num_places);
+    run_tasks(num_places * num_heads, [&](int64_t task) {
+      const int64_t place = task / num_heads, head = task % num_heads;
+      Weight weight = kv_up;
+      weight.data += (first_head + head) * kv_up.bytes();
+      expand_page(expanded, weight, pages + used.ids[place] * kPageTokens * page_width, used.num_tokens[place], place,
+                  head);
+    });
+    run_tasks(num_parts * num_heads, [&](int64_t task) {
+      const Part& part = parts[task / num_heads];
+      const int64_t head = task % num_heads;
+      Attention& attention = Attention::begin(width, expanded.value_room(), shape.scale);
+      int64_t last = 0;
+      for (int64_t i = 0; i < part.num_rows; ++i) {
+        const int64_t row = part.first_row + i;
+        attention.load_query(i, q + (row * shape.num_heads + first_head + head) * width, positions[row]);
+        last = std::max(last, positions[row]);
+      }
+      const int64_t num_tokens = std::min(last + 1, chunks[part.chunk].context_tokens);
+      for (int64_t start = 0; start < num_tokens; start += kPageTokens) {
+        const int64_t place = used.places_of_chunks[part.chunk][start / kPageTokens];
+        attention.add_page(0, part.num_rows, Rows{expanded.keys_at(place, head), width},
+                           expanded.values_at(place, head), start, std::min(kPageTokens, num_tokens - start));
+      }
+      for (int64_t i = 0; i < part.num_rows; ++i) {
+        const int64_t row = part.first_row + i;
+        attention.finish(i, out + (row * shape.num_heads + first_head + head) * shape.value_dim, shape.value_dim);
+      }
+    });
+  }
 }
 
 }  // namespace batchinfer

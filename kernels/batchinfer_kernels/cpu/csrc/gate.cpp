@@ -1,0 +1,96 @@
+// Which experts a token goes to (DeepSeek-V3 report section 2.1.2), and the order of rows that follows from it.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vector_math.h"
+
+namespace batchinfer {
+namespace {
+
+constexpr int64_t kTaskTokens = 64;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+constexpr float kLeast = std::numeric_limits<float>::lowest() / 2;  // so that two of them can be added
+constexpr float kTaken = std::numeric_limits<float>::quiet_NaN();
+
+// Takes the largest value that is left, the first among equals; returns its index.
+int64_t take_best(float* values, int64_t count) {
+  int64_t best = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    if (best < 0 ? !std::isnan(values[i]) : values[i] > values[best]) best = i;
+  }
+  values[best] = kTaken;
+  return best;
+}
+
+float best_two(const float* values, int64_t count) {
+  float first = kMinusInfinity, second = kMinusInfinity;
+  for (int64_t i = 0; i < count; ++i) {
+    if (values[i] > first) {
+      second = first;
+      first = values[i];
+    } else if (values[i] > second) {
+      second = values[i];
+    }
+  }
+  return first + second;
+}
+
+}  // namespace
+
+void gate(const GateShape& shape, const float* logits, const float* bias, int64_t* ids, float* weights) {
+  const int64_t experts = shape.num_experts, group_size = experts / shape.num_groups;
+  run_tasks((shape.num_tokens + kTaskTokens - 1) / kTaskTokens, [&](int64_t task) {
+    static thread_local std::vector<float> scores, choice, groups;
+    scores.resize(experts);
+    choice.resize(experts);
+    groups.resize(shape.num_groups);
+    for (int64_t token = task * kTaskTokens; token < std::min(shape.num_tokens, (task + 1) * kTaskTokens); ++token) {
+      for (int64_t i = 0; i < experts; i += 16) {
+        const __mmask16 mask = lanes(experts - i);
+        const __m512 score = sigmoid_values(_mm512_maskz_loadu_ps(mask, logits + token * experts + i));
+        _mm512_mask_storeu_ps(scores.data() + i, mask, score);
+        const __m512 moved = bias ? _mm512_add_ps(score, _mm512_maskz_loadu_ps(mask, bias + i)) : score;
+        // what is not a number comes last
+        _mm512_mask_storeu_ps(choice.data() + i, mask, _mm512_max_ps(moved, _mm512_set1_ps(kLeast)));
+      }
+      if (shape.topk_groups < shape.num_groups) {
+        for (int64_t group = 0; group < shape.num_groups; ++group) {
+          groups[group] = best_two(choice.data() + group * group_size, group_size);
+        }
+        for (int64_t k = 0; k < shape.topk_groups; ++k) take_best(groups.data(), shape.num_groups);
+        for (int64_t group = 0; group < shape.num_groups; ++group) {
+          if (std::isnan(groups[group])) continue;
+          std::fill_n(choice.data() + group * group_size, group_size, kMinusInfinity);
+        }
+      }
+      int64_t* const chosen = ids + token * shape.topk;
+      double total = 0;
+      for (int64_t k = 0; k < shape.topk; ++k) {
+        chosen[k] = take_best(choice.data(), experts);
+        total += scores[chosen[k]];
+      }
+      for (int64_t k = 0; k < shape.topk; ++k) {
+        const double score = scores[chosen[k]], share = shape.normalize ? score / (total + 1e-20) : score;
+        weights[token * shape.topk + k] = static_cast<float>(share * shape.scale);
+      }
+    }
+  });
+}
+
+void sort_by_expert(const int64_t* ids, int64_t num_entries, int64_t num_experts, int64_t* order, int64_t* place,
+                    int64_t* counts) {
+  std::fill_n(counts, num_experts, 0);
+  for (int64_t entry = 0; entry < num_entries; ++entry) ++counts[ids[entry]];
+  std::vector<int64_t> next(num_experts, 0);
+  for (int64_t expert = 1; expert < num_experts; ++expert) next[expert] = next[expert - 1] + counts[expert - 1];
+  for (int64_t entry = 0; entry < num_entries; ++entry) {
+    place[entry] = next[ids[entry]]++;
+    order[place[entry]] = entry;
+  }
+}
+
+}  // namespace batchinfer

@@ -1,0 +1,115 @@
+// Puts weights into the order in which the tiles read them.
+//
+//   bfloat16   [panels][depth / 2][64 columns][2 values]
+//   8 bits     [panels] of  values [blocks * 32][64 columns][4 values]   rounded, -127 … 127
+//                           starts [blocks][64 columns] int32            -128 times the sum of a column's block
+//                           scales [blocks][4 groups of 16 columns] float32
+//
+// Columns and values that are not there are zero. Blocks of 128 columns are counted within each half of a paired weight.
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "vector_math.h"
+
+namespace batchinfer {
+namespace {
+
+constexpr float kMostInt8 = 127.0f;
+
+// The column that stands in a panel's lane, -1 where there is none.
+int64_t column_at(const Weight& shape, int64_t panel, int64_t lane) {
+  if (!shape.is_paired) {
+    const int64_t column = panel * kPanelColumns + lane;
+    return column < shape.num_columns ? column : -1;
+  }
+  const int64_t half = shape.num_columns / 2, column = panel * (kPanelColumns / 2) + lane % (kPanelColumns / 2);
+  if (column >= half) return -1;
+  return lane < kPanelColumns / 2 ? column : half + column;
+}
+
+float wide_of(bf16 value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+void pack_bf16(const bf16* source, const Weight& shape, int64_t panel, uint8_t* packed) {
+  uint32_t* out = reinterpret_cast<uint32_t*>(packed);
+  const int64_t num_pairs = (shape.depth + 1) / 2;
+  // 16 columns at a time, so that a pair of values of each makes one line
+  for (int64_t group = 0; group < kPanelColumns; group += 16) {
+    const bf16* rows[16];
+    for (int64_t lane = 0; lane < 16; ++lane) {
+      const int64_t column = column_at(shape, panel, group + lane);
+      rows[lane] = column < 0 ? nullptr : source + column * shape.depth;
+    }
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      const bool is_whole = 2 * pair + 1 < shape.depth;
+      uint32_t* line = out + pair * kPanelColumns + group;
+      for (int64_t lane = 0; lane < 16; ++lane) {
+        const bf16* row = rows[lane];
+        const uint32_t low = row ? row[2 * pair] : 0, high = row && is_whole ? row[2 * pair + 1] : 0;
+        line[lane] = low | high << 16;
+      }
+    }
+  }
+}
+
+// The largest magnitude in the block of 128 x 128 that holds (column, start).
+float block_peak(const bf16* source, const Weight& shape, int64_t column, int64_t start) {
+  const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
+  const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
+  const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
+  __m512 peak = _mm512_setzero_ps();
+  for (int64_t row = first; row < end; ++row) {
+    for (int64_t i = 0; i < values; i += 16) {
+      peak = _mm512_max_ps(peak, _mm512_abs_ps(load_wide(lanes(values - i), source + row * shape.depth + start + i)));
+    }
+  }
+  return _mm512_reduce_max_ps(peak);
+}
+
+void pack_int8(const bf16* source, const Weight& shape, int64_t panel, uint8_t* packed) {
+  const int64_t num_blocks = shape.num_blocks();
+  int8_t* values = reinterpret_cast<int8_t*>(packed);
+  int32_t* starts = reinterpret_cast<int32_t*>(packed + num_blocks * kBlock * kPanelColumns);
+  float* scales = reinterpret_cast<float*>(starts + num_blocks * kPanelColumns);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t start = block * kBlock;
+    for (int64_t lane = 0; lane < kPanelColumns; ++lane) {
+      const int64_t column = column_at(shape, panel, lane);
+      float& scale = scales[block * (kPanelColumns / 16) + lane / 16];
+      if (lane % 16 == 0) scale = column < 0 ? 0.0f : block_peak(source, shape, column, start) / kMostInt8;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kBlock; ++i) {
+        const bool is_there = column >= 0 && start + i < shape.depth && scale > 0;
+        const float value = is_there ? wide_of(source[column * shape.depth + start + i]) / scale : 0.0f;
+        const int8_t rounded = static_cast<int8_t>(std::nearbyint(value));
+        values[((start + i) / 4 * kPanelColumns + lane) * 4 + i % 4] = rounded;
+        sum += rounded;
+      }
+      starts[block * kPanelColumns + lane] = -128 * sum;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t Weight::panel_bytes() const {
+  if (kind == WeightKind::kBfloat16) return (depth + 1) / 2 * 2 * kPanelColumns * int64_t{sizeof(bf16)};
+  const int64_t bytes = num_blocks() * (kBlock * kPanelColumns + 4 * kPanelColumns + 4 * kPanelColumns / 16);
+  return (bytes + 63) / 64 * 64;
+}
+
+void pack(const bf16* source, const Weight& shape, uint8_t* packed) {
+  run_tasks(shape.num_panels(), [&](int64_t panel) {
+    const auto pack_panel = shape.kind == WeightKind::kBfloat16 ? pack_bf16 : pack_int8;
+    pack_panel(source, shape, panel, packed + panel * shape.panel_bytes());
+  });
+}
+
+}  // namespace batchinfer

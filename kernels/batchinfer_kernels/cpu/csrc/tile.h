@@ -1,0 +1,177 @@
+// The inner loop of every product, x · weightᵀ, over up to 6 rows of x and a panel of 64 columns.
+//
+//   panel     [w(k, c) w(k + 1, c)] side by side for 64 columns c               4 vectors per step of two values
+//   x         [x(k) x(k + 1)] of one row, the same in all lanes                 1 broadcast per row and step
+//   sums      64 columns of a row in float32                                    k = 0, 2, 4, … in this order
+//
+// Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. 24
+// accumulators take 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in
+// 32 bits within a block of 128; block sums are scaled and added in float32, in ascending order.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace batchinfer {
+
+constexpr int64_t kTileRows = 6;
+constexpr int kChunks = kPanelColumns / 16;
+constexpr int64_t kStripRows = 96;     // rows that pass a panel together
+constexpr int64_t kDepthStep = 2048;   // values of a panel that stay in the second-level cache meanwhile
+
+// sums[r][n] += pairs of row r times the n-th 16 columns at `values`, over all steps; a step is `stride` values.
+template <int R, int N>
+inline __attribute__((always_inline)) void add_pairs(__m512 (&sums)[R][N], const int32_t* const* pairs,
+                                                     int64_t pair_stride, const bf16* values, int64_t stride,
+                                                     int64_t num_steps) {
+  for (int64_t step = 0; step < num_steps; ++step, values += stride) {
+    __m512bh columns[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) columns[n] = (__m512bh)_mm512_loadu_si512(values + 32 * n);
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(pairs[r][step * pair_stride]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], pair, columns[n]);
+    }
+  }
+}
+
+template <int R>
+__attribute__((noinline)) void bf16_tile(const bf16* const* x, const bf16* panel, int64_t depth, float* out,
+                                         bool is_first) {
+  __m512 sums[R][kChunks];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) {
+      sums[r][n] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanelColumns + 16 * n);
+    }
+  }
+  const int32_t* pairs[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) pairs[r] = reinterpret_cast<const int32_t*>(x[r]);
+  add_pairs<R, kChunks>(sums, pairs, 1, panel, 2 * kPanelColumns, depth / 2);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+  }
+}
+
+// One block of 128 values in depth: scaled block sums are added to `out`.
+template <int R>
+__attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const uint8_t* panel,
+                                         int64_t num_blocks, float* out) {
+  const int8_t* values = reinterpret_cast<const int8_t*>(panel);
+  const int32_t* starts = reinterpret_cast<const int32_t*>(panel + num_blocks * kBlock * kPanelColumns);
+  const float* scales = reinterpret_cast<const float*>(starts + num_blocks * kPanelColumns);
+  const int32_t* fours[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    __m512i sums[R][kChunks];
+#pragma GCC unroll 4
+    for (int n = 0; n < kChunks; ++n) {
+      // what moving the values up by 128 added is taken off at the start
+      const __m512i start = _mm512_loadu_si512(starts + block * kPanelColumns + 16 * n);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sums[r][n] = start;
+    }
+#pragma GCC unroll 1
+    for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
+      __m512i columns[kChunks];
+#pragma GCC unroll 4
+      for (int n = 0; n < kChunks; ++n) columns[n] = _mm512_loadu_si512(values + 64 * n);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i four = _mm512_set1_epi32(fours[r][block * (kBlock / 4) + step]);
+        // as an instruction, since compilers keep the sums of the intrinsic in memory here
+#pragma GCC unroll 4
+        for (int n = 0; n < kChunks; ++n) asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][n]) : "v"(four), "v"(columns[n]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512 x_scale = _mm512_set1_ps(x_scales[r][block]);
+#pragma GCC unroll 4
+      for (int n = 0; n < kChunks; ++n) {
+        float* at = out + r * kPanelColumns + 16 * n;
+        const __m512 scale = _mm512_mul_ps(x_scale, _mm512_set1_ps(scales[block * kChunks + n]));
+        const __m512 before = block ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][n]), scale, before));
+      }
+    }
+  }
+}
+
+// Calls tile<R>() for the number of rows given, 1 … 6.
+template <class Call>
+inline void with_rows(int64_t rows, Call call) {
+  switch (rows) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    case 4: return call(std::integral_constant<int, 4>{});
+    case 5: return call(std::integral_constant<int, 5>{});
+    default: return call(std::integral_constant<int, 6>{});
+  }
+}
+
+// sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with a panel.
+inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
+                           float* sums) {
+  const int64_t depth = (weight.depth + 1) / 2 * 2;
+  for (int64_t start = 0; start < depth || start == 0; start += kDepthStep) {
+    const bf16* values = reinterpret_cast<const bf16*>(panel) + start * kPanelColumns;
+    for (int64_t row = 0; row < num_rows; row += kTileRows) {
+      const int64_t rows = std::min(kTileRows, num_rows - row);
+      const bf16* at[kTileRows];
+      for (int64_t r = 0; r < rows; ++r) at[r] = x.at(first + row + r) + start;
+      with_rows(rows, [&](auto count) {
+        bf16_tile<count>(at, values, std::min(kDepthStep, depth - start), sums + row * kPanelColumns, start == 0);
+      });
+    }
+  }
+}
+
+inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
+                           const uint8_t* panel, float* sums) {
+  for (int64_t row = 0; row < num_rows; row += kTileRows) {
+    const int64_t rows = std::min(kTileRows, num_rows - row);
+    const uint8_t* at[kTileRows];
+    const float* scales[kTileRows];
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t from = x.index ? x.index[first + row + r] : first + row + r;
+      at[r] = x.data + from * x.num_blocks * kBlock;
+      scales[r] = x.scales + from * x.num_blocks;
+    }
+    with_rows(rows, [&](auto count) {
+      int8_tile<count>(at, scales, panel, weight.num_blocks(), sums + row * kPanelColumns);
+    });
+  }
+}
+
+// How a product is cut into tasks; the cut decides who computes a result, never its bits.
+struct Cut {
+  int64_t block_rows, block_panels;
+
+  // Rows of x that stay in the second-level cache while panels pass, panels of 64 KiB or more, and tasks enough for
+  // all threads.
+  static Cut of(int64_t num_rows, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes) {
+    const int64_t fitting = std::max<int64_t>(kTileRows, (int64_t{384} << 10) / std::max<int64_t>(1, row_bytes));
+    const int64_t wanted = 4 * num_threads();
+    int64_t num_blocks = std::max<int64_t>(1, (num_rows + fitting - 1) / fitting);
+    while (num_blocks * num_panels < wanted && num_rows / num_blocks >= 4 * kTileRows) ++num_blocks;
+    const int64_t rows = (num_rows + num_blocks - 1) / num_blocks;
+    const int64_t fair = std::max<int64_t>(1, num_panels * num_blocks / wanted);
+    const int64_t panels = std::max<int64_t>(1, (int64_t{64} << 10) / std::max<int64_t>(1, panel_bytes));
+    return {(rows + kTileRows - 1) / kTileRows * kTileRows, std::min(panels, fair)};
+  }
+};
+
+}  // namespace batchinfer

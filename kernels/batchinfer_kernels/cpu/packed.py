@@ -1,0 +1,79 @@
+"""Weights in the order in which the C++ tiles read them; made once when a model is loaded.
+
+Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. In 8
+bits (`is_int8`) every block of 128 × 128 values has a scale of its own, as in the FP8 checkpoints (DeepSeek-V3 report
+section 3.3.2), and products round their input to 8 bits with a scale per 128 values of a row.
+"""
+
+# B weights, N columns of the result (out), M depth of the sum (in), P panels of 64 columns
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from batchinfer_kernels.cpu import build
+
+PANEL_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """B weights [N, M]; with `is_paired` the upper half of the columns stands beside the lower half."""
+
+    data: torch.Tensor  # [B, bytes] uint8
+    num_columns: int  # N
+    depth: int  # M, even
+    is_int8: bool = False
+    is_paired: bool = False
+
+    def room(self, count: int) -> Packed:
+        """Room for `count` weights of this shape."""
+        return replace(self, data=self.data.new_empty(count, self.data.shape[1]))
+
+    def put(self, place: int, weight_NM: torch.Tensor) -> None:
+        """Pack a weight into place `place`."""
+        self.data[place] = _packed_bytes(weight_NM[None], is_int8=self.is_int8, is_paired=self.is_paired)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRouter:
+    """A router's weight [E, D] in float32."""
+
+    data_PDN: torch.Tensor  # [P, D, 64]
+    num_experts: int
+
+
+def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> Packed:
+    """Pack a bfloat16 weight [N, M], or several of one shape [B, N, M]; rows of odd length get a zero behind them."""
+    depth = weight.shape[-1] + weight.shape[-1] % 2
+    data = _packed_bytes(weight if weight.dim() == 3 else weight[None], is_int8=is_int8, is_paired=is_paired)
+    return Packed(data, weight.shape[-2], depth, is_int8, is_paired)
+
+
+def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
+    """Pack a router's float32 weight."""
+    num_experts, depth = weight_ED.shape
+    padded = F.pad(weight_ED.float(), (0, 0, 0, -num_experts % PANEL_COLUMNS))
+    return PackedRouter(padded.view(-1, PANEL_COLUMNS, depth).transpose(1, 2).contiguous(), num_experts)
+
+
+def library() -> Any:
+    """The loaded C++ operations.
+
+    Raises:
+        BuildError: they cannot run here, with the reason.
+    """
+    reason = build.why_not()
+    if reason is not None:
+        raise build.BuildError(reason)
+    return torch.ops.batchinfer_cpu
+
+
+def _packed_bytes(weights_BNM: torch.Tensor, *, is_int8: bool, is_paired: bool) -> torch.Tensor:
+    if weights_BNM.shape[-1] % 2:
+        weights_BNM = F.pad(weights_BNM, (0, 1))
+    return library().pack(weights_BNM.contiguous(), is_int8, is_paired)

@@ -1,0 +1,92 @@
+"""Operations on rows between the products, in plain PyTorch: positions and pages, the order of experts' rows, tokens.
+
+They keep the habits of reference.py: a row's result does not depend on the rows beside it.
+"""
+
+# T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
+# M (token, expert) entries, S rows of logits, V vocabulary
+
+from __future__ import annotations
+
+import torch
+
+from batchinfer_kernels.reference import rms_norm, rope
+
+
+def rope_and_cache(
+    q_THA: torch.Tensor,
+    latents_TW: torch.Tensor,
+    norm_C: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    slots_T: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Give queries and keys their positions, and write the tokens' latents to their pages.
+
+    Args:
+        q_THA: queries, the last R values of each to be turned; may be changed in place.
+        latents_TW: [T, C + R], the latent before its norm, then the rotary key.
+        norm_C: weight of the latent's norm.
+        cos, sin: [T, R / 2] float32.
+        pages: [num_pages, 64, C + R], one layer; rows of the tokens are written.
+        slots_T: [T] int64, page id * 64 + offset.
+        interleaved: as in `reference.rope`.
+
+    Returns:
+        [T, H, A], the queries turned.
+    """
+    latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
+    latent_TC, key_TR = latents_TW.split([latent_dim, rotary], dim=-1)
+    key_TR = rope(key_TR, cos, sin, interleaved=interleaved)
+    pages.view(-1, latent_dim + rotary)[slots_T] = torch.cat([rms_norm(latent_TC, norm_C, eps), key_TR], dim=-1)
+    plain, turned = q_THA.split([q_THA.shape[-1] - rotary, rotary], dim=-1)
+    return torch.cat([plain, rope(turned, cos, sin, interleaved=interleaved)], dim=-1)
+
+
+def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, expert) entries by expert, tokens in order within one.
+
+    Args:
+        ids_M: [M] int64, the expert of each entry.
+
+    Returns:
+        The entry behind each sorted row [M]; the sorted row of each entry [M]; entries per expert [E]; all int64.
+    """
+    order_M = torch.argsort(ids_M, stable=True)
+    place_M = torch.empty_like(order_M)
+    place_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_M.device)
+    # bincount would read its result on the host
+    return order_M, place_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
+
+
+def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, D] float32: each token's weighted sum over its experts, one after the other.
+
+    Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
+
+    Args:
+        sorted_MD: rows sorted by expert.
+        place_M: the sorted row of each (token, expert) entry.
+    """
+    num_tokens, topk = weights_TK.shape
+    places_TK = place_M.view(num_tokens, topk)
+    total_TD = torch.zeros(num_tokens, sorted_MD.shape[-1], dtype=torch.float32, device=sorted_MD.device)
+    for k in range(topk):
+        total_TD += sorted_MD[places_TK[:, k]].float() * weights_TK[:, k, None]
+    return total_TD
+
+
+def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
+    """hidden + (sums + added): the sum of the float32 `sums` is rounded once to the dtype of `hidden`, then added."""
+    total_TD = sums_TD if added_TD is None else sums_TD + added_TD.float()
+    return hidden_TD + total_TD.to(hidden_TD.dtype)
+
+
+def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S] int64, the largest of each row, the lowest index among equals; [S] bool, whether the row is finite."""
+    return logits_SV.argmax(dim=-1), torch.isfinite(logits_SV).all(dim=-1)
