@@ -76,16 +76,9 @@ class ModelPart(_Part):
     """The model folder, as Hugging Face lays it out."""
 
     path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json, tokenizer_config.json")
-    dtype: Literal["float32", "bfloat16", "fp8"] = Field("bfloat16", description="precision of weights and KV")
-
-    @field_validator("dtype")
-    @classmethod
-    def _no_fp8_yet(cls, value: str) -> str:
-        if value == "fp8":
-            raise ValueError(
-                "cannot be 'fp8' in this version; use 'bfloat16' (FP8 checkpoints load in it) or 'float32'"
-            )
-        return value
+    dtype: Literal["float32", "bfloat16", "fp8"] = Field(
+        "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
+    )
 
 
 class SamplingConfig(_Part):

@@ -1,4 +1,4 @@
-"""Whole jobs in bfloat16 on the C++ operations: a row's output depends on the row alone."""
+"""Whole jobs in bfloat16 and with 8-bit products on the C++ operations: a row's output depends on the row alone."""
 
 from __future__ import annotations
 
@@ -23,21 +23,31 @@ VARIANTS = {
 }
 
 
+FP8_VARIANTS = ("small steps", "two ranks, prefill apart", "four ranks, redundant experts")
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """A folder with prompts, and their answers from one rank with all requests at once."""
-    folder = tmp_path_factory.mktemp("cpu")
-    write_questions(folder / "prompts", (12, 5, 9))
-    run(folder, "one")
-    return folder
+def jobs(tmp_path_factory):
+    """Per dtype a folder with prompts, and their answers from one rank with all requests at once."""
+    folders = {}
+    for dtype in ("bfloat16", "fp8"):
+        folders[dtype] = tmp_path_factory.mktemp(dtype)
+        write_questions(folders[dtype] / "prompts", (12, 5, 9))
+        run(folders[dtype], "one", dtype=dtype)
+    return folders
 
 
-def run(folder, name, *, cluster=None, **parts):
+@pytest.fixture
+def job(jobs):
+    return jobs["bfloat16"]
+
+
+def run(folder, name, *, dtype="bfloat16", cluster=None, **parts):
     job = write_job(
         folder,
         name=f"{name}.toml",
         output={"dir": name},
-        model={"path": str(RANDOM_MODEL), "dtype": "bfloat16"},
+        model={"path": str(RANDOM_MODEL), "dtype": dtype},
         sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 2},
         cluster={"backend": "cpu", **(cluster or {})},
         **parts,
@@ -50,6 +60,14 @@ def run(folder, name, *, cluster=None, **parts):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_how_a_job_is_run_changes_no_byte(job, variant):
     assert output_bytes(run(job, variant.replace(" ", "-"), cluster=VARIANTS[variant])) == output_bytes(job / "one")
+
+
+@pytest.mark.parametrize("variant", FP8_VARIANTS)
+def test_how_a_job_is_run_changes_no_byte_with_8_bit_products(jobs, variant):
+    folder = jobs["fp8"]
+    other = run(folder, variant.replace(" ", "-"), dtype="fp8", cluster=VARIANTS[variant])
+    assert output_bytes(other) == output_bytes(folder / "one")
+    assert output_bytes(other) != output_bytes(jobs["bfloat16"] / "one")  # it is another computation
 
 
 def test_a_store_changes_no_answer(job, tmp_path):
@@ -65,8 +83,24 @@ def test_a_store_is_not_shared_with_other_kernels(job, tmp_path):
     assert '"hits": 0' in batchinfer("report", job / "reference", "--json", "--sql", sql).out
 
 
-def test_the_sample_model_answers_as_well_as_ever(tmp_path):
-    settings = {"output.dir": tmp_path / "run", "model.dtype": "bfloat16", "cluster.backend": "cpu"}
+def test_8_bit_products_need_something_that_multiplies_them(jobs):
+    job = write_job(
+        jobs["fp8"],
+        name="reference.toml",
+        output={"dir": "reference"},
+        model={"path": str(RANDOM_MODEL), "dtype": "fp8"},
+        sampling={"max_tokens": 4},
+        cluster={"backend": "reference"},
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 2, ended.err
+    assert "'fp8' needs 8-bit products" in ended.err
+    assert "bfloat16" in ended.err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_the_sample_model_answers_as_well_as_ever(dtype, tmp_path):
+    settings = {"output.dir": tmp_path / "run", "model.dtype": dtype, "cluster.backend": "cpu"}
     options = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]
     assert batchinfer("run", DEMO_JOB, *options).code == 3  # its bad rows
     report = batchinfer("report", tmp_path / "run", "--json", "--sql", f"@{DEMO_JOB.parent / 'accuracy.sql'}")

@@ -25,7 +25,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
 MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
 
 
@@ -52,21 +52,23 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transfo
         ConfigError: the experts do not spread evenly over the ranks.
     """
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
+    eight_bit = job.model.dtype == "fp8"
     if mesh.size == 1:
-        return Transformer.load(folder, dtype=dtype, backend=backend)
+        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, backend=backend)
     config = load_model_config(folder)
     if slots is None:
         placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
         placements = [placement] * config.num_moe_layers
     else:
         placements = _placements(slots, config.n_routed_experts, mesh)
-    assert job.model.dtype in ("float32", "bfloat16")
     return Transformer.load(
         folder,
         dtype=dtype,
+        eight_bit=eight_bit,
         dispatchers=mesh.dispatchers(
             placements,
-            RowFormat(job.model.dtype),
+            # 8-bit products round their rows where they meet the weights, on one rank and on many alike
+            RowFormat("float32" if dtype is torch.float32 else "bfloat16"),
             max_tokens=max(job.cluster.prefill_tokens, job.cluster.decode_requests),
             hidden=config.hidden_size,
             topk=config.num_experts_per_tok,

@@ -34,20 +34,35 @@ class Ops:
     add_sums: TensorOp
     mla_prefill: TensorOp
     mla_decode: TensorOp
+    eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property
     def names(self) -> str:
         """Where the implementations come from: those that give the same bits have the same names."""
-        return " ".join(sorted({backend.origin(getattr(self, field.name)) for field in fields(self)}))
+        return " ".join(sorted({backend.origin(getattr(self, name)) for name in _op_names()}))
 
     @classmethod
-    def select(cls, choice: str = backend.AUTO, dtype: torch.dtype | None = None) -> Ops:
+    def select(cls, choice: str = backend.AUTO, dtype: torch.dtype | None = None, *, eight_bit: bool = False) -> Ops:
         """The best implementation that runs here ("auto"), or the one named for all operations.
 
         Raises:
-            ModelError: the named one does not exist or cannot run here, with its reason.
+            ModelError: the named one does not exist or cannot run here, with its reason, or has no 8-bit products.
         """
         try:
-            return cls(**{field.name: backend.select(field.name, choice, dtype).run for field in fields(cls)})
+            chosen = {name: backend.select(name, choice, dtype) for name in _op_names()}
         except backend.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
+        if eight_bit and chosen["pack"].name == "reference":
+            reasons = "; ".join(f"{row.candidate}: {row.reason}" for row in backend.explain(choice) if row.op == "pack")
+            raise ModelError(
+                f"model.dtype 'fp8' needs 8-bit products, which nothing here has ({reasons}); use 'bfloat16'"
+            )
+        return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
+
+    def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
+        """A weight of a projection or of experts in the form in which `linear` and the MLPs take it."""
+        return self.pack(weight, is_int8=self.eight_bit, is_paired=is_paired)
+
+
+def _op_names() -> list[str]:
+    return [field.name for field in fields(Ops) if field.name != "eight_bit"]

@@ -131,6 +131,7 @@ class Transformer:
         folder: Path,
         *,
         dtype: torch.dtype,
+        eight_bit: bool = False,
         dispatchers: Sequence[Dispatcher] | None = None,
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
@@ -140,6 +141,7 @@ class Transformer:
 
         Args:
             dtype: of weights, activations and pages.
+            eight_bit: hold projections and experts in 8 bits with a scale per block, and multiply them so.
             dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
             expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
@@ -151,7 +153,7 @@ class Transformer:
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [LocalDispatcher(config.n_routed_experts, gathers=False)] * config.num_moe_layers
-        ops = Ops.select(backend, dtype)
+        ops = Ops.select(backend, dtype, eight_bit=eight_bit)
         weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops)
         return cls(config, weights, dispatchers, ops)
 
@@ -173,8 +175,8 @@ class Transformer:
 
     @property
     def kernels(self) -> str:
-        """Where the operations' implementations come from."""
-        return self._ops.names
+        """Where the operations' implementations come from, and how they multiply."""
+        return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype."""

@@ -235,7 +235,9 @@ class _Loader:
         return gate_up, down
 
     def _room(self, num_held: int, *shape: int, is_paired: bool = False) -> Weight:
-        one = self._ops.pack(torch.zeros(1, *shape, dtype=self.dtype, device=self.device), is_paired=is_paired)
+        one = self._ops.pack_projection(
+            torch.zeros(1, *shape, dtype=self.dtype, device=self.device), is_paired=is_paired
+        )
         return one.room(num_held) if isinstance(one, Packed) else one.new_empty(num_held, *shape)
 
     def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
@@ -261,7 +263,9 @@ class _Loader:
         """One linear map, or several as one, the first above the others."""
         weight = torch.cat([self.tensor(f"{prefix}.weight") for prefix in prefixes])
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        return Projection(self._ops.pack(weight), torch.cat(biases) if len(biases) == len(prefixes) else None)
+        return Projection(
+            self._ops.pack_projection(weight), torch.cat(biases) if len(biases) == len(prefixes) else None
+        )
 
     def _read_into(self, out: torch.Tensor, name: str) -> None:
         stored = self.checkpoint.read(name)

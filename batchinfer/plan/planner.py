@@ -37,7 +37,7 @@ from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, ref
 from batchinfer.session import Session
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of the KV cache
 
 
 def plan_job(
