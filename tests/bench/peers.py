@@ -103,8 +103,10 @@ def compare(peer: PeerProcess, folder: Path, model: Path, requests: Requests, ba
 
 def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds: int) -> None:
     """Print a row per workload of a model on batchinfer and one peer."""
-    if name != "transformers" and not compiled_folder(name, size).exists():
-        PeerProcess(name, size, model).close()  # compiles: later starts are quicker
+    has_compiled = compiled_folder(name, size) / "complete"
+    if name == "vllm" and not has_compiled.exists():
+        PeerProcess(name, size, model).close()
+        has_compiled.touch()
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(PeerProcess(name, size, model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
         folder = Path(scratch)
