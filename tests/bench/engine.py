@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -26,7 +27,7 @@ sys.path.insert(0, str(TESTS))
 
 from bench_models import SIZES, make_model, workload  # noqa: E402
 
-from jobs import batchinfer, write_job, write_shard  # noqa: E402
+from jobs import Ended, batchinfer, write_job, write_shard  # noqa: E402
 
 
 def gemm_flops(size: int = 2048, rounds: int = 7) -> float:
@@ -79,8 +80,14 @@ def ideal_flops(size: str, requests: list[tuple[list[int], int]]) -> float:
     return total
 
 
-def run_once(folder: Path, model: Path, requests: list[tuple[list[int], int]]) -> dict[str, float]:
-    """Seconds of one run: in all, in prefill and in decode steps; of the command; output tokens."""
+def run_once(
+    folder: Path, model: Path, requests: list[tuple[list[int], int]], command: Callable[..., Ended] = batchinfer
+) -> dict[str, float]:
+    """Seconds of one run: in all, in prefill and in decode steps; of the command; output tokens.
+
+    Args:
+        command: runs batchinfer, in this process by default.
+    """
     shutil.rmtree(folder / "run", ignore_errors=True)
     how = pa.array([{"max_tokens": count} for _, count in requests], pa.struct([("max_tokens", pa.int32())]))
     write_shard(folder / "prompts" / "a.parquet", {"token_ids": [prompt for prompt, _ in requests], "how": how})
@@ -91,7 +98,8 @@ def run_once(folder: Path, model: Path, requests: list[tuple[list[int], int]]) -
         sampling={"max_tokens": 128, "ignore_eos": True},
     )
     started = time.monotonic()
-    ended = batchinfer("run", job)
+    ended = command("run", job)
+    command_s = time.monotonic() - started
     if ended.code:
         sys.exit(ended.err)
     sql = f"""
@@ -101,7 +109,7 @@ def run_once(folder: Path, model: Path, requests: list[tuple[list[int], int]]) -
     """
     names = ("steps", "tokens", "prefill", "decode")
     found = dict(zip(names, map(float, duckdb.execute(sql).fetchall()[0]), strict=True))
-    return {**found, "command": time.monotonic() - started}
+    return {**found, "command": command_s}
 
 
 def main() -> None:

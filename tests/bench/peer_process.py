@@ -1,0 +1,128 @@
+"""Engines as processes of their own: started at their quickest, asked, and watched as they grow. Called by peers.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jobs import Ended
+
+BENCH = Path(__file__).parent
+ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
+PEERS = ("vllm", "vllm-eager", "transformers")
+NUM_SEQUENCES = {"tiny": 256, "small": 64}  # in one step of vLLM's
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
+
+
+class PeerProcess:
+    """A peer_*.py, from its start until it is closed; it waits without work between two questions."""
+
+    def __init__(self, name: str, size: str, model: Path) -> None:
+        self.num_runs = 0
+        self._log = ENVIRONMENT / f"{name}-{size}.log"
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            command_of(name, size, model),
+            env={**os.environ, **preloads(), "VLLM_CACHE_ROOT": str(compiled_folder(name, size))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+        )
+        self.versions: str = self._answer()["versions"]
+
+    def run(self, job: Path) -> tuple[float, float]:
+        """(seconds of the workload, seconds since the process was started)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{job}\n")
+        self._process.stdin.flush()
+        self.num_runs += 1
+        return float(self._answer()["wall_s"]), time.monotonic() - self._started
+
+    def peak_bytes(self) -> int:
+        return peak_bytes(self._process.pid)
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self._log.read_text()[-3000:]}\nA peer ended early; all it wrote: {self._log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class OwnProcess:
+    """Runs batchinfer's command as a process of its own; remembers how large the largest grew."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    def __call__(self, *arguments: str | Path) -> Ended:
+        command = [sys.executable, "-c", "from batchinfer.cli import main; main()", *map(str, arguments)]
+        with tempfile.TemporaryFile("w+") as err:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
+            while process.poll() is None:
+                self.peak_bytes = max(self.peak_bytes, peak_bytes(process.pid))
+                time.sleep(0.05)
+            err.seek(0)
+            return Ended(process.returncode, "", err.read())
+
+
+def command_of(name: str, size: str, model: Path) -> list[str]:
+    """How to start a peer. transformers runs in batchinfer's environment: vLLM holds back its version in the peers'."""
+    if name == "transformers":
+        return [sys.executable, str(BENCH / "peer_transformers.py"), str(model)]
+    vllm = [str(ENVIRONMENT / "bin" / "python"), str(BENCH / "peer_vllm.py"), str(model), str(NUM_SEQUENCES[size])]
+    return [*vllm, "--eager"] if name == "vllm-eager" else vllm
+
+
+def preloads() -> dict[str, str]:
+    """The allocator and the thread library that peers are quickest with: worth a factor of two or three."""
+    threads = ENVIRONMENT / "lib" / "libiomp5.so"
+    if not threads.exists():
+        sys.exit(f"{threads} is missing: `make bench-peers` installs the peers")
+    found = [file for folder in LIBRARIES for file in Path(folder).glob("**/libtcmalloc_minimal.so.4")]
+    if not found:
+        sys.exit("libtcmalloc_minimal.so.4 is missing, peers are slow without: apt-get install libtcmalloc-minimal4")
+    return {"LD_PRELOAD": f"{found[0]}:{threads}"}
+
+
+def compiled_folder(name: str, size: str) -> Path:
+    """Where vLLM keeps what it has compiled for a model at a path, for its next start."""
+    return ENVIRONMENT / "compiled" / f"{name}-{size}"
+
+
+def peak_bytes(pid: int) -> int:
+    """Peak memory of the largest of a process and those below it."""
+    return max(map(_peak_of_one, with_descendants(pid)))
+
+
+def _peak_of_one(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def with_descendants(pid: int) -> Iterator[int]:
+    """A process, its children and theirs."""
+    yield pid
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = file.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in children:
+            yield from with_descendants(int(child))
