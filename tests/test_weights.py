@@ -9,8 +9,10 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
-from batchinfer.model.weights import load_weights
+from batchinfer.model.ops import Ops
+from batchinfer.model.weights import exchange_experts, load_weights
 from batchinfer.records import ModelError
+from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import dequantize_fp8_block, quantize_fp8_block
 from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
@@ -123,6 +125,24 @@ def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch):
     assert torch.equal(part.layers[1].mlp.router_ED, everything.layers[1].mlp.router_ED)
     with pytest.raises(ModelError, match="expert_ids"):
         load(tmp_path, expert_ids=[(0,), (8,)])
+
+
+@pytest.mark.parametrize(("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True)])
+def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, tmp_path):
+    if backend == "cpu" and build.why_not() is not None:
+        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
+    make_checkpoint(tmp_path, "v3")
+    config = load_model_config(tmp_path)
+    options = {"dtype": torch.bfloat16, "ops": Ops.select(backend, torch.bfloat16, eight_bit=eight_bit)}
+    before, after = [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
+    moved = exchange_experts(load(tmp_path, expert_ids=before, **options), tmp_path, config, after)
+    expected = load(tmp_path, expert_ids=after, **options)
+    assert moved.expert_ids == expected.expert_ids
+    for layer in (1, 2):
+        for name in ("gate_up_EFD", "down_EDF"):
+            ours, wanted = getattr(moved.layers[layer].mlp, name), getattr(expected.layers[layer].mlp, name)
+            assert type(ours) is type(wanted)
+            assert torch.equal(ours.data, wanted.data)
 
 
 def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):

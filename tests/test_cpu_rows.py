@@ -1,0 +1,249 @@
+"""The C++ operations between the products: positions, pages, gates, the order of experts' rows; and 8-bit products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels.cpu import build, ops
+
+REASON = build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
+
+PARTS = [(1, 0, 70), (2, 0, 1), (1, 3, 10), (2, 64, 70), (2, 0, 0)]  # threads, first row, behind the last row
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; the old one comes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "nope", "rotary", "latent"), [(1, 6, 2, 16), (4, 32, 16, 64), (3, 10, 70, 48)])
+def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, latent, interleaved, threads):
+    q, latents, norm = random(70, heads, nope + rotary), random(70, latent + rotary, seed=1), random(latent, seed=2)
+    angles = torch.randn(70, rotary // 2, generator=torch.Generator().manual_seed(3))
+    slots = torch.randperm(4 * 64, generator=torch.Generator().manual_seed(4))[:70]
+
+    def run(function, rows):
+        pages = random(4, 64, latent + rotary, seed=5)
+        turned = function(
+            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
+            interleaved=interleaved,
+        )  # fmt: skip
+        return turned, pages.view(-1, latent + rotary)
+
+    threads(2)
+    turned, pages = run(ops.rope_and_cache, slice(None))
+    expected, expected_pages = run(reference_rows.rope_and_cache, slice(None))
+    assert torch.equal(turned, expected)
+    assert torch.equal(pages[:, latent:], expected_pages[:, latent:])
+    # the norm sums in another order: now and then the last bit differs
+    off = (pages.float() - expected_pages.float()).abs()
+    assert (off <= 2**-7 * expected_pages.float().abs()).all()
+    assert (off > 0).float().mean() < 0.01
+    others = torch.ones(256, dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(pages[others], random(4, 64, latent + rotary, seed=5).view(-1, latent + rotary)[others])
+    for num_threads, start, stop in PARTS:
+        threads(num_threads)
+        part, part_pages = run(ops.rope_and_cache, slice(start, stop))
+        assert torch.equal(part, turned[start:stop])
+        assert torch.equal(part_pages[slots[start:stop]], pages[slots[start:stop]])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("experts", "groups", "topk_groups", "topk"), [(16, 4, 2, 4), (256, 8, 4, 8), (6, 1, 1, 6)])
+def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_groups, topk, has_bias, threads):
+    logits = 2 * random(70, experts).float()
+    bias = 0.3 * random(experts, seed=1).float() if has_bias else None
+    options = {"method": "noaux_tc", "topk": topk, "num_groups": groups, "topk_groups": topk_groups, "scale": 2.5}
+    for normalize in (False, True):
+        threads(2)
+        ids, weights = ops.gate(logits, bias, normalize=normalize, **options)
+        expected_ids, expected_weights = reference.gate(logits, bias, normalize=normalize, **options)
+        # the scores' last bits differ: experts of one score may stand in another order
+        assert torch.equal(ids.sort(-1).values, expected_ids.sort(-1).values)
+        assert torch.allclose(weights.sort(-1).values, expected_weights.sort(-1).values, rtol=1e-6)
+        for num_threads, start, stop in PARTS:
+            threads(num_threads)
+            part_ids, part_weights = ops.gate(logits[start:stop], bias, normalize=normalize, **options)
+            assert torch.equal(part_ids, ids[start:stop])
+            assert torch.equal(part_weights, weights[start:stop])
+
+
+def test_the_gate_takes_the_first_of_equals_and_different_experts_of_nonsense():
+    options = {"method": "noaux_tc", "topk": 3, "num_groups": 2, "topk_groups": 1, "normalize": True, "scale": 1.0}
+    logits = torch.zeros(3, 8)
+    logits[1] = torch.nan
+    logits[2, 5] = torch.nan
+    ids, _ = ops.gate(logits, None, **options)
+    assert ids[0].tolist() == [0, 1, 2]
+    assert len(set(ids[1].tolist())) == 3
+    assert ids[2].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1024, 130)])
+def test_router_logits_are_those_of_float32(hidden, experts, threads):
+    x, weight = random(70, hidden), random(experts, hidden, seed=1).float() / hidden**0.5
+    threads(2)
+    logits = ops.router(x, weight)
+    assert torch.equal(ops.router(x, ops.pack_router(weight)), logits)
+    exact = x.double() @ weight.double().T
+    terms = x.double().abs() @ weight.double().abs().T
+    assert logits.dtype == torch.float32
+    assert ((logits - exact).abs() <= 1e-6 * terms).all()
+    for num_threads, start, stop in PARTS:
+        threads(num_threads)
+        assert torch.equal(ops.router(x[start:stop], weight), logits[start:stop])
+
+
+def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(70, 9, generator=generator).argsort(-1)[:, :4]
+    weights = torch.rand(70, 4, generator=generator)
+    sorting = ops.sort_by_expert(ids.flatten(), 10)
+    for ours, theirs in zip(sorting, reference_rows.sort_by_expert(ids.flatten(), 10), strict=True):
+        assert torch.equal(ours, theirs)
+    _, place, _ = sorting
+    rows, hidden, shared = random(280, 37), random(70, 37, seed=1), random(70, 37, seed=2)
+    sums = ops.sum_per_token(rows, place, weights)
+    assert torch.equal(sums, reference_rows.sum_per_token(rows, place, weights))
+    for added in (None, shared):
+        assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))
+
+
+def test_rows_for_experts_may_stay_where_they_are():
+    gate_up, down = random(3, 2 * 40, 33, seed=1), random(3, 33, 40, seed=2)
+    x, tokens, num_rows = random(7, 33), torch.tensor([6, 0, 0, 3, 2, 5, 1]), torch.tensor([2, 0, 5])
+    expected = ops.grouped_mlp(x[tokens], num_rows, gate_up, down)
+    assert torch.equal(ops.grouped_mlp(x, num_rows, gate_up, down, tokens), expected)
+    assert torch.equal(
+        reference.grouped_mlp(x, num_rows, gate_up, down, tokens),
+        reference.grouped_mlp(x[tokens], num_rows, gate_up, down),
+    )
+    with pytest.raises(RuntimeError, match="row 7 of 7"):
+        ops.grouped_mlp(x, num_rows, gate_up, down, tokens + 1)
+
+
+@pytest.mark.parametrize("width", [1, 16, 33, 1000])
+def test_the_largest_logit_is_the_first_among_equals(width):
+    logits = torch.randint(-3, 3, (50, width), generator=torch.Generator().manual_seed(0)).float()
+    logits[1, width // 2], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
+    tokens, is_finite = ops.argmax(logits)
+    assert is_finite.tolist() == [row not in (1, 2, 3) for row in range(50)]
+    assert torch.equal(tokens[4:], torch.tensor([row.tolist().index(max(row.tolist())) for row in logits[4:]]))
+
+
+def test_logits_can_be_had_in_float32():
+    x, weight = random(5, 64), random(7, 64, seed=1)
+    wide = ops.linear(x, weight, wide=True)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.bfloat16(), ops.linear(x, weight))
+    assert torch.equal(reference.linear(x, weight, wide=True), reference.linear(x, weight).float())
+
+
+def in_blocks(weight):
+    """A weight rounded to 8 bits with one scale per 128 x 128 values, written out."""
+    rounded = weight.float().clone()
+    for row in range(0, weight.shape[0], 128):
+        for column in range(0, weight.shape[1], 128):
+            block = rounded[row : row + 128, column : column + 128]
+            scale = block.abs().max() / 127
+            block.copy_((block / scale).round() * scale if scale > 0 else torch.zeros(()))
+    return rounded
+
+
+def in_bytes(x):
+    """Rows rounded to 8 bits with one scale per 128 values, written out."""
+    return torch.cat([in_blocks(row[None]) for row in x])
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 70), (128, 64), (256, 300), (1000, 130)])
+def test_an_8_bit_product_is_exact_within_blocks(num_in, num_out, threads):
+    x, weight = random(70, num_in), random(num_out, num_in, seed=1)
+    weight[:, num_in // 2] *= 20  # blocks of different size
+    packed = ops.pack(weight, is_int8=True)
+    threads(2)
+    y = ops.linear(x, packed)
+    exact = in_bytes(x).double() @ in_blocks(weight).double().T
+    terms = in_bytes(x).double().abs() @ in_blocks(weight).double().abs().T
+    # a value in the middle of two steps may go either way, which moves a row by one step of a block
+    steps = x.float().abs().max() / 127 * weight.float().abs().max()
+    off = (y - exact).abs()
+    assert (off <= 2**-8 * exact.abs() + 1e-5 * terms + steps).all()
+    assert off.mean() <= 2**-8 * exact.abs().mean()
+    for num_threads, start, stop in PARTS:
+        threads(num_threads)
+        assert torch.equal(ops.linear(x[start:stop], packed), y[start:stop])
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(40, 24), (256, 128), (300, 200)])
+def test_8_bit_experts_round_their_rows_and_what_they_pass_on(hidden, width, threads):
+    gate_up, down = random(4, 2 * width, hidden, seed=1) / hidden**0.5, random(4, hidden, width, seed=2) / width**0.5
+    num_rows = torch.tensor([3, 0, 65, 2])
+    x = random(70, hidden)
+    weights = ops.pack(gate_up, is_int8=True, is_paired=True), ops.pack(down, is_int8=True)
+    threads(2)
+    y = ops.grouped_mlp(x, num_rows, *weights)
+    parts = []
+    for expert, rows in enumerate(x.split(num_rows.tolist())):
+        gate, up = torch.cat([in_blocks(half) for half in gate_up[expert].chunk(2)]).chunk(2)
+        rounded = in_bytes(rows) if len(rows) else rows.float()
+        active = (torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T)).bfloat16()
+        parts.append((in_bytes(active) if len(rows) else active.float()) @ in_blocks(down[expert]).T)
+    exact = torch.cat(parts)
+    assert (y - exact).abs().mean() < 0.01 * exact.abs().mean()
+    # every row alone, from where it stands, and in the masked layout
+    threads(1)
+    tokens = torch.arange(70).flip(0)
+    assert torch.equal(ops.grouped_mlp(x.flip(0), num_rows, *weights, tokens), y)
+    blocks = torch.full((4, 66, hidden), torch.nan).bfloat16()
+    for expert, rows in enumerate(x.split(num_rows.tolist())):
+        blocks[expert, : len(rows)] = rows
+    masked = ops.masked_mlp(blocks, num_rows, *weights)
+    assert torch.equal(masked[torch.arange(66) < num_rows[:, None]], y)
+
+
+def test_a_row_that_is_not_finite_stays_so_and_alone_in_8_bits():
+    x, packed = random(6, 200), ops.pack(random(9, 200, seed=1), is_int8=True)
+    clean = ops.linear(x, packed)
+    x[1, 7], x[4, 199] = torch.inf, torch.nan
+    y = ops.linear(x, packed)
+    assert torch.equal(y[[0, 2, 3, 5]], clean[[0, 2, 3, 5]])
+    assert not torch.isfinite(y[[1, 4]]).any()
+
+
+def test_zeros_in_8_bits_are_zeros():
+    weight = torch.zeros(9, 200).bfloat16()
+    weight[0, 0] = 3
+    y = ops.linear(torch.zeros(2, 200).bfloat16(), ops.pack(weight, is_int8=True))
+    assert not y.any()
+
+
+def test_requests_that_share_pages_have_the_bits_of_requests_alone(threads):
+    generator = torch.Generator().manual_seed(0)
+    pages, q = random(40, 64, 48), random(7, 5, 48, seed=1)
+    table = torch.randperm(40, generator=generator)[:35].view(7, 5)
+    table[1, :3] = table[0, :3]  # three pages together
+    table[2, :4] = table[0, :4]  # one more with the first
+    table[5, :1] = table[3, :1]
+    table[6] = table[4]  # the same pages, of different length
+    kv_tokens = torch.tensor([300, 200, 257, 64, 130, 70, 190])
+    options = {"latent_dim": 32, "scale": 0.2}
+    for num_threads in (1, 2):
+        threads(num_threads)
+        for order in (torch.arange(7), torch.tensor([4, 0, 6, 2, 5, 1, 3])):
+            together = ops.mla_decode(q[order], pages, table[order], kv_tokens[order], kv_tokens[order] - 1, **options)
+            for row, request in enumerate(order.tolist()):
+                one = slice(request, request + 1)
+                alone = ops.mla_decode(q[one], pages, table[one], kv_tokens[one], kv_tokens[one] - 1, **options)
+                assert torch.equal(together[row], alone[0]), request
