@@ -243,8 +243,9 @@ class Controller:
 
     def _take(self, rank: int, message: Message) -> None:
         kind = message["type"]
-        if kind == "step":
-            self._take_step(rank, report_of({name: value for name, value in message.items() if name != "type"}))
+        if kind == "steps":
+            for report in message["reports"]:
+                self._take_step(rank, report_of(report))
         elif kind == "want":
             self._hungry.add(rank)
         elif kind == "handovers":

@@ -118,7 +118,10 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
     )
     worker = make_worker(job, model, tokenizer, mesh, place, around)
     feed = ChannelFeed(channel, messages, worker.expert_tokens)
-    worker.run(feed)
+    try:
+        worker.run(feed)
+    finally:
+        feed.send_steps()
     mesh.close()
     return feed
 
