@@ -40,6 +40,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/kv_store.py
 	$(BIN)/python tests/bench/kv_rerun.py
 	$(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/outside_the_model.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 
 lint: $(VENV)/.installed-dev
