@@ -41,6 +41,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/kv_store.py
 	$(BIN)/python tests/bench/kv_rerun.py
 	$(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/outside_the_model.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 
 # pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would

@@ -17,6 +17,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
+    from batchinfer.engine.rank_group import RankGroup
     from batchinfer.finish import Finished
     from batchinfer.rundir import RunDir
     from batchinfer.session import Session
@@ -172,12 +173,16 @@ def run(
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
     from batchinfer.config import load_job
+    from batchinfer.engine.nodes import refuse_several_processes
+    from batchinfer.engine.rank_group import ranks_ahead
 
-    with _alone("run", stop) as session:
+    refuse_several_processes("run")
+    config = load_job(job, overrides)
+    know_experts = learn_from is not None or expert_loads is not None
+    with ranks_ahead(config, stop, know_experts=know_experts) as ranks, _alone("run", stop) as session:
         tracer = _tracer(trace)
-        config = load_job(job, overrides)
         run_dir = _plan(config, session, tracer, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
-        _work(run_dir, config, session, stop, tracer)
+        _work(run_dir, config, session, stop, tracer, ranks)
         code = _finish(run_dir, config, allow_partial=False)
     _print_report([run_dir.root], as_json=False)
     sys.exit(code)
@@ -324,11 +329,18 @@ def _plan(
     return run_dir
 
 
-def _work(run_dir: RunDir, config: JobConfig, session: Session, stop: StopSignal, tracer: Tracer) -> None:
+def _work(
+    run_dir: RunDir,
+    config: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    tracer: Tracer,
+    ranks: RankGroup | None = None,
+) -> None:
     from batchinfer.engine.controller import work_on
 
     try:
-        work_on(run_dir, config, session, stop, tracer)
+        work_on(run_dir, config, session, stop, tracer, ranks)
     finally:
         tracer.write(run_dir.trace)
 

@@ -94,4 +94,5 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 def test_logits_that_are_not_finite_are_reported_per_row():
     logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
-    assert sample(logits, rows_of({}, {"temperature": 1.0}), np.zeros(2, dtype=np.int64)).is_finite == [False, True]
+    sampled = sample(logits, rows_of({}, {"temperature": 1.0}), np.zeros(2, dtype=np.int64))
+    assert sampled.is_finite.tolist() == [False, True]

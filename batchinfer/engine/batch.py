@@ -9,8 +9,9 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.engine.sequence import Sequence
-from batchinfer.model.sampling import SamplingRows
+from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.transformer import PrefillSpan, StepInput
+from batchinfer.records import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,50 +58,27 @@ def prefill_step(chunks: list[Chunk], copies: dict[int, int]) -> StepInput:
     )
 
 
-class DecodeTable:
-    """The running sequences as arrays, rebuilt only when the set changes; a step then only counts up."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        most_pages = max((len(sequence.pages) for sequence in sequences), default=1)
-        self._pages = np.zeros((len(sequences), most_pages), dtype=np.int64)
-        for row, sequence in enumerate(sequences):
-            self._pages[row, : len(sequence.pages)] = sequence.pages
-        self._kv_tokens = np.array([sequence.kv_tokens for sequence in sequences], dtype=np.int64)
-        self.sampling = sampling_rows(sequences) if sequences else None
-        self.num_new = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-
-    def next_step(self, rows: slice) -> StepInput:
-        """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
-        last_tokens = np.array([sequence.token_ids[-1] for sequence in self.sequences[rows]], dtype=np.int64)
-        kv_tokens = self._kv_tokens[rows]
-        positions = kv_tokens - 1
-        page = self._pages[rows][np.arange(len(positions)), positions // PAGE_TOKENS]
-        used_pages = -(-int(kv_tokens.max(initial=1)) // PAGE_TOKENS)
-        return StepInput(
-            tokens=torch.from_numpy(last_tokens),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(page * PAGE_TOKENS + positions % PAGE_TOKENS),
-            logit_rows=torch.arange(len(positions)),
-            page_table=torch.from_numpy(self._pages[rows, :used_pages]),
-            kv_tokens=torch.from_numpy(kv_tokens.copy()),
-        )
-
-    @property
-    def kv_tokens(self) -> int:
-        return int(self._kv_tokens.sum())
-
-    def advance(self) -> None:
-        """Every sequence has one more token."""
-        self._kv_tokens = self._kv_tokens + 1
-        self.num_new = self.num_new + 1
-
-
 def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
     """The sampling parameters of some sequences as columns."""
     return SamplingRows.of(
         [sequence.request.sampling for sequence in sequences], [sequence.request.sampling_key for sequence in sequences]
     )
+
+
+def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: frozenset[int]) -> None:
+    """Let a sequence decide about its new token, which stands in this row."""
+    if sampled.is_finite[row]:
+        sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
+    else:
+        sequence.fail("the model's logits are not finite for this prompt")
+
+
+def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | None:
+    wanted = sequence.request.sampling.logprobs
+    if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
+        return None
+    top = zip(sampled.top_tokens[row][:wanted], sampled.top_logprobs[row][:wanted], strict=True)
+    return TokenLogprob(int(sampled.tokens[row]), sampled.logprobs[row], tuple(top))
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

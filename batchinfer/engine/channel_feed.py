@@ -13,6 +13,7 @@ from batchinfer.engine.messages import adoption_of, key_of, plain_handover, plai
 from batchinfer.records import RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
+STEPS_S = 0.05  # short steps are reported together, this often
 
 
 class ChannelFeed:
@@ -28,11 +29,14 @@ class ChannelFeed:
         self._messages = messages
         self._expert_tokens = expert_tokens
         self._has_asked = False
-        self._last_experts_s = time.monotonic()
+        self._steps: list[StepReport] = []  # not told yet
+        self._last_steps_s = self._last_experts_s = time.monotonic()
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """See Feed."""
         inbox = Inbox()
+        if wait_s > 0:
+            self.send_steps()
         try:
             self._sort_in(self._messages.get(wait_s > 0, wait_s or None), inbox)
             while True:
@@ -48,12 +52,23 @@ class ChannelFeed:
 
     def send(self, report: StepReport) -> None:
         """See Feed."""
-        self._channel.send({"type": "step", **plain_report(report)})
-        if time.monotonic() - self._last_experts_s >= EXPERTS_S:
+        self._steps.append(report)
+        now_s = time.monotonic()
+        if now_s - self._last_steps_s >= STEPS_S:
+            self.send_steps()
+        if now_s - self._last_experts_s >= EXPERTS_S:
             self.send_experts()
+
+    def send_steps(self) -> None:
+        """Tell of all steps so far; also called before a pause and at the end, however that comes."""
+        self._last_steps_s = time.monotonic()
+        if self._steps:
+            reports, self._steps = self._steps, []
+            self._channel.send({"type": "steps", "reports": [plain_report(report) for report in reports]})
 
     def send_experts(self) -> None:
         """See Feed."""
+        self.send_steps()
         self._last_experts_s = time.monotonic()
         tokens = {phase: counts.tolist() for phase, counts in self._expert_tokens.items()}
         self._channel.send({"type": "experts", "tokens": tokens})
@@ -64,10 +79,12 @@ class ChannelFeed:
 
     def hand_over(self, handovers: list[Handover]) -> None:
         """See Feed."""
+        self.send_steps()
         self._channel.send({"type": "handovers", "handovers": [plain_handover(handover) for handover in handovers]})
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """See Feed."""
+        self.send_steps()
         self._channel.send({"type": "adopted", "keys": [plain_key(key) for key in keys]})
 
     def _sort_in(self, message: Message, inbox: Inbox) -> None:

@@ -25,11 +25,9 @@ from batchinfer.engine.dealer import Dealer
 from batchinfer.engine.decode_loads import DecodeLoads
 from batchinfer.engine.expert_placer import ExpertPlacer
 from batchinfer.engine.feed import Adoption, Handover, StepReport
-from batchinfer.engine.layout import rank_places
-from batchinfer.engine.local_ranks import LocalRanks
 from batchinfer.engine.messages import handover_of, key_of, plain_adoption, plain_key, plain_request, report_of
 from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
-from batchinfer.engine.rank_group import RankGroup, RanksDiedError, listen, new_token
+from batchinfer.engine.rank_group import RankGroup, RanksDiedError, join_message, open_group
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
 from batchinfer.fingerprint import check_same, model_fingerprint
@@ -59,8 +57,18 @@ class RanksFailError(BatchinferError):
     """The ranks cannot be kept running, whatever requests they get."""
 
 
-def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tracer: Tracer) -> None:
+def work_on(
+    run: RunDir,
+    job: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    tracer: Tracer,
+    ranks_ahead: RankGroup | None = None,
+) -> None:
     """Compute all units of a planned run that nobody else holds.
+
+    Args:
+        ranks_ahead: the job's ranks, if they were started already.
 
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
@@ -81,7 +89,7 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
     with (
         Claims(run) as claims,
         Progress("work", total, "requests") as progress,
-        _rank_group(run, job, session, stop, node) as ranks,
+        _rank_group(run, job, session, stop, node, ranks_ahead) as ranks,
     ):
         Controller(run, job, session, stop, tracer, ranks, claims, open_units, progress).run()
     if stop.requested:
@@ -92,15 +100,13 @@ def work_on(run: RunDir, job: JobConfig, session: Session, stop: StopSignal, tra
 
 @contextmanager
 def _rank_group(
-    run: RunDir, job: JobConfig, session: Session, stop: StopSignal, node: NodeShare
+    run: RunDir, job: JobConfig, session: Session, stop: StopSignal, node: NodeShare, ranks_ahead: RankGroup | None
 ) -> Iterator[RankGroup]:
     """The job's ranks, of which this process starts its own share; on one host they call by the loopback interface."""
     host = "127.0.0.1" if node.is_one_host else own_address()
-    listener, token = listen(host), new_token()
-    point = MeetingPoint(host, listener.getsockname()[1], token, session.name)
-    local = LocalRanks(node.ranks, host, point.port, token, one_host=node.is_one_host)
+    ranks = ranks_ahead or open_group(job, node.ranks, host, stop, one_host=node.is_one_host)
+    point = MeetingPoint(host, ranks.port, ranks.token, session.name)
     announced = announce(run, node, point) if node.count > 1 else None
-    ranks = RankGroup(rank_places(job.cluster), local, listener, token, stop)
     try:
         yield ranks
     finally:
@@ -217,15 +223,15 @@ class Controller:
         most_tokens, largest_tokens = kv_tokens(self._run, self._units)
         _empty(self._run.parcels(self._session.name))
         with self._tracer.span("load", "controller"):
-            ready = self._ranks.start(
+            slots: dict[str, Any] = {place.role: self._slots(place.role) for place in self._ranks.places}
+            ready = self._ranks.load(join_message(self._job, slots))
+            self._ranks.begin(
                 {
-                    "job": self._job.model_dump_json(),
                     "most_tokens": most_tokens,
                     "largest_tokens": largest_tokens,
                     "parcel_folder": str(self._run.parcels(self._session.name)),
                     "traced": self._tracer.enabled,
                     "model_digests": self._model_digests,
-                    "expert_slots": {place.role: self._slots(place.role) for place in self._ranks.places},
                 }
             )
         self._results.set_moe_layers(ready[0]["moe_layers"])
@@ -237,8 +243,9 @@ class Controller:
 
     def _take(self, rank: int, message: Message) -> None:
         kind = message["type"]
-        if kind == "step":
-            self._take_step(rank, report_of({name: value for name, value in message.items() if name != "type"}))
+        if kind == "steps":
+            for report in message["reports"]:
+                self._take_step(rank, report_of(report))
         elif kind == "want":
             self._hungry.add(rank)
         elif kind == "handovers":

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from batchinfer.engine.batch import DecodeTable
-from batchinfer.engine.micro_batches import halve_decode
+from batchinfer.engine.decode_table import DecodeTable
 from batchinfer.engine.sequence import Sequence
-from batchinfer.model.sampling import Sampled, SamplingRows, sample
+from batchinfer.model.sampling import sample
 from batchinfer.model.transformer import StepOutput, Transformer
 from batchinfer.parallel.overlap import run_decode_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import RequestKey, TokenLogprob
+from batchinfer.records import RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +26,22 @@ class DecodeStep:
 
 
 class DecodeBatch:
-    """The running sequences of a rank, micro-batch 0 first."""
+    """The running sequences of a rank."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self.sequences: list[Sequence] = []
-        self._eos_token_ids = eos_token_ids
-        self._table: DecodeTable | None = None
-        self._num_first = 0  # sequences of micro-batch 0
+        self._table = DecodeTable(eos_token_ids)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._table.sequences)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Sequences with at least one generated token join."""
-        self.sequences += sequences
-        self._table = None
+        self._table.add(sequences)
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
         """Take those of these requests that still run out of the batch."""
-        removed = [sequence for sequence in self.sequences if sequence.request.key in keys]
-        if removed:
-            self.sequences = [sequence for sequence in self.sequences if sequence.request.key not in keys]
-            self._table = None
-        return removed
+        return self._table.remove(keys)
 
     def step(self, model: Transformer, pages: torch.Tensor, log: SpanLog, *, in_pairs: bool) -> DecodeStep:
         """Generate one token for every running sequence (there may be none: then only take part).
@@ -56,25 +50,15 @@ class DecodeBatch:
             log: receives what was done when.
             in_pairs: run two micro-batches in turn.
         """
-        if self._table is None:
-            first, second = halve_decode(self.sequences)
-            self.sequences, self._num_first = first + second, len(first)
-            self._table = DecodeTable(self.sequences)
         table = self._table
-        halves = (slice(0, self._num_first), slice(self._num_first, None)) if in_pairs else (slice(None),)
+        halves = table.halves() if in_pairs else (slice(None),)
         points = [
             model.forward_points(table.next_step(rows), pages, MicroBatchSpans(log, micro_batch))
             for micro_batch, rows in enumerate(halves)
         ]
         output = joined(run_decode_pair(*points) if in_pairs else (run_to_end(points[0]),))
         kv_tokens = table.kv_tokens
-        if table.sampling is not None:
-            take_tokens(self.sequences, output.logits, table.sampling, table.num_new, self._eos_token_ids)
-        table.advance()
-        finished = [sequence for sequence in self.sequences if sequence.finish_reason is not None]
-        if finished:
-            self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
-            self._table = None
+        finished = table.accept(sample(output.logits, table.sampling, table.num_new)) if self.num_running else []
         return DecodeStep(finished, output, kv_tokens)
 
 
@@ -84,32 +68,3 @@ def joined(outputs: tuple[StepOutput, ...]) -> StepOutput:
         return outputs[0]
     first, second = outputs
     return StepOutput(torch.cat([first.logits, second.logits]), first.expert_counts + second.expert_counts)
-
-
-def take_tokens(
-    sequences: list[Sequence],
-    logits: torch.Tensor,
-    rows: SamplingRows,
-    num_new: np.ndarray,
-    eos_token_ids: frozenset[int],
-) -> None:
-    """Sample one token per sequence and let each decide whether it goes on.
-
-    Args:
-        logits: [S, V] float32, one row per sequence.
-        num_new: [S] tokens each has generated so far.
-    """
-    sampled = sample(logits, rows, num_new)
-    for index, sequence in enumerate(sequences):
-        if not sampled.is_finite[index]:
-            sequence.fail("the model's logits are not finite for this prompt")
-        else:
-            sequence.accept(sampled.tokens[index], _logprob(sampled, index, sequence), eos_token_ids)
-
-
-def _logprob(sampled: Sampled, index: int, sequence: Sequence) -> TokenLogprob | None:
-    wanted = sequence.request.sampling.logprobs
-    if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
-        return None
-    top = zip(sampled.top_tokens[index][:wanted], sampled.top_logprobs[index][:wanted], strict=True)
-    return TokenLogprob(sampled.tokens[index], sampled.logprobs[index], tuple(top))

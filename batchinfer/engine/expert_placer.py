@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from batchinfer.balance.expert_groups import group_loads, in_order
-from batchinfer.balance.experts import place_experts
 from batchinfer.config import ClusterConfig
 from batchinfer.data.expert_tables import ExpertTables, read_expert_tables, write_expert_tables
 from batchinfer.engine.feed import ExpertSlots
@@ -76,7 +74,7 @@ class ExpertPlacer:
                 phase: np.sum([counts[phase] for counts in self._counts.values()], axis=0) for phase in PHASES
             }
             thread = ThreadPoolExecutor(1, "place experts")
-            self._placing = thread.submit(self._place, group_loads(load_of_phase, self._groups))
+            self._placing = thread.submit(self._place, load_of_phase)
             thread.shutdown(wait=False)
 
     def ranks_died(self) -> None:
@@ -93,9 +91,13 @@ class ExpertPlacer:
             write_expert_tables(self._run.experts, list(self._tables.values()))
         return list(self._tables)
 
-    def _place(self, load_of_group: dict[str, np.ndarray]) -> dict[str, ExpertTables]:
+    def _place(self, load_of_phase: dict[str, np.ndarray]) -> dict[str, ExpertTables]:
+        # numba takes its time to load: one rank alone does without it
+        from batchinfer.balance.expert_groups import group_loads, in_order
+        from batchinfer.balance.experts import place_experts
+
         placed = {}
-        for role, load in load_of_group.items():
+        for role, load in group_loads(load_of_phase, self._groups).items():
             num_ranks = self._groups[role]
             before = in_order(load, num_slots=self._num_slots, num_ranks=num_ranks)
             placement = place_experts(load, num_slots=self._num_slots, num_gpus=num_ranks, previous=before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 from batchinfer.engine.feed import Adoption, CachedTokens, Handover, StepRecord, StepReport
@@ -11,9 +12,14 @@ from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sa
 
 Plain = dict[str, Any]
 
+_FIELDS = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (CachedTokens, Completion, Handover, Request, RequestTimes, StepRecord)
+}
+
 
 def plain_request(request: Request) -> Plain:
-    return {**_shallow(request), "key": plain_key(request.key), "sampling": asdict(request.sampling)}
+    return {**_shallow(request), "key": plain_key(request.key), "sampling": _plain_sampling(request.sampling)}
 
 
 def request_of(plain: Plain) -> Request:
@@ -44,7 +50,7 @@ def key_of(plain: list[int]) -> RequestKey:
 
 def plain_report(report: StepReport) -> Plain:
     return {
-        "record": asdict(report.record),
+        "record": _shallow(report.record),
         "completions": [plain_completion(completion) for completion in report.completions],
         "started": [plain_key(key) for key in report.started],
         "spans": [[span.kind, span.name, span.micro_batch, span.start_s, span.end_s] for span in report.spans],
@@ -65,7 +71,7 @@ def plain_completion(completion: Completion) -> Plain:
     return {
         **_shallow(completion),
         "key": plain_key(completion.key),
-        "times": asdict(completion.times),
+        "times": _shallow(completion.times),
         "logprobs": None if logprobs is None else [asdict(item) for item in logprobs],
     }
 
@@ -87,8 +93,8 @@ def plain_handover(handover: Handover) -> Plain:
         **_shallow(handover),
         "key": plain_key(handover.key),
         "logprobs": [asdict(item) for item in handover.logprobs],
-        "times": asdict(handover.times),
-        "cached": asdict(handover.cached),
+        "times": _shallow(handover.times),
+        "cached": _shallow(handover.cached),
     }
 
 
@@ -114,7 +120,13 @@ def adoption_of(plain: Plain) -> Adoption:
 
 def _shallow(item: Any) -> Plain:
     """A dataclass's fields; token lists are not copied, which asdict does one by one."""
-    return {field.name: getattr(item, field.name) for field in fields(item)}
+    return {name: getattr(item, name) for name in _FIELDS[type(item)]}
+
+
+@lru_cache(maxsize=256)
+def _plain_sampling(sampling: Sampling) -> Plain:
+    """Shared by the messages of all requests that are sampled alike: not to be changed."""
+    return asdict(sampling)
 
 
 def _logprob_of(plain: Plain) -> TokenLogprob:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from batchinfer.engine.batch import Chunk
-from batchinfer.engine.sequence import Sequence
 
 
 def halve_prefill(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
@@ -38,10 +37,16 @@ def halve_copies(copies: dict[int, int], first: list[Chunk], page_tokens: int) -
     return earlier, {to: source for to, source in copies.items() if to not in earlier}
 
 
-def halve_decode(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Two sets of running sequences, equal in number and nearly equal in KV tokens: longest first, 0 1 1 0 0 1 1 0 …"""
-    ordered = sorted(sequences, key=lambda sequence: -sequence.kv_tokens)
-    halves: tuple[list[Sequence], list[Sequence]] = ([], [])
-    for place, sequence in enumerate(ordered):
-        halves[(place + 1) // 2 % 2].append(sequence)
-    return halves
+def halve_decode(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
+    """Two sets of running sequences, equal in number and nearly equal in KV tokens: longest first, 0 1 1 0 0 1 1 0 …
+
+    Args:
+        kv_tokens: [S] of each sequence.
+
+    Returns:
+        ([S] sequences, those of micro-batch 0 first, and how many these are).
+    """
+    longest_first = np.argsort(-kv_tokens, kind="stable")
+    micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
+    halves = [longest_first[micro_batch == half] for half in (0, 1)]
+    return np.concatenate(halves), len(halves[0])

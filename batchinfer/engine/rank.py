@@ -98,7 +98,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
     )
     device = torch.device("cpu")
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
-    slots = message["expert_slots"][place.role]
+    slots = message["expert_slots"].get(place.role)
     model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
@@ -109,16 +109,19 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
         return ChannelFeed(channel, messages, {})
     assert started["type"] == "start", started
     around = Surroundings(
-        most_tokens=message["most_tokens"],
-        largest_tokens=message["largest_tokens"],
+        most_tokens=started["most_tokens"],
+        largest_tokens=started["largest_tokens"],
         num_local_ranks=message["num_local_ranks"],
-        parcel_folder=None if message["all_on_one_host"] else Path(message["parcel_folder"]),
-        traced=message["traced"],
-        model_digests=message["model_digests"],
+        parcel_folder=None if message["all_on_one_host"] else Path(started["parcel_folder"]),
+        traced=started["traced"],
+        model_digests=started["model_digests"],
     )
     worker = make_worker(job, model, tokenizer, mesh, place, around)
     feed = ChannelFeed(channel, messages, worker.expert_tokens)
-    worker.run(feed)
+    try:
+        worker.run(feed)
+    finally:
+        feed.send_steps()
     mesh.close()
     return feed
 

@@ -1,5 +1,7 @@
 """All ranks of a job as their controller sees them: started, met, watched, and started again when one dies.
 
+Importing and loading take a rank as long as planning takes the command: `ranks_ahead` has both done at once.
+
 The ranks come to the controller by TCP and show a token that only their starter knew. Those of other nodes are started
 by an agent there (agent.py); to the controller they look the same. When one rank is lost the others cannot go on: all
 are ended and all start anew.
@@ -13,15 +15,21 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from batchinfer import records
+from batchinfer.config import JobConfig
 from batchinfer.engine.channel import Channel, ChannelClosedError, Message
-from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.layout import RankPlace, rank_places
 from batchinfer.engine.local_ranks import LocalRanks
+from batchinfer.engine.nodes import this_node
 from batchinfer.records import InterruptedRunError
+from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
 HANDSHAKE_S = 30.0
@@ -65,6 +73,8 @@ class RankGroup:
     token: str
     stop: StopSignal
     _start_deadline: float = 0.0
+    _is_closed: bool = False
+    _loading: Future[list[Message]] | None = None  # of ranks that were started ahead
     _connected: dict[int, _Connected] = field(default_factory=dict)
     _incoming: queue.Queue[tuple[Channel, Message | None]] = field(default_factory=queue.Queue)
     _callers: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
@@ -72,20 +82,47 @@ class RankGroup:
     def __post_init__(self) -> None:
         threading.Thread(target=self._answer_callers, name="rank listener", daemon=True).start()
 
-    def start(self, join: Message) -> list[Message]:
-        """Start all ranks and bring them together.
+    @property
+    def port(self) -> int:
+        """Where the ranks call."""
+        return int(self.listener.getsockname()[1])
+
+    def load_ahead(self, join: Message) -> None:
+        """Begin to start all ranks in another thread; the next call of `load` only waits for them."""
+        thread = ThreadPoolExecutor(1, "load ranks")
+        self._loading = thread.submit(self._load, join)
+        thread.shutdown(wait=False)
+
+    def load(self, join: Message) -> list[Message]:
+        """Start all ranks, bring them together and have them load their models.
 
         Args:
-            join: what each rank has to know; where its group meets is added here.
+            join: what each rank has to know for that; where its group meets is added here.
 
         Returns:
-            What each rank said when it was ready to step.
+            What each rank said when it had loaded.
 
         Raises:
             RanksDiedError: one of them ended or a controller's deadline passed.
             BatchinferError: the job cannot run (a rank said so).
             InterruptedRunError: a signal came.
         """
+        loading, self._loading = self._loading, None
+        return self._load(join) if loading is None else loading.result()
+
+    def begin(self, around: Message) -> None:
+        """Let the loaded ranks step.
+
+        Args:
+            around: what each rank has to know of the job now.
+
+        Raises:
+            RanksDiedError: one of them is gone.
+        """
+        for place in self.places:
+            self.send(place.rank, {"type": "start", **around})
+
+    def _load(self, join: Message) -> list[Message]:
         self._start_deadline = time.monotonic() + START_S
         self.local.start()
         while len(self._connected) < len(self.places):
@@ -97,8 +134,6 @@ class RankGroup:
         for place in self.places:
             self.send(place.rank, {"type": "join", **join, **self._meeting_point(place, stores)})
         ready = self._answers(range(len(self.places)), "ready")
-        for place in self.places:
-            self.send(place.rank, {"type": "start"})
         return [ready[place.rank] for place in self.places]
 
     def send(self, rank: int, message: Message) -> None:
@@ -181,7 +216,13 @@ class RankGroup:
         self._connected.clear()
 
     def close(self) -> None:
-        """End all ranks and answer no calls any more."""
+        """End all ranks and answer no calls any more; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.exception()  # it ends soon, and what went wrong matters no more
         self.end()
         # wakes the thread that waits for calls
         self.listener.shutdown(socket.SHUT_RDWR)
@@ -209,7 +250,7 @@ class RankGroup:
         )
 
     def _check_start(self) -> None:
-        if self.stop.requested:
+        if self.stop.requested or self._is_closed:
             raise InterruptedRunError("stopped by a signal; run the same command to go on")
         if time.monotonic() > self._start_deadline:
             self.give_up(f"the ranks were not ready within {START_S:,.0f} s")
@@ -299,11 +340,55 @@ class RankGroup:
         return None
 
 
-def listen(host: str) -> socket.socket:
+def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one_host: bool) -> RankGroup:
+    """The job's ranks, none of them started yet.
+
+    Args:
+        ranks: those that this process starts.
+        host: the address of this process at which they call.
+        one_host: whether there are no others.
+    """
+    listener, token = _listen(host), _new_token()
+    local = LocalRanks(ranks, host, listener.getsockname()[1], token, one_host=one_host)
+    return RankGroup(rank_places(job.cluster), local, listener, token, stop)
+
+
+@contextmanager
+def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankGroup | None]:
+    """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
+
+    None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
+    experts a rank holds.
+
+    Args:
+        know_experts: whether the plan will say that.
+    """
+    if know_experts or RunDir(Path(job.output.dir)).run_json.exists():
+        yield None
+        return
+    node = this_node(job.cluster.num_ranks)
+    ranks = open_group(job, node.ranks, "127.0.0.1", stop, one_host=True)
+    try:
+        ranks.load_ahead(join_message(job, {}))
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def join_message(job: JobConfig, slots_of_role: dict[str, Any]) -> Message:
+    """What ranks have to know to load their models.
+
+    Args:
+        slots_of_role: where experts stand, the fields of feed.ExpertSlots; missing or None: in order.
+    """
+    return {"job": job.model_dump_json(), "expert_slots": slots_of_role}
+
+
+def _listen(host: str) -> socket.socket:
     """A listening socket on a free port of this address."""
     return socket.create_server((host, 0), backlog=1024)
 
 
-def new_token() -> str:
+def _new_token() -> str:
     """A secret that ranks show when they call."""
     return secrets.token_hex(16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Results:
         self._missing: dict[int, int] = {}  # unit -> requests without a completion
         self._finished: dict[int, list[Completion]] = {}  # unit -> completions not yet on disk
         self._num_parts: dict[int, int] = {}
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, what it was
         self._num_step_files = 0
         self._num_steps_of_rank: dict[int, int] = {}
         # by rank: tokens per phase, MoE layer and expert of earlier starts, and of this one
@@ -72,7 +72,7 @@ class Results:
         """Note a step; numbers go on behind those before a restart, the same on all ranks of a group."""
         step = self._num_steps_of_rank.get(rank, 0)
         self._num_steps_of_rank[rank] = step + 1
-        self._steps.append({"session": self._session.name, "rank": rank, **asdict(record), "step": step})
+        self._steps.append((rank, step, record))
 
     def set_expert_tokens(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
         """Tokens per phase, MoE layer and expert that a rank has counted since it was started."""
@@ -114,8 +114,12 @@ class Results:
         if not self._steps:
             return
         target = self._run.session_stats("steps", self._session.name, self._num_step_files)
+        ranks, numbers, records = zip(*self._steps, strict=True)
+        names = [field.name for field in fields(StepRecord)]
+        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
+        columns |= {"session": [self._session.name] * len(records), "rank": ranks, "step": numbers}
         with table_writer(target, STATS_STEPS.schema) as writer:
-            writer.write_table(pa.Table.from_pylist(self._steps, schema=STATS_STEPS.schema))
+            writer.write_table(pa.table(columns, schema=STATS_STEPS.schema))
         self._steps.clear()
         self._num_step_files += 1
 

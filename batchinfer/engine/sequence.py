@@ -42,6 +42,11 @@ class Sequence:
         """KV length that the next decode step attends to, its own new token included."""
         return self.num_prompt_tokens + len(self.token_ids)
 
+    @property
+    def looks_at_every_token(self) -> bool:
+        """Whether more than its end depends on a token."""
+        return self.stream is not None or self.request.sampling.logprobs is not None
+
     def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
         """Add a generated token and decide whether it was the last one."""
         sampling = self.request.sampling

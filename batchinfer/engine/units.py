@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from batchinfer.data.schemas import RESULTS
 from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
 from batchinfer.rundir import RunDir
 
+# of a completion, as they stand in a result file
+COUNTS = ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "kv_tokens_sum")
+
 
 def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0) -> list[Request]:
     """The requests of one unit in the plan's order (reads its row groups only).
@@ -26,20 +29,21 @@ def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_toke
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
     with own_file(run.requests):
         table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
-    samplings: dict[str | None, Sampling] = {None: default}
+    samplings: dict[tuple[str | None, int], Sampling] = {}
     requests = []
     items = table.to_pylist()
     shared_with_next = [*(item["cached_tokens"] for item in items[1:]), after_tokens]
     for item, next_tokens in zip(items, shared_with_next, strict=True):
-        text = item["sampling"]
-        if text not in samplings:
-            samplings[text] = sampling_from_json(text)
+        how = item["sampling"], item["max_tokens"]
+        if how not in samplings:
+            sampling = default if how[0] is None else sampling_from_json(how[0])
+            samplings[how] = replace(sampling, max_tokens=how[1])
         requests.append(
             Request(
                 key=RequestKey(item["shard"], item["row"], item["sample"]),
                 unit=item["unit"],
                 token_ids=item["token_ids"],
-                sampling=replace(samplings[text], max_tokens=item["max_tokens"]),
+                sampling=samplings[how],
                 sampling_key=item["sampling_key"],
                 cached_tokens=item["cached_tokens"],
                 kept_tokens=max(item["cached_tokens"], next_tokens),
@@ -77,38 +81,36 @@ def result_keys(path: Path) -> list[RequestKey]:
 
 
 def result_table(completions: list[Completion]) -> pa.Table:
-    """Finished requests as rows of a result file (schemas.RESULTS)."""
-    rows = []
-    for completion in completions:
-        failed = completion.error is not None
-        logprobs = completion.logprobs
-        rows.append(
-            {
-                **asdict(completion.key),
-                **asdict(completion.times),
-                "unit": completion.unit,
-                "status": "error" if failed else "ok",
-                "error": completion.error,
-                "text": None if failed else completion.text,
-                "token_ids": None if failed else completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-                "prompt_tokens": 0 if failed else completion.prompt_tokens,
-                "cached_memory_tokens": 0 if failed else completion.cached_memory_tokens,
-                "cached_disk_tokens": 0 if failed else completion.cached_disk_tokens,
-                "replicated_tokens": 0 if failed else completion.replicated_tokens,
-                "completion_tokens": 0 if failed else len(completion.token_ids),
-                "kv_tokens_sum": 0 if failed else completion.kv_tokens_sum,
-                "logprobs": None
-                if failed or logprobs is None
-                else [
-                    {
-                        "token_id": item.token_id,
-                        "logprob": item.logprob,
-                        "top": [{"token_id": token, "logprob": value} for token, value in item.top],
-                    }
-                    for item in logprobs
-                ],
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=RESULTS.schema)
+    """Finished requests as rows of a result file (schemas.RESULTS), made column by column."""
+    failed = [completion.error is not None for completion in completions]
+    # what an error row has not: a text is null there, a count 0
+    good = [None if completion.error is not None else completion for completion in completions]
+    columns: dict[str, list[Any]] = {
+        "status": ["error" if is_failed else "ok" for is_failed in failed],
+        "text": [item and item.text for item in good],
+        "token_ids": [item and item.token_ids for item in good],
+        "completion_tokens": [len(item.token_ids) if item else 0 for item in good],
+        "logprobs": [item and _plain_logprobs(item) for item in good],
+    }
+    for name in ("unit", "error", "finish_reason", "stop_reason"):
+        columns[name] = [getattr(completion, name) for completion in completions]
+    for name in COUNTS:
+        columns[name] = [getattr(item, name) if item else 0 for item in good]
+    for name in ("shard", "row", "sample"):
+        columns[name] = [getattr(completion.key, name) for completion in completions]
+    for name in ("admitted_s", "first_token_s", "finished_s"):
+        columns[name] = [getattr(completion.times, name) for completion in completions]
+    return pa.table(columns, schema=RESULTS.schema)
+
+
+def _plain_logprobs(completion: Completion) -> list[dict[str, Any]] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        {
+            "token_id": item.token_id,
+            "logprob": item.logprob,
+            "top": [{"token_id": token, "logprob": value} for token, value in item.top],
+        }
+        for item in completion.logprobs
+    ]

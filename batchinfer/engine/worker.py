@@ -12,8 +12,8 @@ import torch
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.agreement import Agreed, Kind, Wish, agree
-from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows
-from batchinfer.engine.decode import DecodeBatch, joined, take_tokens
+from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows, take_token
+from batchinfer.engine.decode import DecodeBatch, joined
 from batchinfer.engine.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
 from batchinfer.engine.handover import AdoptionQueue, Outbox
 from batchinfer.engine.layout import RankPlace
@@ -23,6 +23,7 @@ from batchinfer.engine.sequence import Sequence, pages_needed
 from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.kv.pages import PagePool
 from batchinfer.kv.parcel import parcel_bytes
+from batchinfer.model.sampling import sample
 from batchinfer.model.transformer import Point, StepOutput, Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
@@ -179,12 +180,12 @@ class RankWorker:
 
     def _wish(self) -> Wish:
         prefill = self._should_prefill()
-        decode = bool(self._decode.sequences)
+        decode = self._decode.num_running > 0
         if prefill:
             # one long prompt fills both halves, too: it is cut between them
             both_halves = self._queue.has_cut_prompt or len(self._queue.waiting[0].token_ids) > 1
         else:
-            both_halves = len(self._decode.sequences) > 1
+            both_halves = self._decode.num_running > 1
         return Wish(
             leave=self._leave,
             prefill=prefill,
@@ -195,7 +196,7 @@ class RankWorker:
 
     @property
     def _num_free_slots(self) -> int:
-        return self._decode_requests - len(self._decode.sequences)
+        return self._decode_requests - self._decode.num_running
 
     @property
     def _num_to_admit(self) -> int:
@@ -216,12 +217,12 @@ class RankWorker:
         if self._queue.has_cut_prompt:
             return True
         num_free = self._num_to_admit
-        enough_free = num_free * FREE_SHARE >= self._decode_requests or not self._decode.sequences
+        enough_free = num_free * FREE_SHARE >= self._decode_requests or not self._decode.num_running
         return enough_free and num_free > 0 and self._queue.can_admit()
 
     def _refuse_what_never_fits(self) -> None:
         """With nothing running all pages can be had: what does not fit then never will."""
-        if self._decode.sequences or self._queue.num_running:
+        if self._decode.num_running or self._queue.num_running:
             return
         waiting = [adoption.request for adoption in self._adoptions.waiting] or list(self._queue.waiting)[:1]
         if waiting and not self._queue.can_fit(waiting[0]):
@@ -243,7 +244,9 @@ class RankWorker:
         self._queue.end_step()
         if complete:
             num_new = np.zeros(len(complete), dtype=np.int64)
-            take_tokens(complete, output.logits, sampling_rows(complete), num_new, self._tokenizer.eos_token_ids)
+            sampled = sample(output.logits, sampling_rows(complete), num_new)
+            for row, sequence in enumerate(complete):
+                take_token(sequence, sampled, row, self._tokenizer.eos_token_ids)
         now_s = time.time()
         for sequence in complete:
             sequence.times.first_token_s = now_s
@@ -300,7 +303,7 @@ class RankWorker:
 
     def _decode_once(self, agreed: Agreed) -> StepReport:
         start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
-        count = len(self._decode.sequences)
+        count = self._decode.num_running
         step = self._decode.step(self._model, self._pages, log, in_pairs=agreed.in_pairs)
         completions = self._finish(step.finished, time.time())
         record = self._record(

@@ -20,32 +20,44 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 class SamplingRows:
     """Sampling parameters of S requests, column by column."""
 
-    temperature: torch.Tensor  # [S] float64; 0: greedy
-    top_k: torch.Tensor  # [S] int64; 0: off
-    top_p: torch.Tensor  # [S] float64
-    min_p: torch.Tensor  # [S] float64
+    temperature: np.ndarray  # [S] float64; 0: greedy
+    top_k: np.ndarray  # [S] int64; 0: off
+    top_p: np.ndarray  # [S] float64
+    min_p: np.ndarray  # [S] float64
     key: np.ndarray  # [S] uint64
-    num_logprobs: int  # most alternatives that any row wants; -1: no row wants logprobs
+    num_logprobs: np.ndarray  # [S] int64, alternatives that the row wants; -1: it wants no logprobs
 
     @classmethod
     def of(cls, samplings: list[Sampling], keys: list[int]) -> SamplingRows:
         wanted = [-1 if sampling.logprobs is None else sampling.logprobs for sampling in samplings]
         return cls(
-            temperature=torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64),
-            top_k=torch.tensor([sampling.top_k for sampling in samplings], dtype=torch.int64),
-            top_p=torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float64),
-            min_p=torch.tensor([sampling.min_p for sampling in samplings], dtype=torch.float64),
+            temperature=np.array([sampling.temperature for sampling in samplings], dtype=np.float64),
+            top_k=np.array([sampling.top_k for sampling in samplings], dtype=np.int64),
+            top_p=np.array([sampling.top_p for sampling in samplings], dtype=np.float64),
+            min_p=np.array([sampling.min_p for sampling in samplings], dtype=np.float64),
             key=np.array(keys, dtype=np.uint64),
-            num_logprobs=max(wanted, default=-1),
+            num_logprobs=np.array(wanted, dtype=np.int64),
         )
+
+    def take(self, rows: np.ndarray) -> SamplingRows:
+        """These rows in this order."""
+        return SamplingRows(*(column[rows] for column in self._columns()))
+
+    def and_also(self, others: SamplingRows) -> SamplingRows:
+        """These rows and behind them the others."""
+        pairs = zip(self._columns(), others._columns(), strict=True)
+        return SamplingRows(*(np.concatenate(pair) for pair in pairs))
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.key, self.num_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One new token per row; log-probabilities under the raw logits (before temperature) when asked for."""
 
-    tokens: list[int]  # S
-    is_finite: list[bool]  # S, False: the logits of the row hold NaN or infinity and the token means nothing
+    tokens: np.ndarray  # [S] int64
+    is_finite: np.ndarray  # [S] bool, False: the logits of the row hold NaN or infinity and the token means nothing
     logprobs: list[float] | None = None  # S
     top_tokens: list[list[int]] | None = None  # S x num_logprobs, most likely first
     top_logprobs: list[list[float]] | None = None
@@ -62,49 +74,53 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray) -
         logits_SV: [S, V] float32.
         positions: [S] index of the new token in its output, from 0.
     """
-    is_finite = torch.isfinite(logits_SV).all(dim=-1)
-    tokens = logits_SV.argmax(dim=-1)
-    drawn = torch.nonzero((rows.temperature > 0) & is_finite).flatten()
+    values_SV = logits_SV.numpy()
+    # numpy's is many times quicker than torch's on a CPU; both take the first of equals
+    tokens = values_SV.argmax(axis=-1)
+    is_finite = _finite_rows(values_SV)
+    drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
-        at = drawn.numpy()
+        chosen = rows.take(drawn)
         probs = filtered_probs(
-            logits_SV[drawn], rows.temperature[drawn], rows.top_k[drawn], rows.top_p[drawn], rows.min_p[drawn]
+            logits_SV[torch.from_numpy(drawn)], chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
         )
-        tokens[drawn] = _draw(probs, torch.from_numpy(uniforms(rows.key[at], np.asarray(positions)[at])))
-    if rows.num_logprobs < 0:
-        return Sampled(tokens.tolist(), is_finite.tolist())
+        tokens[drawn] = _draw(probs, torch.from_numpy(uniforms(chosen.key, np.asarray(positions)[drawn]))).numpy()
+    num_logprobs = int(rows.num_logprobs.max(initial=-1))
+    if num_logprobs < 0:
+        return Sampled(tokens, is_finite)
     logprobs_SV = torch.log_softmax(logits_SV.double(), dim=-1)
-    top = torch.topk(logprobs_SV, min(rows.num_logprobs, logprobs_SV.shape[-1]), dim=-1)
-    chosen = logprobs_SV.gather(1, tokens[:, None])[:, 0]
-    return Sampled(tokens.tolist(), is_finite.tolist(), chosen.tolist(), top.indices.tolist(), top.values.tolist())
+    top = torch.topk(logprobs_SV, min(num_logprobs, logprobs_SV.shape[-1]), dim=-1)
+    of_tokens = logprobs_SV.gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
+    return Sampled(tokens, is_finite, of_tokens.tolist(), top.indices.tolist(), top.values.tolist())
 
 
 def filtered_probs(
     logits_SV: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
 ) -> torch.Tensor:
     """[S, V] float64 probabilities after all filters, not normalised (the draw divides by their sum).
 
     Args:
         logits_SV: [S, V]; all parameters [S], temperature > 0.
     """
+    temperature_S, top_k_S, top_p_S, min_p_S = map(torch.from_numpy, (temperature, top_k, top_p, min_p))
     # the largest logit is taken off first, so that no temperature, however small, makes infinity out of it
     below_best = logits_SV.double() - logits_SV.double().amax(dim=-1, keepdim=True)
-    probs = torch.softmax(below_best / temperature[:, None], dim=-1)
-    if bool((top_k > 0).any() or (top_p < 1).any()):
+    probs = torch.softmax(below_best / temperature_S[:, None], dim=-1)
+    if (top_k > 0).any() or (top_p < 1).any():
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         rank = torch.arange(probs.shape[-1])
-        limit = torch.where(top_k > 0, top_k, probs.shape[-1])
+        limit = torch.where(top_k_S > 0, top_k_S, probs.shape[-1])
         ordered = ordered * (rank < limit[:, None])
         before = torch.cumsum(ordered, dim=-1) - ordered
         # a token stays while the ones before it have not reached top_p of what top_k left; the first always stays
-        inside = before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
-        keep = inside | (top_p >= 1)[:, None]
+        inside = before < top_p_S[:, None] * ordered.sum(dim=-1, keepdim=True)
+        keep = inside | (top_p_S >= 1)[:, None]
         probs = torch.zeros_like(probs).scatter_(1, order, ordered * keep)
-    floor = min_p[:, None] * probs.max(dim=-1, keepdim=True).values
+    floor = min_p_S[:, None] * probs.max(dim=-1, keepdim=True).values
     return probs * (probs >= floor)
 
 
@@ -116,6 +132,14 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
         state = (state ^ (state >> np.uint64(27))) * _MIX_2
         state ^= state >> np.uint64(31)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _finite_rows(values_SV: np.ndarray) -> np.ndarray:
+    """[S] bool; almost always all of them, which their sum shows at once."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values_SV.sum()):
+            return np.ones(len(values_SV), dtype=bool)
+    return np.isfinite(values_SV).all(axis=-1)
 
 
 def _draw(probs_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.earlier_run import Learned, learn
-from batchinfer.plan.expert_plan import plan_experts
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
@@ -86,6 +85,9 @@ def plan_job(
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
             if learned.expert_loads is not None:
+                # numba takes its time to load: jobs that learn nothing do without it
+                from batchinfer.plan.expert_plan import plan_experts
+
                 tables = plan_experts(job.cluster, model, learned.expert_loads)
                 if tables:
                     write_expert_tables(run.experts, tables)
