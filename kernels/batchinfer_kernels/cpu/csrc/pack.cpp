@@ -7,6 +7,7 @@
 //
 // Columns and values that are not there are zero. Blocks of 128 columns are counted within each half of a paired weight.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -78,6 +79,7 @@ void pack_int8(const bf16* source, const Weight& shape, int64_t panel, uint8_t* 
   int8_t* values = reinterpret_cast<int8_t*>(packed);
   int32_t* starts = reinterpret_cast<int32_t*>(packed + num_blocks * kBlock * kPanelColumns);
   float* scales = reinterpret_cast<float*>(starts + num_blocks * kPanelColumns);
+  std::fill(reinterpret_cast<uint8_t*>(scales), packed + shape.panel_bytes(), 0);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t start = block * kBlock;
     for (int64_t lane = 0; lane < kPanelColumns; ++lane) {
