@@ -240,9 +240,10 @@ def test_decode_attention_follows_a_peak_that_comes_late():
 
 
 @pytest.mark.usefixtures("cpp")
-def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(threads):
+@pytest.mark.parametrize("heads", [18, 70])
+def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(heads, threads):
     pages, table, kv_tokens = paged([200, 1, 64, 130, 65, 499], 96)
-    q = random(len(kv_tokens), 18, 96, seed=1)
+    q = random(len(kv_tokens), heads, 96, seed=1)
 
     def attend(requests, columns):
         return ops.mla_decode(
@@ -262,8 +263,8 @@ def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(threads)
         for requests, columns in [([0], 4), ([1, 2], 1), ([4, 0, 3], 5), ([5, 4, 3, 2, 1, 0], 8)]:
             assert torch.equal(attend(torch.tensor(requests), columns), whole[requests])
     # neither do heads depend on each other
-    alone = ops.mla_decode(q[:, 7:8], pages, table, kv_tokens, kv_tokens - 1, latent_dim=64, scale=0.1)
-    assert torch.equal(alone, whole[:, 7:8])
+    others = ops.mla_decode(q[:, 7:15], pages, table, kv_tokens, kv_tokens - 1, latent_dim=64, scale=0.1)
+    assert torch.equal(others, whole[:, 7:15])
 
 
 @pytest.mark.usefixtures("cpp")
@@ -391,6 +392,7 @@ def test_auto_takes_them_for_bfloat16_alone():
     assert Ops.select("auto", torch.bfloat16).linear is ops.linear
     for dtype in (None, torch.float32):
         chosen = Ops.select("auto", dtype)
-        assert all(getattr(chosen, field.name).__module__.startswith("batchinfer_kernels.ref") for field in fields(Ops))
+        runs = [getattr(chosen, field.name) for field in fields(Ops) if field.name != "eight_bit"]
+        assert all(run.__module__.startswith("batchinfer_kernels.ref") for run in runs)
     (row,) = [row for row in backend.explain() if (row.op, row.candidate) == ("linear", "cpu")]
     assert (row.chosen, row.reason) == (True, "in use for bfloat16")

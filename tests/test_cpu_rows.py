@@ -229,9 +229,10 @@ def test_zeros_in_8_bits_are_zeros():
     assert not y.any()
 
 
-def test_requests_that_share_pages_have_the_bits_of_requests_alone(threads):
+@pytest.mark.parametrize("heads", [1, 5, 8, 16, 20])
+def test_requests_that_share_pages_have_the_bits_of_requests_alone(heads, threads):
     generator = torch.Generator().manual_seed(0)
-    pages, q = random(40, 64, 48), random(7, 5, 48, seed=1)
+    pages, q = random(40, 64, 48), random(7, heads, 48, seed=1)
     table = torch.randperm(40, generator=generator)[:35].view(7, 5)
     table[1, :3] = table[0, :3]  # three pages together
     table[2, :4] = table[0, :4]  # one more with the first

@@ -11,6 +11,8 @@
 namespace batchinfer {
 namespace {
 
+constexpr int64_t kFewHeads = 8;
+
 struct Step {
   const DecodeShape& shape;
   const bf16* pages;
@@ -72,6 +74,8 @@ void attend(Attention& attention, const Step& step, const int64_t* requests, int
 void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, const int64_t* page_table,
                 const int64_t* kv_tokens, const int64_t* positions, bf16* out) {
   const Step step{shape, pages, page_table, kv_tokens};
+  // by heads alone, so that a row has the same bits however many queries and requests there are
+  const Lanes lanes = shape.num_heads < kFewHeads ? Lanes::kKeys : Lanes::kRows;
   const int64_t request_rows = shape.num_queries * shape.num_heads;
   const std::vector<int64_t> order = by_pages(step);
   // as many rows side by side as fit, less where threads would have nothing to do
@@ -85,7 +89,7 @@ void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, cons
     const int64_t num_rows = std::min(rows_each, request_rows - first_row);
     const int64_t* requests = order.data() + group * together;
     const int64_t num_requests = std::min(together, shape.num_requests - group * together);
-    Attention& attention = Attention::begin(shape.width, shape.latent_dim, shape.scale);
+    Attention& attention = Attention::begin(shape.width, shape.latent_dim, shape.scale, lanes);
     for (int64_t i = 0; i < num_requests * num_rows; ++i) {
       const int64_t row = requests[i / num_rows] * request_rows + first_row + i % num_rows;
       attention.load_query(i, q + row * shape.width, positions[row / shape.num_heads]);

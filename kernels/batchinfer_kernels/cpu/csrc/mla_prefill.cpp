@@ -138,7 +138,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
     run_tasks(num_parts * num_heads, [&](int64_t task) {
       const Part& part = parts[task / num_heads];
       const int64_t head = task % num_heads;
-      Attention& attention = Attention::begin(width, expanded.value_room(), shape.scale);
+      Attention& attention = Attention::begin(width, expanded.value_room(), shape.scale, Lanes::kRows);
       int64_t last = 0;
       for (int64_t i = 0; i < part.num_rows; ++i) {
         const int64_t row = part.first_row + i;
