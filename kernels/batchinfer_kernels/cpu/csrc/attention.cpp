@@ -292,7 +292,7 @@ void Attention::add_page(int64_t row_begin, int64_t row_end, Rows keys, const bf
     const bf16* panel = reinterpret_cast<const bf16*>(queries_.data());
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min(kTileRows, row_end - row);
-      with_rows(rows, [&](auto count) { bf16_tile<count>(query_rows_ + row, panel, width_, scores_[row], true); });
+      with_rows(rows, [&](auto count) { bf16_tile<count, kChunks>(query_rows_ + row, panel, width_, scores_[row], true); });
     }
     for (int64_t row = row_begin; row < row_end; ++row) weigh_row(row, start, num_keys);
     sum(row_begin, row_end, values, num_keys);

@@ -24,7 +24,7 @@ void panel_product(const Source& x, const Weight& weight, int64_t number, int64_
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
-    multiply_strip(x, row, rows, weight, weight.panel(number), sums);
+    multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums);
     for (int64_t r = 0; r < rows; ++r) store(sums + r * kPanelColumns, columns, out + (row + r) * out_stride + column);
   }
 }
@@ -46,29 +46,29 @@ void product(const Source& x, const Weight& weight, Value* out, int64_t num_rows
 }
 
 // As bf16_tile with float32 weights [depth][64 columns].
-template <int R>
+template <int R, int N>
 void router_tile(const bf16* const* x, const float* panel, int64_t depth, float* out) {
-  __m512 sums[R][kChunks];
+  __m512 sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) sums[r][n] = _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
   }
   for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns) {
-    __m512 columns[kChunks];
+    __m512 columns[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) columns[n] = _mm512_loadu_ps(panel + 16 * n);
+    for (int n = 0; n < N; ++n) columns[n] = _mm512_loadu_ps(panel + 16 * n);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512 value = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(uint32_t{x[r][k]} << 16)));
 #pragma GCC unroll 4
-      for (int n = 0; n < kChunks; ++n) sums[r][n] = _mm512_fmadd_ps(value, columns[n], sums[r][n]);
+      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_fmadd_ps(value, columns[n], sums[r][n]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
   }
 }
 
@@ -107,7 +107,12 @@ void router(Rows x, const float* packed, float* out, int64_t num_rows, int64_t n
       const int64_t rows = std::min(kTileRows, end - row);
       const bf16* at[kTileRows];
       for (int64_t r = 0; r < rows; ++r) at[r] = x.at(row + r);
-      with_rows(rows, [&](auto count) { router_tile<count>(at, packed + column * depth, depth, sums); });
+      const int64_t chunks = std::min<int64_t>(kChunks, (num_columns - column + 15) / 16);
+      with_rows(rows, [&](auto count) {
+        with_chunks(chunks, [&](auto groups) {
+          router_tile<count, groups>(at, packed + column * depth, depth, sums);
+        });
+      });
       for (int64_t r = 0; r < rows; ++r) {
         store(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column),
               out + (row + r) * num_columns + column);

@@ -72,7 +72,8 @@ void expand_page(const Expanded& expanded, const Weight& kv_up, const bf16* page
   static thread_local std::vector<bf16> rounded;
   rounded.resize(kPageTokens * columns + 64);
   for (int64_t panel = 0; panel < kv_up.num_panels(); ++panel) {
-    multiply_strip(Rows{page, page_width}, 0, num_tokens, kv_up, kv_up.panel(panel), sums);
+    multiply_strip(Rows{page, page_width}, 0, num_tokens, kv_up, kv_up.panel(panel), num_chunks(kv_up, panel),
+                   sums);
     const int64_t column = panel * kPanelColumns, count = std::min(kPanelColumns, columns - column);
     for (int64_t token = 0; token < num_tokens; ++token) {
       for (int64_t c = 0; c < count; c += 16) {

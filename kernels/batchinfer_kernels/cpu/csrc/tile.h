@@ -41,30 +41,31 @@ inline __attribute__((always_inline)) void add_pairs(__m512 (&sums)[R][N], const
   }
 }
 
-template <int R>
+// out [R][64] of the first N groups of 16 columns; the others are left as they are.
+template <int R, int N>
 __attribute__((noinline)) void bf16_tile(const bf16* const* x, const bf16* panel, int64_t depth, float* out,
                                          bool is_first) {
-  __m512 sums[R][kChunks];
+  __m512 sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) {
+    for (int n = 0; n < N; ++n) {
       sums[r][n] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanelColumns + 16 * n);
     }
   }
   const int32_t* pairs[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) pairs[r] = reinterpret_cast<const int32_t*>(x[r]);
-  add_pairs<R, kChunks>(sums, pairs, 1, panel, 2 * kPanelColumns, depth / 2);
+  add_pairs<R, N>(sums, pairs, 1, panel, 2 * kPanelColumns, depth / 2);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
   }
 }
 
 // One block of 128 values in depth: scaled block sums are added to `out`.
-template <int R>
+template <int R, int N>
 __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const uint8_t* panel,
                                          int64_t num_blocks, float* out) {
   const int8_t* values = reinterpret_cast<const int8_t*>(panel);
@@ -74,9 +75,9 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    __m512i sums[R][kChunks];
+    __m512i sums[R][N];
 #pragma GCC unroll 4
-    for (int n = 0; n < kChunks; ++n) {
+    for (int n = 0; n < N; ++n) {
       // what moving the values up by 128 added is taken off at the start
       const __m512i start = _mm512_loadu_si512(starts + block * kPanelColumns + 16 * n);
 #pragma GCC unroll 8
@@ -84,22 +85,22 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
     }
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
-      __m512i columns[kChunks];
+      __m512i columns[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < kChunks; ++n) columns[n] = _mm512_loadu_si512(values + 64 * n);
+      for (int n = 0; n < N; ++n) columns[n] = _mm512_loadu_si512(values + 64 * n);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512i four = _mm512_set1_epi32(fours[r][block * (kBlock / 4) + step]);
         // as an instruction, since compilers keep the sums of the intrinsic in memory here
 #pragma GCC unroll 4
-        for (int n = 0; n < kChunks; ++n) asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][n]) : "v"(four), "v"(columns[n]));
+        for (int n = 0; n < N; ++n) asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][n]) : "v"(four), "v"(columns[n]));
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512 x_scale = _mm512_set1_ps(x_scales[r][block]);
 #pragma GCC unroll 4
-      for (int n = 0; n < kChunks; ++n) {
+      for (int n = 0; n < N; ++n) {
         float* at = out + r * kPanelColumns + 16 * n;
         const __m512 scale = _mm512_mul_ps(x_scale, _mm512_set1_ps(scales[block * kChunks + n]));
         const __m512 before = block ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
@@ -109,7 +110,24 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
   }
 }
 
-// Calls tile<R>() for the number of rows given, 1 … 6.
+// Groups of 16 columns that a panel has.
+inline int64_t num_chunks(const Weight& weight, int64_t panel) {
+  if (weight.is_paired) return kChunks;
+  return std::min<int64_t>(kChunks, (weight.num_columns - panel * kPanelColumns + 15) / 16);
+}
+
+// Calls call(N) with the number of groups as a constant, 1 … 4.
+template <class Call>
+inline void with_chunks(int64_t chunks, Call call) {
+  switch (chunks) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    default: return call(std::integral_constant<int, 4>{});
+  }
+}
+
+// The same with the number of rows, 1 … 6.
 template <class Call>
 inline void with_rows(int64_t rows, Call call) {
   switch (rows) {
@@ -122,9 +140,10 @@ inline void with_rows(int64_t rows, Call call) {
   }
 }
 
-// sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with a panel.
+// sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a
+// panel's columns.
 inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
-                           float* sums) {
+                           int64_t chunks, float* sums) {
   const int64_t depth = (weight.depth + 1) / 2 * 2;
   for (int64_t start = 0; start < depth || start == 0; start += kDepthStep) {
     const bf16* values = reinterpret_cast<const bf16*>(panel) + start * kPanelColumns;
@@ -133,14 +152,17 @@ inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const
       const bf16* at[kTileRows];
       for (int64_t r = 0; r < rows; ++r) at[r] = x.at(first + row + r) + start;
       with_rows(rows, [&](auto count) {
-        bf16_tile<count>(at, values, std::min(kDepthStep, depth - start), sums + row * kPanelColumns, start == 0);
+        with_chunks(chunks, [&](auto groups) {
+          bf16_tile<count, groups>(at, values, std::min(kDepthStep, depth - start), sums + row * kPanelColumns,
+                                   start == 0);
+        });
       });
     }
   }
 }
 
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
-                           const uint8_t* panel, float* sums) {
+                           const uint8_t* panel, int64_t chunks, float* sums) {
   for (int64_t row = 0; row < num_rows; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, num_rows - row);
     const uint8_t* at[kTileRows];
@@ -151,7 +173,9 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
       scales[r] = x.scales + from * x.num_blocks;
     }
     with_rows(rows, [&](auto count) {
-      int8_tile<count>(at, scales, panel, weight.num_blocks(), sums + row * kPanelColumns);
+      with_chunks(chunks, [&](auto groups) {
+        int8_tile<count, groups>(at, scales, panel, weight.num_blocks(), sums + row * kPanelColumns);
+      });
     });
   }
 }
