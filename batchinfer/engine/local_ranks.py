@@ -17,16 +17,17 @@ _PREFIX = "BATCHINFER_RANK_"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """How a rank process finds its controller; the token shows that it belongs there."""
+    """How a rank process finds its controller and its cores; the token shows that it belongs there."""
 
     rank: int
     host: str
     port: int
     token: str
 
-    def variables(self) -> dict[str, str]:
+    def variables(self, cores: list[int]) -> dict[str, str]:
         """As environment variables, which only the same user can read."""
         values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
+        values["CORES"] = ",".join(map(str, cores))
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
     @classmethod
@@ -41,6 +42,13 @@ class RankEnvironment:
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
         return cls(int(number), host, int(port), token)
+
+    @staticmethod
+    def take_cores() -> None:
+        """Keep this process to the cores that its starter chose; without a choice it may use all."""
+        cores = os.environ.get(_PREFIX + "CORES")
+        if cores:
+            os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 class LocalRanks:
@@ -63,8 +71,8 @@ class LocalRanks:
     def start(self) -> None:
         """Start all of them; none may be running."""
         assert not self._processes
-        for environment in self._environments:
-            variables = {**self._defaults(), **os.environ, **environment.variables()}
+        for environment, cores in zip(self._environments, self._cores(), strict=True):
+            variables = {**self._defaults(len(cores)), **os.environ, **environment.variables(cores)}
             # standard output stays the command's own: what a rank's libraries print is for people
             self._processes[environment.rank] = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer.engine.rank"], env=variables, stdin=subprocess.DEVNULL, stdout=2
@@ -109,12 +117,22 @@ class LocalRanks:
             process.wait()
         self._processes.clear()
 
-    def _defaults(self) -> dict[str, str]:
+    def _cores(self) -> list[list[int]]:
+        """Cores for each rank: its own where there are enough, else all of them share all."""
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // self.num_ranks
+        if share == 0:
+            return [cores] * self.num_ranks
+        return [cores[share * place : share * (place + 1)] for place in range(self.num_ranks)]
+
+    def _defaults(self, num_cores: int) -> dict[str, str]:
         """Settings that the user may override."""
-        num_threads = max(1, len(os.sched_getaffinity(0)) // max(1, self.num_ranks))
+        num_threads = min(num_cores, max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
         # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        defaults = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000", **quiet}
+        # memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page
+        keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+        defaults = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000", **keep, **quiet}
         if self.one_host:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback

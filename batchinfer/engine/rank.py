@@ -37,6 +37,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     environment = RankEnvironment.read()
+    environment.take_cores()
     try:
         channel = Channel.connect(environment.host, environment.port, CONNECT_S)
     except OSError as error:
