@@ -362,14 +362,14 @@ def _finished_text(run_dir: RunDir, result: Finished) -> str:
 
 
 def _print_report(runs: list[Path], *, as_json: bool) -> None:
-    from batchinfer.report.metrics import report_details, report_metrics
+    from batchinfer.report.metrics import metrics_and_details, report_metrics
     from batchinfer.report.table import format_report
 
-    documents = [report_metrics(folder) for folder in runs]
     if as_json:
+        documents = [report_metrics(folder) for folder in runs]
         click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
         return
-    panels = [format_report(metrics, report_details(folder)) for metrics, folder in zip(documents, runs, strict=True)]
+    panels = [format_report(*metrics_and_details(folder)) for folder in runs]
     click.echo("\n".join(panels), nl=False)
 
 

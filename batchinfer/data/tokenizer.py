@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from batchinfer.data.chat import ChatError, ChatTemplate
 from batchinfer.records import ModelError
+
+if TYPE_CHECKING:
+    from batchinfer.data.chat import ChatTemplate
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ENCODE_CHARS = 1 << 20  # characters encoded at once: the tokenizer holds some hundred bytes per token while it works
@@ -103,6 +105,8 @@ class PromptTokenizer:
         Raises:
             ModelError: the model folder has no usable chat template.
         """
+        from batchinfer.data.chat import ChatError
+
         template = self.chat_template()
         results: list[list[int] | str] = []
         places, texts = [], []
@@ -129,6 +133,9 @@ class PromptTokenizer:
                 "or give ready text in input.prompt"
             )
         if self._template is None:
+            # a rank, which only decodes, does without the template engine
+            from batchinfer.data.chat import ChatTemplate
+
             self._template = ChatTemplate(self._template_text, self._named_tokens)
         return self._template
 

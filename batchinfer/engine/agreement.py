@@ -47,7 +47,7 @@ def agree(mesh: Mesh, wish: Wish, *, overlap: bool) -> Agreed:
     requests. Experts move once all ranks know where to. Two micro-batches are run when `overlap` is on and some rank
     can fill both.
     """
-    wishes = [Wish(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(wish)])]
+    wishes = [wish] if mesh.size == 1 else _exchanged(mesh, wish)
     if any(wish.leave for wish in wishes):
         kind = Kind.LEAVE
     elif all(wish.place for wish in wishes):
@@ -59,3 +59,8 @@ def agree(mesh: Mesh, wish: Wish, *, overlap: bool) -> Agreed:
     else:
         kind = Kind.WAIT
     return Agreed(kind, overlap and any(wish.fills_both_halves for wish in wishes))
+
+
+def _exchanged(mesh: Mesh, wish: Wish) -> list[Wish]:
+    """The wishes of all ranks."""
+    return [Wish(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(wish)])]

@@ -124,8 +124,8 @@ class DecodeTable:
         rows["num_new"] += 1
         rows["last_token"] = sampled.tokens
         may_end = ~sampled.is_finite | rows["is_watched"] | (rows["num_new"] >= rows["max_tokens"])
-        may_end |= np.isin(sampled.tokens, self._eos_tokens) & ~rows["ignores_eos"]
-        may_end |= np.isin(sampled.tokens, self._stop_tokens)
+        may_end |= _are_among(sampled.tokens, self._eos_tokens) & ~rows["ignores_eos"]
+        may_end |= _are_among(sampled.tokens, self._stop_tokens)
         asked = np.flatnonzero(may_end).tolist()
         for row in asked:
             self._hand_over(row)
@@ -157,3 +157,8 @@ class DecodeTable:
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
         self.sampling = self.sampling.take(rows)
+
+
+def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
+    """[S] bool; for a handful of tokens this is several times quicker than np.isin."""
+    return (tokens[:, None] == few).any(axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,10 +75,9 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray) -
         logits_SV: [S, V] float32.
         positions: [S] index of the new token in its output, from 0.
     """
-    values_SV = logits_SV.numpy()
-    # numpy's is many times quicker than torch's on a CPU; both take the first of equals
-    tokens = values_SV.argmax(axis=-1)
-    is_finite = _finite_rows(values_SV)
+    # numpy's argmax is many times quicker than torch's on a CPU; both take the first of equals
+    tokens = logits_SV.numpy().argmax(axis=-1)
+    is_finite = _finite_rows(logits_SV)
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
         chosen = rows.take(drawn)
@@ -134,12 +134,11 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _finite_rows(values_SV: np.ndarray) -> np.ndarray:
+def _finite_rows(logits_SV: torch.Tensor) -> np.ndarray:
     """[S] bool; almost always all of them, which their sum shows at once."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values_SV.sum()):
-            return np.ones(len(values_SV), dtype=bool)
-    return np.isfinite(values_SV).all(axis=-1)
+    if math.isfinite(float(logits_SV.sum())):
+        return np.ones(len(logits_SV), dtype=bool)
+    return torch.isfinite(logits_SV).all(dim=-1).numpy()
 
 
 def _draw(probs_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from batchinfer.rundir import RunDir, read_json
 
 Figure = float | int | None
 
+MAX_ERRORS = 5  # different texts that a report shows
 # queries/<name>.sql in this order, each a table that the ones after it use; errors.sql stands alone
 QUERIES = (
     "sessions",
@@ -129,11 +130,15 @@ def report_metrics(run_folder: Path) -> dict[str, Figure]:
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
     """
-    figures: dict[str, Any] = {}
     with _computed(run_folder) as connection:
-        for name in ("tokens", "speeds", "extra_work", "communication", "times", "held"):
-            figures |= _one_row(connection, name, run_folder)
-        run = _one_row(connection, "run", run_folder)
+        return _metrics(connection, run_folder)
+
+
+def _metrics(connection: duckdb.DuckDBPyConnection, run_folder: Path) -> dict[str, Figure]:
+    figures: dict[str, Any] = {}
+    for name in ("tokens", "speeds", "extra_work", "communication", "times", "held"):
+        figures |= _one_row(connection, name, run_folder)
+    run = _one_row(connection, "run", run_folder)
     hit_tokens = figures["cached_tokens"]
     miss_tokens = figures["input_tokens"] - hit_tokens
     prices = {name: run[name] for name in ("input_hit", "input_miss", "output")}
@@ -148,28 +153,38 @@ def report_metrics(run_folder: Path) -> dict[str, Figure]:
     return {key: _finite(figures[key]) for key in METRICS}
 
 
-def report_details(run_folder: Path, max_errors: int = 5) -> RunDetails:
+def report_details(run_folder: Path, max_errors: int = MAX_ERRORS) -> RunDetails:
     """The run's name, prediction, ranks, unreadable shards and most frequent errors.
 
     Raises:
         ConfigError: as report_metrics.
     """
     with _computed(run_folder) as connection:
-        run = _one_row(connection, "run", run_folder)
-        tokens = _one_row(connection, "tokens", run_folder)
-        communication = _one_row(connection, "communication", run_folder)
-        balance = _one_row(connection, "balance", run_folder)
-        store = _one_row(connection, "store", run_folder)
-        predictions = _query(
-            connection, "SELECT name, planned, happened, at_best FROM predictions ORDER BY place", run_folder
-        )
-        ranks = _query(connection, "SELECT * FROM ranks ORDER BY rank", run_folder)
-        ((restarts, moves),) = _query(
-            connection, "SELECT coalesce(sum(restarts), 0), coalesce(sum(moves), 0) FROM nodes", run_folder
-        )
-        errors = _query(
-            connection, f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}", run_folder
-        )
+        return _details(connection, run_folder, max_errors)
+
+
+def metrics_and_details(run_folder: Path) -> tuple[dict[str, Figure], RunDetails]:
+    """`report_metrics` and `report_details` of a run, from one reading of its tables."""
+    with _computed(run_folder) as connection:
+        return _metrics(connection, run_folder), _details(connection, run_folder, MAX_ERRORS)
+
+
+def _details(connection: duckdb.DuckDBPyConnection, run_folder: Path, max_errors: int) -> RunDetails:
+    run = _one_row(connection, "run", run_folder)
+    tokens = _one_row(connection, "tokens", run_folder)
+    communication = _one_row(connection, "communication", run_folder)
+    balance = _one_row(connection, "balance", run_folder)
+    store = _one_row(connection, "store", run_folder)
+    predictions = _query(
+        connection, "SELECT name, planned, happened, at_best FROM predictions ORDER BY place", run_folder
+    )
+    ranks = _query(connection, "SELECT * FROM ranks ORDER BY rank", run_folder)
+    ((restarts, moves),) = _query(
+        connection, "SELECT coalesce(sum(restarts), 0), coalesce(sum(moves), 0) FROM nodes", run_folder
+    )
+    errors = _query(
+        connection, f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}", run_folder
+    )
     return RunDetails(
         run=str(run["run"]),
         model=str(run["model"]),
