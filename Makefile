@@ -42,6 +42,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/kv_rerun.py
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/outside_the_model.py
+	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 
 # pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would

@@ -54,9 +54,10 @@ def linear_cases() -> Iterator[Case]:
 def linear_case(name: str, num_rows: int, num_out: int, num_in: int) -> Case:
     num_copies = max(1, NUM_COPIES_BYTES // (2 * num_out * num_in)) if num_rows <= 64 else 1
     x, weights = random(num_rows, num_in), random(num_copies, num_out, num_in)
+    packed = [ops.pack(weight) for weight in weights]
     return Case(
         f"linear {name} {num_rows} x {num_in} -> {num_out}",
-        lambda copy: ops.linear(x, weights[copy]),
+        lambda copy: ops.linear(x, packed[copy]),
         lambda copy: F.linear(x, weights[copy]),
         2.0 * num_rows * num_in * num_out,
         2.0 * (num_in * num_out + num_rows * (num_in + num_out)),
@@ -66,6 +67,7 @@ def linear_case(name: str, num_rows: int, num_out: int, num_in: int) -> Case:
 
 def expert_cases() -> Iterator[Case]:
     gate_up, down = random(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN), random(NUM_EXPERTS, HIDDEN, INTERMEDIATE)
+    packed = ops.pack(gate_up, is_paired=True), ops.pack(down)
     for num_tokens in (1, 8, 64, 512, 2048):
         experts = torch.stack([torch.randperm(NUM_EXPERTS)[:TOPK] for _ in range(num_tokens)])
         num_rows = torch.bincount(experts.flatten(), minlength=NUM_EXPERTS)
@@ -73,7 +75,7 @@ def expert_cases() -> Iterator[Case]:
         weights = int((num_rows > 0).sum()) * 3 * HIDDEN * INTERMEDIATE
         yield Case(
             f"grouped_mlp {num_tokens} tokens x {TOPK} of {NUM_EXPERTS} experts",
-            lambda copy, x=x, num_rows=num_rows: ops.grouped_mlp(x, num_rows, gate_up, down),
+            lambda copy, x=x, num_rows=num_rows: ops.grouped_mlp(x, num_rows, *packed),
             lambda copy, x=x, num_rows=num_rows: torch_experts(x, num_rows, gate_up, down),
             6.0 * len(x) * HIDDEN * INTERMEDIATE,
             2.0 * (weights + 2 * x.numel()),
@@ -121,21 +123,25 @@ def prefill_cases() -> Iterator[Case]:
     for num_tokens, context in ((490, 490), (64, 554), (2048, 2048)):
         num_pages = -(-context // 64)
         q, pages = random(num_tokens, NUM_HEADS, nope + ROTARY), random(num_pages, 64, LATENT + ROTARY)
-        arguments = (q, pages, torch.arange(num_pages), torch.arange(context - num_tokens, context), kv_b)
-        options = {"context_tokens": context, "v_dim": value, "scale": 0.1}
+        page_ids, positions = torch.arange(num_pages), torch.arange(context - num_tokens, context)
+        counts = torch.tensor([num_tokens]), torch.tensor([context])
+        options = {"v_dim": value, "scale": 0.1}
+        ours = (q, pages, page_ids[None], *counts, positions, ops.pack(kv_b))
+        plain = (*ours[:-1], kv_b)
+        arguments = (q, pages, page_ids, positions, kv_b)
         seen = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) / 2
         products = seen * (nope + ROTARY + value) + context * LATENT * (nope + value)
         yield Case(
             f"mla_prefill {num_tokens} of {context} tokens, {NUM_HEADS} heads (torch: sdpa)",
-            lambda copy, a=arguments, o=options: ops.mla_prefill(*a, **o),
+            lambda copy, a=ours, o=options: ops.mla_prefill(*a, **o),
             lambda copy, a=arguments: torch_prefill(*a),
             2.0 * NUM_HEADS * products,
             2.0 * (pages.numel() + q.numel()),
         )
         yield Case(
             f"mla_prefill {num_tokens} of {context} tokens, {NUM_HEADS} heads (torch: the reference)",
-            lambda copy, a=arguments, o=options: ops.mla_prefill(*a, **o),
-            lambda copy, a=arguments, o=options: reference_mla.mla_prefill(*a, **o),
+            lambda copy, a=ours, o=options: ops.mla_prefill(*a, **o),
+            lambda copy, a=plain, o=options: reference_mla.mla_prefill(*a, **o),
             2.0 * NUM_HEADS * products,
             2.0 * (pages.numel() + q.numel()),
         )
@@ -166,9 +172,10 @@ def batched_cases() -> Iterator[Case]:
     for num_rows in (1, 64):
         for name, width, y in (("q · key_up", 64, key_up), ("out · value_up", LATENT, value_up)):
             x = random(num_rows, NUM_HEADS, width).transpose(0, 1)
+            packed = ops.pack(y.mT)
             yield Case(
-                f"batched_matmul {num_rows} rows, {name} (torch: bmm)",
-                lambda copy, x=x, y=y: ops.batched_matmul(x, y),
+                f"batched_linear {num_rows} rows, {name} (torch: bmm)",
+                lambda copy, x=x, packed=packed: ops.batched_linear(x, packed),
                 lambda copy, x=x, y=y: torch.bmm(x, y),
                 2.0 * num_rows * y.numel(),
                 2.0 * (y.numel() + x.numel() + num_rows * NUM_HEADS * y.shape[-1]),

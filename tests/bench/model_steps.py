@@ -1,0 +1,162 @@
+"""Single steps of the bench models: seconds, the share of each operation, and of what the machine can do.
+
+A decode step of many requests (alone, and in groups that share most of their pages) and a prefill step, without the
+engine around them. The limit of a step is the larger of the time in which its weights can be read and the time in which
+its products can be multiplied, both at rates measured in the same run.
+
+    python tests/bench/model_steps.py [--sizes tiny small] [--dtype bfloat16 fp8] [--threads N] [--ops]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+
+from bench_models import SIZES, make_model  # noqa: E402
+from engine import body_flops, gemm_flops, read_bytes_per_s  # noqa: E402
+
+from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer  # noqa: E402
+
+BATCH = {"tiny": 256, "small": 64}
+CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
+PREFILL_TOKENS, CHUNK_TOKENS = 4096, 512
+FIRST_TOKEN = 8
+
+
+class OpSeconds:
+    """Wraps a model's operations so that their seconds are counted."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.seconds: Counter[str] = Counter()
+        ops = model._ops
+        timed = {
+            field.name: self._timed(field.name, getattr(ops, field.name))
+            for field in fields(ops)
+            if field.name not in ("eight_bit", "pack", "pack_router")
+        }
+        model._ops = replace(ops, **timed)
+        model._layers = tuple(model._build_layer(layer) for layer in range(model.config.num_hidden_layers))
+
+    def _timed(self, name: str, run: Callable) -> Callable:
+        def timed(*args: object, **options: object) -> object:
+            started = time.perf_counter()
+            result = run(*args, **options)
+            self.seconds[name] += time.perf_counter() - started
+            return result
+
+        return timed
+
+
+def decode_step(size: str, *, shared: bool) -> StepInput:
+    """One token of each request; in groups of GROUP they share their first pages."""
+    batch, num_pages = BATCH[size], -(-(CONTEXT + 1) // PAGE_TOKENS)
+    table = torch.arange(batch * num_pages).view(batch, num_pages)
+    if shared:
+        for first in range(0, batch, GROUP):
+            table[first : first + GROUP, :SHARED_PAGES] = table[first, :SHARED_PAGES].clone()
+    positions = torch.full((batch,), CONTEXT)
+    return StepInput(
+        tokens=torch.randint(FIRST_TOKEN, SIZES[size]["vocab_size"], (batch,)),
+        positions=positions,
+        slots=table[:, -1] * PAGE_TOKENS + positions % PAGE_TOKENS,
+        logit_rows=torch.arange(batch),
+        page_table=table,
+        kv_tokens=positions + 1,
+    )
+
+
+def prefill_step(size: str) -> StepInput:
+    """Whole prompts of CHUNK_TOKENS tokens."""
+    starts = range(0, PREFILL_TOKENS, CHUNK_TOKENS)
+    pages = torch.arange(CHUNK_TOKENS // PAGE_TOKENS)
+    return StepInput(
+        tokens=torch.randint(FIRST_TOKEN, SIZES[size]["vocab_size"], (PREFILL_TOKENS,)),
+        positions=torch.arange(CHUNK_TOKENS).repeat(len(starts)),
+        slots=torch.arange(PREFILL_TOKENS),
+        logit_rows=torch.arange(CHUNK_TOKENS - 1, PREFILL_TOKENS, CHUNK_TOKENS),
+        prefill=tuple(PrefillSpan(start, CHUNK_TOKENS, CHUNK_TOKENS, start // PAGE_TOKENS + pages) for start in starts),
+    )
+
+
+def weight_bytes(size: str, bytes_per_value: int) -> float:
+    """Of everything but the embedding: what a step over many tokens reads at least."""
+    c = SIZES[size]
+    body, head, _ = body_flops(size)
+    routed = 6.0 * (c["num_hidden_layers"] - 1) * c["hidden_size"] * c["moe_intermediate_size"]
+    others = body - routed * c["num_experts_per_tok"]
+    return (others + routed * c["n_routed_experts"]) / 2 * bytes_per_value + head / 2 * 2
+
+
+def flops(size: str, kind: str) -> float:
+    """Of a step; attention over latents in decode, over keys and values in prefill."""
+    c = SIZES[size]
+    body, head, per_pair = body_flops(size)
+    if kind == "prefill":
+        seen = PREFILL_TOKENS * (CHUNK_TOKENS + 1) / 2
+        return PREFILL_TOKENS * body + PREFILL_TOKENS // CHUNK_TOKENS * head + seen * per_pair
+    per_key = 2.0 * c["num_hidden_layers"] * c["num_attention_heads"] * (2 * c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    return BATCH[size] * (body + head + (CONTEXT + 1) * per_key)
+
+
+def median_seconds(work: Callable[[], object], rounds: int) -> float:
+    work()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "fp8"], choices=["bfloat16", "fp8"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ops", action="store_true", help="print the time of each operation, too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        for size in options.sizes:
+            folder = make_model(Path(scratch) / size, size)
+            for dtype in options.dtype:
+                model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=dtype == "fp8")
+                ops = OpSeconds(model)
+                pages = model.new_pages(BATCH[size] * -(-(CONTEXT + 1) // PAGE_TOKENS)).normal_()
+                steps = {
+                    "decode": decode_step(size, shared=False),
+                    "decode, shared": decode_step(size, shared=True),
+                    "prefill": prefill_step(size),
+                }
+                for kind, step in steps.items():
+                    multiply_s = flops(size, kind) / gemm_flops()
+                    read_s = weight_bytes(size, 1 if dtype == "fp8" else 2) / read_bytes_per_s()
+                    ops.seconds.clear()
+                    seconds = median_seconds(partial(model.forward, step, pages), options.rounds)
+                    print(
+                        f"{size} {dtype:<9}{kind:<15}{len(step.tokens):>6} tokens {seconds * 1e3:>9.1f} ms, "
+                        f"{max(multiply_s, read_s) / seconds:>6.1%} of the limit (products {multiply_s * 1e3:.1f} ms "
+                        f"at bfloat16 rate, weights {read_s * 1e3:.1f} ms)",
+                        flush=True,
+                    )
+                    if options.ops:
+                        for name, total in ops.seconds.most_common(8):
+                            print(f"    {name:<20}{total / (options.rounds + 1) * 1e3:>9.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
