@@ -57,9 +57,16 @@ class Checkpoint:
         """
         path = self._infos[name].path
         try:
+            if path not in self._files:
+                self._files[path] = safe_open(path, framework="pt", device="cpu")
             return self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
+
+
+    def unmap(self) -> None:
+        """Close the files until the next read: what has been read of them no longer counts as this process's memory."""
+        self._files.clear()
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -188,6 +188,7 @@ class _Loader:
         return out
 
     def layer(self, layer: int) -> LayerWeights:
+        self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
         return LayerWeights(
             input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
