@@ -63,7 +63,6 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
 
-
     def unmap(self) -> None:
         """Close the files until the next read: what has been read of them no longer counts as this process's memory."""
         self._files.clear()

@@ -28,7 +28,9 @@ sys.path.insert(0, str(TESTS))
 from bench_models import SIZES, make_model  # noqa: E402
 from engine import body_flops, gemm_flops, read_bytes_per_s  # noqa: E402
 
+from batchinfer.model.ops import Ops  # noqa: E402
 from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer  # noqa: E402
+from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
 
 BATCH = {"tiny": 256, "small": 64}
 CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
@@ -37,18 +39,22 @@ FIRST_TOKEN = 8
 
 
 class OpSeconds:
-    """Wraps a model's operations so that their seconds are counted."""
+    """Seconds in each operation of a model."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        ops = model._ops
+
+    def model(self, folder: Path, *, eight_bit: bool) -> Transformer:
+        """Load a model whose operations are timed."""
+        ops = Ops.select("auto", torch.bfloat16, eight_bit=eight_bit)
         timed = {
             field.name: self._timed(field.name, getattr(ops, field.name))
             for field in fields(ops)
             if field.name not in ("eight_bit", "pack", "pack_router")
         }
-        model._ops = replace(ops, **timed)
-        model._layers = tuple(model._build_layer(layer) for layer in range(model.config.num_hidden_layers))
+        plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
+        experts = LocalDispatcher(plain.config.n_routed_experts, gathers=False)
+        return Transformer(plain.config, plain.weights, [experts] * plain.num_moe_layers, replace(ops, **timed))
 
     def _timed(self, name: str, run: Callable) -> Callable:
         def timed(*args: object, **options: object) -> object:
@@ -134,8 +140,8 @@ def main() -> None:
         for size in options.sizes:
             folder = make_model(Path(scratch) / size, size)
             for dtype in options.dtype:
-                model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=dtype == "fp8")
-                ops = OpSeconds(model)
+                ops = OpSeconds()
+                model = ops.model(folder, eight_bit=dtype == "fp8")
                 pages = model.new_pages(BATCH[size] * -(-(CONTEXT + 1) // PAGE_TOKENS)).normal_()
                 steps = {
                     "decode": decode_step(size, shared=False),

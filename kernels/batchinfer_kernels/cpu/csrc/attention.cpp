@@ -155,8 +155,10 @@ void Attention::load_query(int64_t row, const bf16* q, int64_t position) {
 // scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
 template <int K, int C>
 void Attention::score(int64_t lane, Rows keys, int64_t num_keys, const bf16* next) {
+  // a line of the next page after every so many pairs: all at once they would wait for memory
+  constexpr int64_t kPairsPerLine = 16 / K;
+  const int64_t num_lines = width_ / 2 / kPairsPerLine;
   for (int64_t key = 0; key < num_keys; key += K) {
-    if (next) fetch(next + key * keys.stride, K * keys.stride);
     __m512 sums[K][C];
     const int32_t* pairs[K];
 #pragma GCC unroll 16
@@ -165,8 +167,16 @@ void Attention::score(int64_t lane, Rows keys, int64_t num_keys, const bf16* nex
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[k][c] = _mm512_setzero_ps();
     }
-    add_pairs<K, C>(sums, pairs, 1, reinterpret_cast<const bf16*>(queries_.data() + lane), 2 * kAttentionRows,
-                    width_ / 2);
+    const bf16* queries = reinterpret_cast<const bf16*>(queries_.data() + lane);
+    const bf16* coming = next ? next + key * keys.stride : keys.at(key);
+    for (int64_t line = 0; line < num_lines; ++line, coming += 32) {
+      _mm_prefetch(reinterpret_cast<const char*>(coming), _MM_HINT_T1);
+      add_pairs<K, C>(sums, pairs, 1, queries, 2 * kAttentionRows, kPairsPerLine);
+      queries += kPairsPerLine * 2 * kAttentionRows;
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k) pairs[k] += kPairsPerLine;
+    }
+    add_pairs<K, C>(sums, pairs, 1, queries, 2 * kAttentionRows, width_ / 2 - num_lines * kPairsPerLine);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
 #pragma GCC unroll 4
