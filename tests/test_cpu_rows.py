@@ -143,6 +143,15 @@ def test_the_largest_logit_is_the_first_among_equals(width):
     assert torch.equal(tokens[4:], torch.tensor([row.tolist().index(max(row.tolist())) for row in logits[4:]]))
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_product_may_be_added_to_the_stream(is_int8):
+    x, weight, bias, stream = random(5, 64), random(7, 64, seed=1), random(7, seed=2), random(5, 7, seed=3)
+    packed = ops.pack(weight, is_int8=is_int8)
+    assert torch.equal(ops.linear(x, packed, stream=stream), stream + ops.linear(x, packed))
+    assert torch.equal(ops.linear(x, packed, bias, stream=stream), stream + ops.linear(x, packed, bias))
+    assert torch.equal(reference.linear(x, weight, stream=stream), stream + reference.linear(x, weight))
+
+
 def test_logits_can_be_had_in_float32():
     x, weight = random(5, 64), random(7, 64, seed=1)
     wide = ops.linear(x, weight, wide=True)

@@ -174,7 +174,7 @@ class RankWorker:
         return handovers
 
     def _is_running_out(self) -> bool:
-        """Whether less is waiting than two prefill steps could take: one runs while more come; more would only lie here."""
+        """Whether less is waiting than two prefill steps take: one runs while more come; others would only lie here."""
         num_tokens = sum(len(request.token_ids) - request.cached_tokens for request in self._queue.waiting)
         return num_tokens < 2 * self._prefill_tokens and len(self._queue.waiting) < self._decode_requests
 

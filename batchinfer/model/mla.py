@@ -90,12 +90,14 @@ class Attention:
             slots_W[step.copy_to] = slots_W[step.copy_from]
         return q_THA
 
-    def attend(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """Core attention and output projection: [T, D]."""
+    def attend(
+        self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Core attention and output projection, added to the stream: [T, D]."""
         if len(q_THA) == 0:
-            return q_THA.new_empty(0, self.config.hidden_size)
+            return hidden_TD
         form = self._attend_absorbed if step.is_decode else self._attend_plain
-        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out)
+        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, stream=hidden_TD)
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All chunks with keys and values per head: [T, H, V]."""

@@ -46,10 +46,10 @@ class DenseMlp:
     ops: Ops
     weights: MlpWeights
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] to [T, D]."""
+    def forward(self, x_TD: torch.Tensor, *, stream: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, D] to [T, D], added to the stream when there is one."""
         gate_TF, up_TF = self.ops.linear(x_TD, *self.weights.gate_up).chunk(2, dim=-1)
-        return self.ops.linear(self.ops.silu_mul(gate_TF, up_TF), *self.weights.down)
+        return self.ops.linear(self.ops.silu_mul(gate_TF, up_TF), *self.weights.down, stream=stream)
 
 
 class MoeMlp:

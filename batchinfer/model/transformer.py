@@ -85,21 +85,21 @@ class DecoderLayer:
         if isinstance(self.mlp, DenseMlp):
             with spans.compute("DENSE"):
                 q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
-                hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
-                return hidden_TD + self.mlp.forward(self.mlp_norm(hidden_TD))
+                hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
+                return self.mlp.forward(self.mlp_norm(hidden_TD), stream=hidden_TD)
         assert expert_counts_E is not None
         if step.is_decode:
             with spans.compute("ATTN-0"):
                 q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
             yield Point.QUERIES
             with spans.compute("ATTN-1"):
-                hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
+                hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
                 x_TD = self.mlp_norm(hidden_TD)
                 routing = self.mlp.route(x_TD, expert_counts_E)
             return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.DISPATCH))
         with spans.compute("ATTN"):
             q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
-            hidden_TD = hidden_TD + self.attention.attend(q_THA, step, pages)
+            hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
             x_TD = self.mlp_norm(hidden_TD)
             routing = self.mlp.route(x_TD, expert_counts_E)
         return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.COMBINE))

@@ -167,6 +167,8 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
 
 
 def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[num_experts] int64, how often each expert id occurs; stays on the device (bincount would read its result)."""
+    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it)."""
+    if expert_M.device.type == "cpu":
+        return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)
     return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))

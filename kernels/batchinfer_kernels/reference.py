@@ -44,7 +44,12 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, wide: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x · weightᵀ + bias.
 
@@ -53,12 +58,14 @@ def linear(
         weight: [out, in], same dtype.
         bias: [out] or None.
         wide: give float32.
+        stream: [T, out], to which the rounded result is added.
 
     Returns:
         [T, out] in the dtype of x.
     """
     y = F.linear(_aligned(x), weight)[: x.shape[0]]
     y = y if bias is None else y + bias
+    y = y if stream is None else stream + y
     return y.float() if wide else y
 
 

@@ -35,16 +35,25 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor | PackedRouter:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, *, wide: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor | Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32."""
+    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32; `stream`: added to it."""
     if not _takes(x, weight):
-        return reference.linear(x, _plain(weight), bias, wide=wide)
-    if x.shape[-1] != _shape(weight)[-1] and x.shape[-1] + x.shape[-1] % 2 != _shape(weight)[-1]:
-        raise RuntimeError(f"x is {x.shape[-1]} wide, weight {_shape(weight)[-1]}")
-    weight = weight if isinstance(weight, Packed) else packed.pack(weight)
-    y = library().linear(_even(x), weight.data, weight.num_columns, weight.depth, weight.is_int8, wide)
-    return y if bias is None else y + bias
+        return reference.linear(x, _plain(weight), bias, wide=wide, stream=stream)
+    if not isinstance(weight, Packed):
+        if x.shape[-1] != weight.shape[-1]:
+            raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
+        weight = packed.pack(weight)
+    added = stream if bias is None else None
+    y = library().linear(_even(x), weight.data, weight.num_columns, weight.depth, weight.is_int8, wide, added)
+    if bias is None:
+        return y
+    return y + bias if stream is None else stream + (y + bias)
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
@@ -68,7 +77,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D]."""
     if not _takes(x, weight) or x.shape[-1] == 0:
         return reference.rms_norm(x, weight, eps)
-    return library().rms_norm(x.reshape(-1, x.shape[-1]), weight.contiguous(), eps).view(x.shape)
+    if x.dim() == 2:
+        return library().rms_norm(x, weight, eps)
+    return library().rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -263,10 +274,10 @@ def mla_decode(
 
 
 def _takes(*operands: torch.Tensor | Packed) -> bool:
-    return all(
-        isinstance(operand, Packed) or (operand.dtype is torch.bfloat16 and operand.device.type == "cpu")
-        for operand in operands
-    )
+    for operand in operands:
+        if not isinstance(operand, Packed) and (operand.dtype is not torch.bfloat16 or not operand.is_cpu):
+            return False
+    return True
 
 
 def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
@@ -278,12 +289,6 @@ def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
 def _fits(width: int, value_dim: int) -> bool:
     """Whether attention takes these widths: queries in pairs of values, results in whole vectors."""
     return width % 2 == 0 and value_dim > 0 and value_dim % _VALUE_MULTIPLE == 0
-
-
-def _shape(weight: torch.Tensor | Packed) -> tuple[int, int]:
-    if isinstance(weight, Packed):
-        return weight.num_columns, weight.depth
-    return weight.shape[-2], weight.shape[-1]
 
 
 def _even(x: torch.Tensor) -> torch.Tensor:

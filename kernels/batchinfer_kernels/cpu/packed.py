@@ -9,7 +9,9 @@ section 3.3.2), and products round their input to 8 bits with a scale per 128 va
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,24 @@ import torch.nn.functional as F
 from batchinfer_kernels.cpu import build
 
 PANEL_COLUMNS = 64
+_OPERATIONS = (
+    "pack",
+    "linear",
+    "batched_linear",
+    "router",
+    "grouped_mlp",
+    "masked_mlp",
+    "mla_decode",
+    "mla_prefill",
+    "rope_and_cache",
+    "gate",
+    "sort_by_expert",
+    "sum_per_token",
+    "add_sums",
+    "rms_norm",
+    "silu_mul",
+    "argmax",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +81,9 @@ def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
     return PackedRouter(padded.view(-1, PANEL_COLUMNS, depth).transpose(1, 2).contiguous(), num_experts)
 
 
+@functools.cache
 def library() -> Any:
-    """The loaded C++ operations.
+    """The loaded C++ operations, each as the one overload it has (looking for it costs as much as a small operation).
 
     Raises:
         BuildError: they cannot run here, with the reason.
@@ -70,7 +91,7 @@ def library() -> Any:
     reason = build.why_not()
     if reason is not None:
         raise build.BuildError(reason)
-    return torch.ops.batchinfer_cpu
+    return SimpleNamespace(**{name: getattr(torch.ops.batchinfer_cpu, name).default for name in _OPERATIONS})
 
 
 def _packed_bytes(weights_BNM: torch.Tensor, *, is_int8: bool, is_paired: bool) -> torch.Tensor:

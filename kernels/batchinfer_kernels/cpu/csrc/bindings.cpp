@@ -90,19 +90,25 @@ struct Bytes {
   }
 };
 
-Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide) {
+Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide,
+              const std::optional<Tensor>& stream) {
   check(x_in, 2, "x");
   TORCH_CHECK(x_in.size(1) == depth, "x is ", x_in.size(1), " wide, weight ", depth);
   const Tensor x = with_whole_rows(x_in);
   const Weight weight = weight_of(packed, 1, num_columns, depth, is_int8, false);
   Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  if (stream) {
+    check_contiguous(*stream, 2, "stream");
+    TORCH_CHECK(!wide && stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
+  }
+  const bf16* added = stream ? values_of(*stream) : nullptr;
   if (is_int8) {
     TORCH_CHECK(!wide, "8-bit products are rounded to bfloat16");
-    batchinfer::linear(Bytes(x).rows, weight, room_of(out), x.size(0));
+    batchinfer::linear(Bytes(x).rows, weight, added, room_of(out), x.size(0));
   } else if (wide) {
     batchinfer::linear(rows_of(x), weight, write<float>(out), x.size(0));
   } else {
-    batchinfer::linear(rows_of(x), weight, room_of(out), x.size(0));
+    batchinfer::linear(rows_of(x), weight, added, room_of(out), x.size(0));
   }
   return out;
 }
@@ -389,7 +395,7 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("pack(Tensor source, bool is_int8, bool is_paired) -> Tensor", pack);
-  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide) -> Tensor", linear);
+  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide, Tensor? stream) -> Tensor", linear);
   m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
   m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);
   m.def(

@@ -70,9 +70,10 @@ int64_t num_threads();
 // pack.cpp: packs `source` [num_columns, depth] for the tiles; 8-bit weights are rounded block by block.
 void pack(const bf16* source, const Weight& shape, uint8_t* packed);
 
-// linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. Depth is even; 8-bit weights take ByteRows.
-void linear(Rows x, const Weight& weight, bf16* out, int64_t num_rows);
-void linear(ByteRows x, const Weight& weight, bf16* out, int64_t num_rows);
+// linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. Depth is even; 8-bit weights take ByteRows. The rounded
+// result is added to `stream` [t, n] unless that is null.
+void linear(Rows x, const Weight& weight, const bf16* stream, bf16* out, int64_t num_rows);
+void linear(ByteRows x, const Weight& weight, const bf16* stream, bf16* out, int64_t num_rows);
 void linear(Rows x, const Weight& weight, float* out, int64_t num_rows);
 // The same for every batch with a weight of its own; each *_batch is the step to the next batch.
 void batched_linear(Rows x, int64_t x_batch, const Weight& weights, bf16* out, int64_t out_stride, int64_t out_batch,

@@ -8,31 +8,39 @@
 namespace batchinfer {
 namespace {
 
-void store(const float* sums, int64_t count, bf16* out) {
-  for (int64_t i = 0; i < count; i += 16) store_rounded(out + i, lanes(count - i), _mm512_loadu_ps(sums + i));
+void store(const float* sums, int64_t count, const bf16* stream, bf16* out) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = lanes(count - i);
+    __m512 values = _mm512_loadu_ps(sums + i);
+    if (stream) values = _mm512_add_ps(load_wide(mask, stream + i), rounded(values));
+    store_rounded(out + i, mask, values);
+  }
 }
 
-void store(const float* sums, int64_t count, float* out) {
+void store(const float* sums, int64_t count, const bf16*, float* out) {
   for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_ps(out + i, lanes(count - i), _mm512_loadu_ps(sums + i));
 }
 
 // Rows [row_begin, row_end) of the product with one panel.
 template <class Source, class Value>
-void panel_product(const Source& x, const Weight& weight, int64_t number, int64_t row_begin, int64_t row_end, Value* out,
-                   int64_t out_stride) {
+void panel_product(const Source& x, const Weight& weight, int64_t number, int64_t row_begin, int64_t row_end,
+                   const bf16* stream, Value* out, int64_t out_stride) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
     multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums);
-    for (int64_t r = 0; r < rows; ++r) store(sums + r * kPanelColumns, columns, out + (row + r) * out_stride + column);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * out_stride + column;
+      store(sums + r * kPanelColumns, columns, stream ? stream + at : nullptr, out + at);
+    }
   }
 }
 
 int64_t row_bytes(const Weight& weight) { return weight.depth * (weight.kind == WeightKind::kInt8 ? 1 : 2); }
 
 template <class Source, class Value>
-void product(const Source& x, const Weight& weight, Value* out, int64_t num_rows) {
+void product(const Source& x, const Weight& weight, const bf16* stream, Value* out, int64_t num_rows) {
   if (num_rows == 0) return;
   const Cut cut = Cut::of(num_rows, weight.num_panels(), weight.panel_bytes(), row_bytes(weight));
   const int64_t panel_blocks = (weight.num_panels() + cut.block_panels - 1) / cut.block_panels;
@@ -40,7 +48,8 @@ void product(const Source& x, const Weight& weight, Value* out, int64_t num_rows
   run_tasks(row_blocks * panel_blocks, [&](int64_t task) {
     const int64_t row = task / panel_blocks * cut.block_rows, first = task % panel_blocks * cut.block_panels;
     for (int64_t panel = first; panel < std::min(first + cut.block_panels, weight.num_panels()); ++panel) {
-      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), out, weight.num_columns);
+      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), stream, out,
+                    weight.num_columns);
     }
   });
 }
@@ -74,9 +83,13 @@ void router_tile(const bf16* const* x, const float* panel, int64_t depth, float*
 
 }  // namespace
 
-void linear(Rows x, const Weight& weight, bf16* out, int64_t num_rows) { product(x, weight, out, num_rows); }
-void linear(ByteRows x, const Weight& weight, bf16* out, int64_t num_rows) { product(x, weight, out, num_rows); }
-void linear(Rows x, const Weight& weight, float* out, int64_t num_rows) { product(x, weight, out, num_rows); }
+void linear(Rows x, const Weight& weight, const bf16* stream, bf16* out, int64_t num_rows) {
+  product(x, weight, stream, out, num_rows);
+}
+void linear(ByteRows x, const Weight& weight, const bf16* stream, bf16* out, int64_t num_rows) {
+  product(x, weight, stream, out, num_rows);
+}
+void linear(Rows x, const Weight& weight, float* out, int64_t num_rows) { product(x, weight, nullptr, out, num_rows); }
 
 void batched_linear(Rows x, int64_t x_batch, const Weight& weights, bf16* out, int64_t out_stride, int64_t out_batch,
                     int64_t num_batches, int64_t num_rows) {
@@ -90,8 +103,8 @@ void batched_linear(Rows x, int64_t x_batch, const Weight& weights, bf16* out, i
     weight.data += batch * weights.bytes();
     const Rows rows{x.data + batch * x_batch, x.stride};
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-      panel_product(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), out + batch * out_batch,
-                    out_stride);
+      panel_product(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), nullptr,
+                    out + batch * out_batch, out_stride);
     }
   });
 }
@@ -114,7 +127,7 @@ void router(Rows x, const float* packed, float* out, int64_t num_rows, int64_t n
         });
       });
       for (int64_t r = 0; r < rows; ++r) {
-        store(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column),
+        store(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column), nullptr,
               out + (row + r) * num_columns + column);
       }
     }
