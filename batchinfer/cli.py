@@ -221,7 +221,11 @@ def schema(stats: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--bench", is_flag=True, help="Also measure this machine: matrix multiplication and memory speed.")
+@click.option(
+    "--bench",
+    is_flag=True,
+    help="Also measure this machine: products, memory, and one rank with all threads against one per core.",
+)
 def doctor(bench: bool) -> None:
     """Say what this machine can run, which kernels are chosen and why others are not."""
     from batchinfer.doctor import examine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from importlib.metadata import version
 import torch
 
 from batchinfer import __version__
+from batchinfer.engine.core_bench import measure_core_use
 from batchinfer.engine.load import free_memory_bytes
 from batchinfer_kernels import backend
 
@@ -23,7 +25,7 @@ REPEATS = 5
 
 
 def examine(*, bench: bool) -> str:
-    """The whole report as text; with `bench` also measured limits (about ten seconds)."""
+    """The whole report as text; with `bench` also measured limits (about twenty seconds)."""
     lines = [
         f"batchinfer {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
@@ -90,7 +92,20 @@ def _bench_lines() -> list[str]:
     target = torch.empty_like(block)
     seconds = _median_seconds(partial(target.copy_, block))
     lines.append(f"  memory copy (read + write) {2 * BENCH_BYTES / seconds / 1e9:8,.1f} GB/s")
-    return lines
+    return lines + _core_lines()
+
+
+def _core_lines() -> list[str]:
+    try:
+        use = measure_core_use()
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return [f"  ranks per host could not be measured: {error}"]
+    best = "one rank with all threads" if use.best_ranks == 1 else f"{use.best_ranks} ranks (cluster.prefill_ranks)"
+    return [
+        f"  experts, one rank with {use.num_cores} threads   {use.one_rank / 1e9:8,.1f} GB/s of weights",
+        f"  experts, {use.num_cores} ranks of one thread    {use.rank_per_core / 1e9:8,.1f} GB/s of weights",
+        f"  best on this host: {best}",
+    ]
 
 
 def _median_seconds(work: Callable[[], object]) -> float:

@@ -160,6 +160,13 @@ def test_doctor_prints_the_chosen_kernels():
     assert "do not depend on what is batched together" in ended.out
 
 
+def test_doctor_measures_this_machine():
+    ended = batchinfer("doctor", "--bench")
+    assert ended.code == 0
+    assert len(re.findall(r" [\d.,]+ GB/s of weights", ended.out)) == 2
+    assert re.search(r"best on this host: (one rank with all threads|\d+ ranks)", ended.out)
+
+
 def test_a_reader_that_leaves_early_sees_no_traceback():
     process = start("schema", "--stats")
     assert process.stdout is not None

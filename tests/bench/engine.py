@@ -4,7 +4,7 @@ Random-weight models (bench_models.py) in bfloat16, one rank with all threads. A
 its first step to the end of its last; loading does not count. Below it stands the time that its matrix products and
 attention would take at the rate at which this machine multiplies large bfloat16 matrices, measured in the same run.
 
-    python tests/bench/engine.py [--sizes tiny small] [--rounds 3]
+    python tests/bench/engine.py [--sizes tiny small] [--rounds 3] [--dtype bfloat16 | fp8]
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def ideal_flops(size: str, requests: list[tuple[list[int], int]]) -> float:
 
 
 def run_once(
-    folder: Path, model: Path, requests: list[tuple[list[int], int]], command: Callable[..., Ended] = batchinfer
+    folder: Path,
+    model: Path,
+    requests: list[tuple[list[int], int]],
+    command: Callable[..., Ended] = batchinfer,
+    *,
+    dtype: str = "bfloat16",
 ) -> dict[str, float]:
     """Seconds of one run: in all, in prefill and in decode steps; of the command; output tokens.
 
@@ -94,7 +99,7 @@ def run_once(
     job = write_job(
         folder,
         input={"prompt": None, "token_ids": "token_ids", "sampling": "how"},
-        model={"path": str(model), "dtype": "bfloat16"},
+        model={"path": str(model), "dtype": dtype},
         sampling={"max_tokens": 128, "ignore_eos": True},
     )
     started = time.monotonic()
@@ -116,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "fp8"])
     options = parser.parse_args()
     print(f"bfloat16 products {gemm_flops() / 1e9:,.0f} GFLOP/s, memory read {read_bytes_per_s() / 1e9:,.1f} GB/s")
     with tempfile.TemporaryDirectory() as scratch:
@@ -123,7 +129,10 @@ def main() -> None:
             model = make_model(Path(scratch) / size, size)
             for kind in ("shared", "unshared"):
                 requests = workload(size, kind)
-                runs = [run_once(Path(scratch) / f"{size}-{kind}", model, requests) for _ in range(options.rounds)]
+                runs = [
+                    run_once(Path(scratch) / f"{size}-{kind}", model, requests, dtype=options.dtype)
+                    for _ in range(options.rounds)
+                ]
                 middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
                 ideal_s = ideal_flops(size, requests) / gemm_flops()
                 rate = middle["tokens"] / middle["steps"]

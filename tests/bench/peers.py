@@ -1,8 +1,8 @@
 """batchinfer beside other engines on one machine: the same checkpoints, prompts and answer lengths, runs taken in turn.
 
-Random-weight models (bench_models.py) in bfloat16, all cores. The peers are vLLM's CPU build (compiled and eager) and
-transformers; `make bench-peers` puts them into .venv-peers. A peer loads once and then waits, so that batchinfer and it
-run every workload by turns and a drift of the machine meets both.
+Random-weight models (bench_models.py) in bfloat16 (batchinfer also in fp8 when asked), all cores. The peers are vLLM's
+CPU build (compiled and eager) and transformers; `make bench-peers` puts them into .venv-peers. A peer loads once and
+then waits, so that batchinfer and it run every workload by turns and a drift of the machine meets both.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on
@@ -12,7 +12,7 @@ ratio    the peer's seconds ÷ batchinfer's
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
     python tests/bench/peers.py [--sizes tiny small] [--kinds shared shuffled unshared] [--rounds 3]
-                                [--peers vllm vllm-eager transformers] [--all]
+                                [--peers vllm vllm-eager transformers] [--all] [--dtype bfloat16 | fp8]
 """
 
 from __future__ import annotations
@@ -76,19 +76,22 @@ def requests_of(size: str, kind: str) -> Requests:
     return requests
 
 
-def compare(peer: PeerProcess, folder: Path, model: Path, requests: Requests, batch: int, num_rounds: int) -> Compared:
+def compare(
+    peer: PeerProcess, folder: Path, model: Path, requests: Requests, batch: int, num_rounds: int, dtype: str
+) -> Compared:
     """Run a workload by turns; a peer's first one runs once more before them.
 
     Args:
         folder: for the jobs and batchinfer's run.
         batch: transformers' batch size.
+        dtype: batchinfer's; peers run in bfloat16.
     """
     job = folder / "requests.json"
     write_workload(job, requests, batch)
     shell_s = peer.run(job)[1] if peer.num_runs == 0 else None
     own_process, own, walls = OwnProcess(), [], []
     for _ in range(num_rounds):
-        own.append(run_once(folder, model, requests, own_process))
+        own.append(run_once(folder, model, requests, own_process, dtype=dtype))
         walls.append(peer.run(job)[0])
     return Compared(
         own_s=statistics.median(run["steps"] for run in own),
@@ -101,7 +104,7 @@ def compare(peer: PeerProcess, folder: Path, model: Path, requests: Requests, ba
     )
 
 
-def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds: int) -> None:
+def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds: int, dtype: str) -> None:
     """Print a row per workload of a model on batchinfer and one peer."""
     has_compiled = compiled_folder(name, size) / "complete"
     if name == "vllm" and not has_compiled.exists():
@@ -112,7 +115,7 @@ def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds:
         folder = Path(scratch)
         for kind in kinds:
             batch = BATCH[size][kind == "unshared"]
-            compared = compare(peer, folder, model, requests_of(size, kind), batch, num_rounds)
+            compared = compare(peer, folder, model, requests_of(size, kind), batch, num_rounds, dtype)
             print(f"{size + ' ' + kind:<16}{name:<13}{compared.row()}", flush=True)
 
 
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each workload; transformers has one")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "fp8"], help="batchinfer's")
     parser.add_argument("--all", action="store_true", help="transformers with small, too: minutes per workload")
     options = parser.parse_args()
     if reason := why_not():  # also compiles, so that no turn has to
@@ -137,9 +141,9 @@ def main() -> None:
         model = make_model(ENVIRONMENT / "models" / size, size)
         for name in options.peers:
             if name != "transformers":
-                compare_all(name, size, model, options.kinds, options.rounds)
+                compare_all(name, size, model, options.kinds, options.rounds, options.dtype)
             elif size == "tiny" or options.all:
-                compare_all(name, size, model, options.kinds, 1)
+                compare_all(name, size, model, options.kinds, 1, options.dtype)
 
 
 if __name__ == "__main__":
