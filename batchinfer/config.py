@@ -125,7 +125,7 @@ class ClusterConfig(_Part):
     page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
     commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
     prefill_tokens: int = Field(
-        2048, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
+        4096, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
     )
     decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together on one rank")
 
