@@ -58,7 +58,9 @@ class DecodeBatch:
         ]
         output = joined(run_decode_pair(*points) if in_pairs else (run_to_end(points[0]),))
         kv_tokens = table.kv_tokens
-        finished = table.accept(sample(output.logits, table.sampling, table.num_new)) if self.num_running else []
+        finished = (
+            table.accept(sample(output.logits, table.sampling, table.num_new, model.argmax)) if self.num_running else []
+        )
         return DecodeStep(finished, output, kv_tokens)
 
 

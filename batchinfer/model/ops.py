@@ -34,6 +34,7 @@ class Ops:
     add_sums: TensorOp
     mla_prefill: TensorOp
     mla_decode: TensorOp
+    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property

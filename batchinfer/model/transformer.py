@@ -174,6 +174,11 @@ class Transformer:
             mlp.dispatcher.place(placement)
 
     @property
+    def argmax(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """The largest logit of each row and whether the row is finite, for `sample`."""
+        return self._ops.argmax
+
+    @property
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
         return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
