@@ -20,3 +20,13 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     """A KV store in tmp_path / "kv"."""
     with closing(open_store(tmp_path / "kv")) as store:
         yield store
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads; the old one comes back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -31,14 +31,6 @@ def cpp():
         pytest.skip(f"the C++ operations cannot run here: {reason}")
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads; the old one comes back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

@@ -14,14 +14,6 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations o
 PARTS = [(1, 0, 70), (2, 0, 1), (1, 3, 10), (2, 64, 70), (2, 0, 0)]  # threads, first row, behind the last row
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads; the old one comes back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

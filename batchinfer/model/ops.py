@@ -54,10 +54,10 @@ class Ops:
         except backend.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
         if eight_bit and chosen["pack"].name == "reference":
-            reasons = "; ".join(f"{row.candidate}: {row.reason}" for row in backend.explain(choice) if row.op == "pack")
-            raise ModelError(
-                f"model.dtype 'fp8' needs 8-bit products, which nothing here has ({reasons}); use 'bfloat16'"
-            )
+            rows = [row for row in backend.explain() if row.op == "pack" and not row.chosen]
+            missing = "; ".join(f"{row.candidate}: {row.reason}" for row in rows if row.candidate != "reference")
+            why = missing or f"backend {choice!r} has not; set cluster.backend = 'auto'"
+            raise ModelError(f"model.dtype 'fp8' needs 8-bit products ({why}), or use model.dtype = 'bfloat16'")
         return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
 
     def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
