@@ -299,9 +299,9 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     row_format = RowFormat(dtype)
 
     def run(dispatcher):
-        mlp = MoeMlp(Ops.select("reference"), None, weights, dispatcher)
+        mlp = MoeMlp(Ops.select("reference"), None, weights, torch.ones(x.shape[1]), dispatcher)
         stream, spans = torch.zeros_like(x), MicroBatchSpans(SpanLog())
-        points = mlp.points(stream, x, Routing(ids, topk_weights), spans, shared_under=Point.COMBINE)
+        points = mlp.points(stream, Routing(x, ids, topk_weights), spans, shared_under=Point.COMBINE)
         assert [next(points), next(points)] == [Point.DISPATCH, Point.COMBINE]
         with pytest.raises(StopIteration) as end:
             next(points)

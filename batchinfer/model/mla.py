@@ -22,7 +22,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
-_LATENT_NORM_EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,31 +63,30 @@ class Attention:
     ops: Ops
     config: ModelConfig
     weights: AttentionWeights
+    norm_D: torch.Tensor  # weight of the norm before it
 
-    def project(self, x_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """Everything before core attention: queries [T, H, N + R], rotary part last, from normed hidden states.
+    def project(self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Everything before core attention: the norm, queries [T, H, N + R], rotary part last.
 
         The tokens' latents are written to the pages at the step's slots; then the step's copies are made, so that a
         prompt can take over latents which another one computes in this very step.
         """
         ops, config, weights = self.ops, self.config, self.weights
-        queries = x_TD
+        x_TD = queries = ops.rms_norm(hidden_TD, self.norm_D, config.rms_norm_eps)
         if weights.q_down is not None:
-            queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, _LATENT_NORM_EPS)
+            queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
         q_THA = ops.rope_and_cache(
             ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim)),
             ops.linear(x_TD, *weights.kv_down),
             weights.kv_norm,
-            _LATENT_NORM_EPS,
+            LATENT_NORM_EPS,
             step.cos,
             step.sin,
             pages,
             step.slots,
             interleaved=config.rope_interleave,
         )
-        if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
-            slots_W = pages.view(-1, config.latent_dim)
-            slots_W[step.copy_to] = slots_W[step.copy_from]
+        copy_latents(step, pages)
         return q_THA
 
     def attend(
@@ -135,6 +134,13 @@ class Attention:
         )
         out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)
+
+
+def copy_latents(step: AttentionStep, pages: torch.Tensor) -> None:
+    """Make a step's copies between slots of one layer's pages."""
+    if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
+        slots_W = pages.view(-1, pages.shape[-1])
+        slots_W[step.copy_to] = slots_W[step.copy_from]
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:

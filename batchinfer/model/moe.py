@@ -33,41 +33,45 @@ class Point(Enum):
 
 
 class Routing(NamedTuple):
-    """Experts of each token, ids [T, K] int64, and their weights [T, K] float32."""
+    """Tokens on their way to experts: the stream normed, ids of the experts [T, K] int64, weights [T, K] float32."""
 
+    x_TD: torch.Tensor
     ids_TK: torch.Tensor
     weights_TK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """down(silu(gate(x)) × up(x)): the MLP of a dense layer, and the shared expert of a mixture."""
+    """Norm and MLP of a dense layer."""
 
     ops: Ops
+    config: ModelConfig
     weights: MlpWeights
+    norm_D: torch.Tensor
 
-    def forward(self, x_TD: torch.Tensor, *, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, D] to [T, D], added to the stream when there is one."""
-        gate_TF, up_TF = self.ops.linear(x_TD, *self.weights.gate_up).chunk(2, dim=-1)
-        return self.ops.linear(self.ops.silu_mul(gate_TF, up_TF), *self.weights.down, stream=stream)
+    def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D], the new stream."""
+        x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
+        return swiglu(self.ops, x_TD, self.weights, stream=hidden_TD)
 
 
 class MoeMlp:
-    """Routed and shared experts of one layer."""
+    """Norm, router, routed and shared experts of one layer."""
 
-    def __init__(self, ops: Ops, config: ModelConfig, weights: MoeWeights, dispatcher: Dispatcher):
+    def __init__(
+        self, ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher
+    ):
         self.ops = ops
         self.config = config
         self.weights = weights
+        self.norm_D = norm_D
         self.dispatcher = dispatcher
-        self._num_rows = 0
-        self._num_masked_rows: torch.Tensor | None = None  # not yet in _num_rows
-        self.shared = None if weights.shared is None else DenseMlp(ops, weights.shared)
+        self.num_local_rows = 0  # (token, expert) rows computed so far, those counted on a device not among them
+        self._num_masked_rows: torch.Tensor | None = None  # not yet in num_local_rows
 
     def points(
         self,
         hidden_TD: torch.Tensor,
-        x_TD: torch.Tensor,
         routing: Routing,
         spans: MicroBatchSpans,
         *,
@@ -77,8 +81,7 @@ class MoeMlp:
 
         Args:
             hidden_TD: the stream, to which the results are added.
-            x_TD: the stream normed.
-            routing: the experts of these tokens, from `route`.
+            routing: the tokens and their experts, from `route`.
             shared_under: the exchange that hides the shared expert (dispatch in decode, combine in prefill).
 
         Yields:
@@ -87,6 +90,7 @@ class MoeMlp:
         Returns:
             The new stream; routed and shared parts are added in float32 and rounded once before they are added to it.
         """
+        x_TD = routing.x_TD
         with spans.send("DISPATCH"):
             handle = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
         shared_TD = self._shared_expert(x_TD, spans) if shared_under is Point.DISPATCH else None
@@ -104,12 +108,13 @@ class MoeMlp:
         routed_TD = spans.receive("COMBINE", future)
         return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
 
-    def route(self, x_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
-        """Experts of each token; logits are float32 in any dtype.
+    def route(self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
+        """Norm the stream and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
             expert_counts_E: [E] int64, receives how many of these tokens each expert got.
         """
+        x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
         ids_TK, weights_TK = self.ops.gate(
             logits_TE,
@@ -122,15 +127,15 @@ class MoeMlp:
             scale=self.config.routed_scaling_factor,
         )
         expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts))
-        return Routing(ids_TK, weights_TK)
+        return Routing(x_TD, ids_TK, weights_TK)
 
     @property
     def num_expert_rows(self) -> int:
         """(token, expert) rows computed so far."""
         if self._num_masked_rows is not None:
-            self._num_rows += int(self._num_masked_rows)
+            self.num_local_rows += int(self._num_masked_rows)
             self._num_masked_rows = None
-        return self._num_rows
+        return self.num_local_rows
 
     def _routed_experts(self, received: ExpertInput, dtype: torch.dtype) -> torch.Tensor:
         """The results for the rows that came, in their order."""
@@ -140,7 +145,7 @@ class MoeMlp:
             x = dequantize(x.flatten(0, -2), received.scales.flatten(0, -2), dtype, (1, SCALE_VALUES)).view(x.shape)
         weights = self.weights
         if received.layout == "contiguous":
-            self._num_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
+            self.num_local_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
             return self.ops.grouped_mlp(
                 x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M
             )
@@ -151,7 +156,16 @@ class MoeMlp:
         return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
 
     def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
-        if self.shared is None:
+        if self.weights.shared is None:
             return None
         with spans.compute("SHARED"):
-            return self.shared.forward(x_TD)
+            return swiglu(self.ops, x_TD, self.weights.shared)
+
+
+def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.Tensor | None = None) -> torch.Tensor:
+    """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the stream when there is one."""
+    gate_up, down = weights.gate_up, weights.down
+    if gate_up.bias is None and down.bias is None:
+        return ops.mlp(x_TD, gate_up.weight, down.weight, stream=stream)
+    gate_TF, up_TF = ops.linear(x_TD, *gate_up).chunk(2, dim=-1)
+    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, stream=stream)

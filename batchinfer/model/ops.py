@@ -29,6 +29,7 @@ class Ops:
     silu_mul: TensorOp
     rope_and_cache: TensorOp
     gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    mlp: TensorOp
     grouped_mlp: TensorOp
     masked_mlp: TensorOp
     add_sums: TensorOp

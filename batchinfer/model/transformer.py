@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.fused import FusedAttention, attention_of, mixture_of
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
@@ -59,9 +59,7 @@ class StepOutput:
 class DecoderLayer:
     """Attention, then an MLP, each on normed input and added to the stream."""
 
-    attention_norm: Callable[[torch.Tensor], torch.Tensor]
-    attention: Attention
-    mlp_norm: Callable[[torch.Tensor], torch.Tensor]
+    attention: Attention | FusedAttention
     mlp: DenseMlp | MoeMlp
 
     def points(
@@ -84,25 +82,22 @@ class DecoderLayer:
         """
         if isinstance(self.mlp, DenseMlp):
             with spans.compute("DENSE"):
-                q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
-                hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
-                return self.mlp.forward(self.mlp_norm(hidden_TD), stream=hidden_TD)
+                q_THA = self.attention.project(hidden_TD, step, pages)
+                return self.mlp.add_to(self.attention.attend(hidden_TD, q_THA, step, pages))
         assert expert_counts_E is not None
         if step.is_decode:
             with spans.compute("ATTN-0"):
-                q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
+                q_THA = self.attention.project(hidden_TD, step, pages)
             yield Point.QUERIES
             with spans.compute("ATTN-1"):
                 hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
-                x_TD = self.mlp_norm(hidden_TD)
-                routing = self.mlp.route(x_TD, expert_counts_E)
-            return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.DISPATCH))
+                routing = self.mlp.route(hidden_TD, expert_counts_E)
+            return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=Point.DISPATCH))
         with spans.compute("ATTN"):
-            q_THA = self.attention.project(self.attention_norm(hidden_TD), step, pages)
+            q_THA = self.attention.project(hidden_TD, step, pages)
             hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
-            x_TD = self.mlp_norm(hidden_TD)
-            routing = self.mlp.route(x_TD, expert_counts_E)
-        return (yield from self.mlp.points(hidden_TD, x_TD, routing, spans, shared_under=Point.COMBINE))
+            routing = self.mlp.route(hidden_TD, expert_counts_E)
+        return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=Point.COMBINE))
 
 
 class Transformer:
@@ -223,16 +218,11 @@ class Transformer:
     def _build_layer(self, layer: int) -> DecoderLayer:
         weights = self.weights.layers[layer]
         if isinstance(weights.mlp, MoeWeights):
-            mlp: DenseMlp | MoeMlp = MoeMlp(self._ops, self.config, weights.mlp, next(self._dispatchers))
+            dispatcher = next(self._dispatchers)
+            mlp: DenseMlp | MoeMlp = mixture_of(self._ops, self.config, weights.mlp, weights.mlp_norm, dispatcher)
         else:
-            mlp = DenseMlp(self._ops, weights.mlp)
-        norm = partial(self._ops.rms_norm, eps=self.config.rms_norm_eps)
-        return DecoderLayer(
-            attention_norm=partial(norm, weight=weights.input_norm),
-            attention=Attention(self._ops, self.config, weights.attention),
-            mlp_norm=partial(norm, weight=weights.mlp_norm),
-            mlp=mlp,
-        )
+            mlp = DenseMlp(self._ops, self.config, weights.mlp, weights.mlp_norm)
+        return DecoderLayer(attention_of(self._ops, self.config, weights.attention, weights.input_norm), mlp)
 
     def _attention_step(self, step: StepInput) -> AttentionStep:
         """The parts of a step that attention uses, with the rotary angles all layers share."""

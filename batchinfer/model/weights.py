@@ -261,12 +261,11 @@ class _Loader:
         )
 
     def _projection(self, *prefixes: str) -> Projection:
-        """One linear map, or several as one, the first above the others."""
+        """One linear map, or several as one, the first above the others; two are packed as gate and up projection."""
         weight = torch.cat([self.tensor(f"{prefix}.weight") for prefix in prefixes])
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        return Projection(
-            self._ops.pack_projection(weight), torch.cat(biases) if len(biases) == len(prefixes) else None
-        )
+        bias = torch.cat(biases) if len(biases) == len(prefixes) else None
+        return Projection(self._ops.pack_projection(weight, is_paired=len(prefixes) == 2 and bias is None), bias)
 
     def _read_into(self, out: torch.Tensor, name: str) -> None:
         stored = self.checkpoint.read(name)

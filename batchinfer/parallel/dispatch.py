@@ -128,15 +128,15 @@ class LocalDispatcher:
 
     def __init__(self, num_experts: int, row_format: RowFormat | None = None, *, gathers: bool = True):
         self.num_experts = num_experts
-        self._row_format = row_format
+        self.row_format = row_format
         self._gathers = gathers
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
         order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, x.dtype)
         scales = None
-        if self._row_format is not None:
-            x, scales = self._row_format.unpack(self._row_format.pack(x), x.shape[1])
+        if self.row_format is not None:
+            x, scales = self.row_format.unpack(self.row_format.pack(x), x.shape[1])
         tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
         if self._gathers:
             x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None

@@ -168,6 +168,24 @@ def gate(
     return ids_TK, weights_TK.float()
 
 
+def mlp(
+    x: torch.Tensor, gate_up_FD: torch.Tensor, down_DF: torch.Tensor, *, stream: torch.Tensor | None = None
+) -> torch.Tensor:
+    """SwiGLU, down(silu(gate(x)) × up(x)).
+
+    Args:
+        x: [T, D].
+        gate_up_FD: [2 * F, D], the gate projection above the up projection.
+        down_DF: [D, F].
+        stream: [T, D], to which the rounded result is added.
+
+    Returns:
+        [T, D] in the dtype of x.
+    """
+    gate_TF, up_TF = linear(x, gate_up_FD).chunk(2, dim=-1)
+    return linear(silu_mul(gate_TF, up_TF), down_DF, stream=stream)
+
+
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -196,7 +214,7 @@ def grouped_mlp(
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
             rows = slice(start, start + num_rows)
-            out[rows] = _swiglu(x[rows], gate_up_EFD[expert], down_EDF[expert])
+            out[rows] = mlp(x[rows], gate_up_EFD[expert], down_EDF[expert])
             start += num_rows
     return out
 
@@ -220,7 +238,7 @@ def masked_mlp(
     out = torch.zeros_like(x_ECD)
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
-            out[expert, :num_rows] = _swiglu(x_ECD[expert, :num_rows], gate_up_EFD[expert], down_EDF[expert])
+            out[expert, :num_rows] = mlp(x_ECD[expert, :num_rows], gate_up_EFD[expert], down_EDF[expert])
     return out
 
 
@@ -247,12 +265,6 @@ def dequantize_fp8_block(
 ) -> torch.Tensor:
     """weight × its block's scale, multiplied in float32 and rounded once to `dtype`; shapes as quantize_fp8_block."""
     return (weight.float() * _spread(scale, weight.shape, block)).to(dtype)
-
-
-def _swiglu(x_TD: torch.Tensor, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
-    gate_TF, up_TF = linear(x_TD, gate_up_FD).chunk(2, dim=-1)
-    return linear(silu_mul(gate_TF, up_TF), down_DF)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,23 @@ def rope_and_cache(
     return q_THA
 
 
+def mlp(
+    x: torch.Tensor,
+    gate_up_FD: torch.Tensor | Packed,
+    down_DF: torch.Tensor | Packed,
+    *,
+    stream: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU, [T, D] to [T, D], added to `stream`; the activation is rounded once, as in grouped_mlp."""
+    if not _takes(x, gate_up_FD, down_DF):
+        return reference.mlp(x, _plain(gate_up_FD), _plain(down_DF), stream=stream)
+    gate_up, down, width = _experts(_one(gate_up_FD), _one(down_DF))
+    if x.shape[-1] % 2:
+        y = library().mlp(_even(x), gate_up.data, down.data, width, gate_up.is_int8, None)[..., : x.shape[-1]]
+        return y if stream is None else stream + y
+    return library().mlp(x, gate_up.data, down.data, width, gate_up.is_int8, stream)
+
+
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -294,6 +311,10 @@ def _fits(width: int, value_dim: int) -> bool:
 def _even(x: torch.Tensor) -> torch.Tensor:
     """x with a zero behind rows of odd length, as the packed weight has it."""
     return F.pad(x, (0, x.shape[-1] % 2)) if x.shape[-1] % 2 else x
+
+
+def _one(weight: torch.Tensor | Packed) -> torch.Tensor | Packed:
+    return weight if isinstance(weight, Packed) else weight[None]
 
 
 def _experts(gate_up_EFD: torch.Tensor | Packed, down_EDF: torch.Tensor | Packed) -> tuple[Packed, Packed, int]:

@@ -25,6 +25,7 @@ _OPERATIONS = (
     "linear",
     "batched_linear",
     "router",
+    "mlp",
     "grouped_mlp",
     "masked_mlp",
     "mla_decode",
@@ -38,6 +39,7 @@ _OPERATIONS = (
     "silu_mul",
     "argmax",
 )
+_CLASSES = ("Attention", "Mixture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
 
 @functools.cache
 def library() -> Any:
-    """The loaded C++ operations, each as the one overload it has (looking for it costs as much as a small operation).
+    """The loaded C++ operations and classes.
+
+    An operation is the one overload it has: looking for it costs as much as a small operation.
 
     Raises:
         BuildError: they cannot run here, with the reason.
@@ -91,7 +95,8 @@ def library() -> Any:
     reason = build.why_not()
     if reason is not None:
         raise build.BuildError(reason)
-    return SimpleNamespace(**{name: getattr(torch.ops.batchinfer_cpu, name).default for name in _OPERATIONS})
+    operations = {name: getattr(torch.ops.batchinfer_cpu, name).default for name in _OPERATIONS}
+    return SimpleNamespace(**operations, **{name: getattr(torch.classes.batchinfer_cpu, name) for name in _CLASSES})
 
 
 def _packed_bytes(weights_BNM: torch.Tensor, *, is_int8: bool, is_paired: bool) -> torch.Tensor:

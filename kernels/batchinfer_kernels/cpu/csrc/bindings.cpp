@@ -2,68 +2,13 @@
 // in ops.py, which only call these with tensors of the right dtypes on the CPU. A packed weight comes as its bytes, its
 // number of columns and its depth; `is_int8` says what they are.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cstring>
-#include <optional>
-#include <tuple>
-#include <vector>
 
-#include "kernels.h"
+#include "tensors.h"
 
-namespace {
-
-using at::Tensor;
-using batchinfer::bf16;
-using batchinfer::Weight;
-using batchinfer::WeightKind;
-
-template <class Value>
-const Value* read(const Tensor& x) {
-  return static_cast<const Value*>(x.const_data_ptr());
-}
-template <class Value>
-Value* write(const Tensor& x) {
-  return static_cast<Value*>(x.mutable_data_ptr());
-}
-const bf16* values_of(const Tensor& x) { return read<bf16>(x); }
-bf16* room_of(const Tensor& x) { return write<bf16>(x); }
-
-void check(const Tensor& x, int64_t dim, const char* name) {
-  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, name, " must be bfloat16 on the CPU");
-  TORCH_CHECK(x.dim() == dim, name, " has ", x.dim(), " dimensions, not ", dim);
-}
-
-void check_contiguous(const Tensor& x, int64_t dim, const char* name) {
-  check(x, dim, name);
-  TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
-}
-
-void check_indices(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
-}
-
-// x itself where each row is contiguous, else a copy.
-Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
-batchinfer::Rows rows_of(const Tensor& x) { return {values_of(x), x.stride(0)}; }
-
-Weight shape_of(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
-  return {nullptr, is_int8 ? WeightKind::kInt8 : WeightKind::kBfloat16, num_columns, depth, is_paired};
-}
-
-// The weight behind `packed`, the first of `count`.
-Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns, int64_t depth, bool is_int8,
-                 bool is_paired) {
-  Weight weight = shape_of(num_columns, depth, is_int8, is_paired);
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous(), "a packed weight must be contiguous bytes");
-  TORCH_CHECK(packed.numel() == count * weight.bytes(), "packed weights of ", packed.numel(), " bytes, expected ",
-              count * weight.bytes());
-  weight.data = read<uint8_t>(packed);
-  return weight;
-}
+namespace batchinfer::tensors {
 
 Tensor pack(const Tensor& source, bool is_int8, bool is_paired) {
   check_contiguous(source, 3, "source");
@@ -75,20 +20,6 @@ Tensor pack(const Tensor& source, bool is_int8, bool is_paired) {
   }
   return packed;
 }
-
-// x in 8 bits, with the memory it stands in.
-struct Bytes {
-  Tensor values, scales;
-  batchinfer::ByteRows rows;
-
-  explicit Bytes(const Tensor& x) {
-    const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + batchinfer::kBlock - 1) / batchinfer::kBlock;
-    values = at::empty({num_rows, num_blocks * batchinfer::kBlock}, x.options().dtype(at::kByte));
-    scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
-    batchinfer::to_bytes(rows_of(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
-    rows = {read<uint8_t>(values), read<float>(scales), num_blocks};
-  }
-};
 
 Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide,
               const std::optional<Tensor>& stream) {
@@ -138,17 +69,17 @@ Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
 
 // Runs the experts over their rows of x.
 void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& experts, const Weight& gate_up,
-                 const Weight& down, const int64_t* in_index, bf16* out) {
+                 const Weight& down, const int64_t* in_index, const bf16* stream, bf16* out) {
   const int64_t count = experts.size();
   if (gate_up.kind == WeightKind::kInt8) {
     const Bytes bytes(x);
     batchinfer::ByteRows rows = bytes.rows;
     rows.index = in_index;
-    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, out);
+    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, stream, out);
   } else {
     batchinfer::Rows rows = rows_of(x);
     rows.index = in_index;
-    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, out);
+    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, stream, out);
   }
 }
 
@@ -187,7 +118,24 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
     }
   }
   Tensor out = at::empty({total, hidden}, x.options());
-  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, room_of(out));
+  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr,
+              room_of(out));
+  return out;
+}
+
+// One MLP over all rows; the rounded result is added to `stream`.
+Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate, bool is_int8,
+           const std::optional<Tensor>& stream) {
+  check(x_in, 2, "x");
+  const Tensor x = with_whole_rows(x_in);
+  const Weight gate_up = weight_of(gate_up_in, 1, 2 * intermediate, x.size(1), is_int8, true);
+  const Weight down = weight_of(down_in, 1, x.size(1), intermediate, is_int8, false);
+  Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
+  if (stream) {
+    check_contiguous(*stream, 2, "stream");
+    TORCH_CHECK(stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
+  }
+  run_experts(x, {{0, x.size(0)}}, gate_up, down, nullptr, stream ? values_of(*stream) : nullptr, room_of(out));
   return out;
 }
 
@@ -206,7 +154,8 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
     experts.push_back({expert * room, count});
     std::memset(room_of(out) + (expert * room + count) * hidden, 0, (room - count) * hidden * sizeof(bf16));
   }
-  run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, room_of(out));
+  run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, nullptr,
+              room_of(out));
   return out;
 }
 
@@ -273,14 +222,6 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
                           chunks.size(), values_of(q), values_of(pages), read<int64_t>(positions), weight,
                           room_of(out));
   return out;
-}
-
-batchinfer::Rotary rotary_of(const Tensor& cos, const Tensor& sin, int64_t num_rows, bool is_interleaved) {
-  for (const Tensor* x : {&cos, &sin}) {
-    TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == num_rows,
-                "angles must be contiguous float32, one row per token");
-  }
-  return {read<float>(cos), read<float>(sin), 2 * cos.size(1), is_interleaved};
 }
 
 void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
@@ -391,9 +332,10 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   return {tokens, is_finite};
 }
 
-}  // namespace
+}  // namespace batchinfer::tensors
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
+  using namespace batchinfer::tensors;
   m.def("pack(Tensor source, bool is_int8, bool is_paired) -> Tensor", pack);
   m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide, Tensor? stream) -> Tensor", linear);
   m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
@@ -402,6 +344,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, Tensor? tokens, int intermediate, bool "
       "is_int8) -> Tensor",
       grouped_mlp);
+  m.def(
+      "mlp(Tensor x, Tensor gate_up, Tensor down, int intermediate, bool is_int8, Tensor? stream) -> Tensor", mlp);
   m.def(
       "masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, int intermediate, bool is_int8) -> Tensor",
       masked_mlp);

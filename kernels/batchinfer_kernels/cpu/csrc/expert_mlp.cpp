@@ -68,7 +68,8 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
 }
 
 template <class Source>
-void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down, bf16* out) {
+void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down,
+                  const bf16* stream, bf16* out) {
   run_tasks(parts.size(), [&](int64_t task) {
     const Part& part = parts[task];
     alignas(64) float sums[kStripRows * kPanelColumns];
@@ -79,9 +80,12 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
         multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel),
                        num_chunks(down, panel), sums);
         for (int64_t r = 0; r < rows; ++r) {
-          bf16* at = out + (row + r) * down.num_columns + column;
+          const int64_t at = (row + r) * down.num_columns + column;
           for (int64_t c = 0; c < columns; c += 16) {
-            store_rounded(at + c, lanes(columns - c), _mm512_loadu_ps(sums + r * kPanelColumns + c));
+            const __mmask16 mask = lanes(columns - c);
+            __m512 values = _mm512_loadu_ps(sums + r * kPanelColumns + c);
+            if (stream) values = _mm512_add_ps(load_wide(mask, stream + at + c), rounded(values));
+            store_rounded(out + at + c, mask, values);
           }
         }
       }
@@ -100,17 +104,18 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
 }  // namespace
 
 void expert_mlp(Rows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                bf16* out) {
+                const bf16* stream, bf16* out) {
   const int64_t stride = (down.depth + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
   const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * stride]);
   for (int64_t row = 0; stride > down.depth && row < num_rows; ++row) hidden[row * stride + down.depth] = 0;
   activate(x, parts_of(experts, num_experts, gate_up, 2 * gate_up.depth), gate_up, hidden.get(), stride);
-  project_down(Rows{hidden.get(), stride}, parts_of(experts, num_experts, down, 2 * down.depth), down, out);
+  project_down(Rows{hidden.get(), stride}, parts_of(experts, num_experts, down, 2 * down.depth), down, stream,
+               out);
 }
 
 void expert_mlp(ByteRows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                bf16* out) {
+                const bf16* stream, bf16* out) {
   const int64_t num_rows = total_rows(experts, num_experts);
   const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * down.depth]);
   activate(x, parts_of(experts, num_experts, gate_up, gate_up.depth), gate_up, hidden.get(), down.depth);
@@ -118,7 +123,7 @@ void expert_mlp(ByteRows x, const ExpertRows* experts, int64_t num_experts, cons
   const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
   to_bytes(Rows{hidden.get(), down.depth}, bytes.get(), scales.get(), num_rows, down.depth);
   const ByteRows rows{bytes.get(), scales.get(), down.num_blocks()};
-  project_down(rows, parts_of(experts, num_experts, down, down.depth), down, out);
+  project_down(rows, parts_of(experts, num_experts, down, down.depth), down, stream, out);
 }
 
 }  // namespace batchinfer

@@ -63,7 +63,9 @@ struct DecodeShape {
   float scale;
 };
 
-// tasks.cpp: calls task(0) … task(num_tasks - 1), each once, on the threads that torch was given.
+// tasks.cpp: calls task(0) … task(num_tasks - 1), each once, on the threads that torch was given; on the calling one
+// alone when all of it takes about `nanoseconds` and that is less than waking the others.
+void run_tasks(int64_t num_tasks, double nanoseconds, const std::function<void(int64_t)>& task);
 void run_tasks(int64_t num_tasks, const std::function<void(int64_t)>& task);
 int64_t num_threads();
 
@@ -82,11 +84,12 @@ void batched_linear(Rows x, int64_t x_batch, const Weight& weights, bf16* out, i
 void router(Rows x, const float* packed, float* out, int64_t num_rows, int64_t num_columns, int64_t depth);
 
 // expert_mlp.cpp: out = down(silu(gate(x)) * up(x)) of each expert over its rows.
-// `gate_up` (paired) and `down` are the first expert's, the others' follow.
+// `gate_up` (paired) and `down` are the first expert's, the others' follow. The rounded results are added to `stream`
+// unless that is null.
 void expert_mlp(Rows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                bf16* out);
+                const bf16* stream, bf16* out);
 void expert_mlp(ByteRows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                bf16* out);
+                const bf16* stream, bf16* out);
 
 // rows.cpp
 void rms_norm(Rows x, const bf16* weight, float eps, bf16* out, int64_t num_rows, int64_t width);
@@ -97,6 +100,9 @@ void to_bytes(Rows x, uint8_t* out, float* scales, int64_t num_rows, int64_t wid
 // sums[t] = sum over k of weights[t, k] * rows[place[t, k]], products and sums rounded one by one.
 void sum_per_token(const bf16* rows, const int64_t* place, const float* weights, float* sums, int64_t num_tokens,
                    int64_t topk, int64_t width);
+// Both at once: hidden + bfloat16(sum over k of weights[t, k] * rows[place[t, k]] + added[t]).
+void combine(const bf16* hidden, const bf16* rows, const int64_t* place, const float* weights, const bf16* added,
+             bf16* out, int64_t num_tokens, int64_t topk, int64_t width);
 
 // rope.cpp: turns `num_heads` groups of `rotary` values per row in place.
 struct Rotary {

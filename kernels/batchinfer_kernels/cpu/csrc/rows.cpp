@@ -20,6 +20,17 @@ void for_rows(int64_t num_rows, int64_t width, Row row) {
   });
 }
 
+// 16 values of a token's sum over its experts, products and sums rounded one by one.
+inline __m512 weighted_sum(const bf16* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
+                           __mmask16 mask, int64_t column) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t k = 0; k < topk; ++k) {
+    const __m512 part = load_wide(mask, rows + place[k] * width + column);
+    sum = _mm512_add_ps(sum, _mm512_mul_ps(part, _mm512_set1_ps(weights[k])));
+  }
+  return sum;
+}
+
 }  // namespace
 
 void norm_row(const bf16* values, const bf16* weight, float eps, bf16* out, int64_t width) {
@@ -96,13 +107,21 @@ void sum_per_token(const bf16* rows, const int64_t* place, const float* weights,
   for_rows(num_tokens, width * topk, [&](int64_t token) {
     for (int64_t i = 0; i < width; i += 16) {
       const __mmask16 mask = lanes(width - i);
-      __m512 sum = _mm512_setzero_ps();
-      for (int64_t k = 0; k < topk; ++k) {
-        const int64_t entry = token * topk + k;
-        const __m512 part = load_wide(mask, rows + place[entry] * width + i);
-        sum = _mm512_add_ps(sum, _mm512_mul_ps(part, _mm512_set1_ps(weights[entry])));
-      }
+      const __m512 sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, mask, i);
       _mm512_mask_storeu_ps(sums + token * width + i, mask, sum);
+    }
+  });
+}
+
+void combine(const bf16* hidden, const bf16* rows, const int64_t* place, const float* weights, const bf16* added,
+             bf16* out, int64_t num_tokens, int64_t topk, int64_t width) {
+  for_rows(num_tokens, width * topk, [&](int64_t token) {
+    for (int64_t i = 0; i < width; i += 16) {
+      const __mmask16 mask = lanes(width - i);
+      __m512 sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, mask, i);
+      if (added) sum = _mm512_add_ps(sum, load_wide(mask, added + token * width + i));
+      store_rounded(out + token * width + i, mask,
+                    _mm512_add_ps(load_wide(mask, hidden + token * width + i), rounded(sum)));
     }
   });
 }

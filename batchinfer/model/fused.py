@@ -1,0 +1,163 @@
+"""Attention and mixtures of experts whose steps are single C++ calls, where weights and widths allow it.
+
+They do what mla.py and moe.py do with one operation after the other, in the same order and with the same bits; a step
+of few tokens spends most of its time between operations otherwise. Called when a model is built.
+"""
+
+# T tokens, D hidden, H heads, A query/key width, E routed experts
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
+from batchinfer.model.moe import MoeMlp, Point, Routing
+from batchinfer.model.ops import Ops, Weight
+from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
+from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
+from batchinfer.parallel.spans import MicroBatchSpans
+from batchinfer_kernels.cpu import layers
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """As mla.Attention, with one call for each of its two steps."""
+
+    config: ModelConfig
+    kernel: Any
+
+    def project(self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Norm, queries [T, H, A] and the latents in their pages."""
+        q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.slots, pages)
+        copy_latents(step, pages)
+        return q_THA
+
+    def attend(
+        self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Core attention and output projection, added to the stream: [T, D]."""
+        if len(q_THA) == 0:
+            return hidden_TD
+        if step.is_decode:
+            return self.kernel.attend_decode(hidden_TD, q_THA, pages, step.page_table, step.kv_tokens, step.positions)
+        return self.kernel.attend_prefill(
+            hidden_TD, q_THA, pages, step.page_table, step.chunk_tokens, step.kv_tokens, step.positions
+        )
+
+
+class FusedMixture(MoeMlp):
+    """As moe.MoeMlp, with one call for the routing, and one for everything else when no row has to travel."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: ModelConfig,
+        weights: MoeWeights,
+        norm_D: torch.Tensor,
+        dispatcher: Dispatcher,
+        kernel: Any,
+    ):
+        super().__init__(ops, config, weights, norm_D, dispatcher)
+        self._kernel = kernel
+        self._stays_here = isinstance(dispatcher, LocalDispatcher) and dispatcher.row_format is None
+
+    def route(self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
+        """See MoeMlp."""
+        x_TD, ids_TK, weights_TK, counts_E = self._kernel.route(hidden_TD)
+        expert_counts_E.copy_(counts_E)
+        return Routing(x_TD, ids_TK, weights_TK)
+
+    def points(
+        self, hidden_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: Point
+    ) -> Generator[Point, None, torch.Tensor]:
+        """See MoeMlp; without anything to wait for there is no point to yield at."""
+        if self._stays_here:
+            self.num_local_rows += routing.ids_TK.numel()
+            with spans.compute("MLP"):
+                return self._kernel.run(hidden_TD, *routing)
+        return (yield from super().points(hidden_TD, routing, spans, shared_under=shared_under))
+
+
+def attention_of(
+    ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
+) -> Attention | FusedAttention:
+    """Fused where all weights are packed and none has a bias."""
+    q_down = None if weights.q_down is None else _plain_weight(weights.q_down)
+    held = _all_packed(
+        *(_plain_weight(projection) for projection in (weights.q, weights.kv_down, weights.out)),
+        *(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC),
+    )
+    if held is not None and (weights.q_down is None or isinstance(q_down, Packed)):
+        q, kv_down, out, key_up, value_up, kv_up = held
+        kernel = layers.attention(
+            layers.AttentionShape(
+                num_heads=config.num_attention_heads,
+                nope_dim=config.qk_nope_head_dim,
+                rotary_dim=config.qk_rope_head_dim,
+                value_dim=config.v_head_dim,
+                is_interleaved=config.rope_interleave,
+                scale=config.softmax_scale,
+            ),
+            norm_D=norm_D,
+            eps=config.rms_norm_eps,
+            q_down=q_down if isinstance(q_down, Packed) else None,
+            q_norm=weights.q_norm,
+            q=q,
+            kv_down=kv_down,
+            kv_norm_C=weights.kv_norm,
+            latent_eps=LATENT_NORM_EPS,
+            key_up=key_up,
+            value_up=value_up,
+            kv_up=kv_up,
+            out=out,
+        )
+        if kernel is not None:
+            return FusedAttention(config, kernel)
+    return Attention(ops, config, weights, norm_D)
+
+
+def mixture_of(
+    ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher
+) -> MoeMlp:
+    """Fused where all weights are packed, none has a bias, and the gate is DeepSeek-V3's."""
+    shared = weights.shared
+    of_shared = () if shared is None else (_plain_weight(shared.gate_up), _plain_weight(shared.down))
+    held = _all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
+    if config.topk_method == "noaux_tc" and isinstance(weights.router_ED, PackedRouter) and held is not None:
+        gate_up, down, *shared_held = held
+        kernel = layers.mixture(
+            layers.GateRule(
+                topk=config.num_experts_per_tok,
+                num_groups=config.n_group,
+                topk_groups=config.topk_group,
+                normalize=config.norm_topk_prob,
+                scale=config.routed_scaling_factor,
+            ),
+            norm_D=norm_D,
+            eps=config.rms_norm_eps,
+            router=weights.router_ED,
+            bias_E=weights.router_bias_E,
+            gate_up=gate_up,
+            down=down,
+            shared=(shared_held[0], shared_held[1]) if shared_held else None,
+        )
+        if kernel is not None:
+            return FusedMixture(ops, config, weights, norm_D, dispatcher, kernel)
+    return MoeMlp(ops, config, weights, norm_D, dispatcher)
+
+
+def _plain_weight(projection: Projection) -> Weight | None:
+    """The weight of a projection without bias."""
+    return projection.weight if projection.bias is None else None
+
+
+def _all_packed(*weights: Weight | None) -> tuple[Packed, ...] | None:
+    """The weights when all are packed, else None."""
+    packed = tuple(weight for weight in weights if isinstance(weight, Packed))
+    return packed if len(packed) == len(weights) else None

@@ -1,0 +1,233 @@
+// Whole steps of a layer as one call each, `torch.classes.batchinfer_cpu.*`: what batchinfer/model/mla.py and moe.py do
+// with one operation after the other, without the way through the interpreter in between. The same kernels in the same
+// order, so the same bits.
+
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "tensors.h"
+
+namespace batchinfer::tensors {
+namespace {
+
+// A packed weight as Python holds it: bytes, columns, depth, whether in 8 bits.
+using Packed = std::tuple<Tensor, int64_t, int64_t, bool>;
+
+struct HeldWeight {
+  Tensor bytes;  // keeps them alive
+  Weight weight;
+
+  HeldWeight(const Packed& packed, int64_t count, bool is_paired = false)
+      : bytes(std::get<0>(packed)),
+        weight(weight_of(bytes, count, std::get<1>(packed), std::get<2>(packed), std::get<3>(packed), is_paired)) {}
+
+  bool is_int8() const { return weight.kind == WeightKind::kInt8; }
+};
+
+// Rows on their way into products, rounded to 8 bits once for all products that want them so.
+class Input {
+ public:
+  explicit Input(Tensor x) : x_(std::move(x)) {}
+
+  Tensor times(const HeldWeight& held) { return times(held, nullptr); }
+  Tensor times(const HeldWeight& held, const bf16* stream) {
+    const Weight& weight = held.weight;
+    TORCH_CHECK(x_.size(1) == weight.depth, "x is ", x_.size(1), " wide, weight ", weight.depth);
+    Tensor out = at::empty({x_.size(0), weight.num_columns}, x_.options());
+    if (held.is_int8()) {
+      if (!bytes_) bytes_.emplace(x_);
+      linear(bytes_->rows, weight, stream, room_of(out), x_.size(0));
+    } else {
+      linear(rows_of(x_), weight, stream, room_of(out), x_.size(0));
+    }
+    return out;
+  }
+
+ private:
+  Tensor x_;
+  std::optional<Bytes> bytes_;
+};
+
+// Latent attention of one layer (model/mla.py).
+class Attention : public torch::CustomClassHolder {
+ public:
+  // dims: heads, width of a head's query without position, rotary width, value width.
+  Attention(Tensor norm, double eps, std::optional<Packed> q_down, std::optional<Tensor> q_norm, const Packed& q,
+            const Packed& kv_down, Tensor kv_norm, double latent_eps, const Packed& key_up, const Packed& value_up,
+            const Packed& kv_up, const Packed& out, std::vector<int64_t> dims, bool is_interleaved, double scale)
+      : norm_(std::move(norm)),
+        kv_norm_(std::move(kv_norm)),
+        q_norm_(std::move(q_norm)),
+        eps_(eps),
+        latent_eps_(latent_eps),
+        scale_(scale),
+        num_heads_(dims.at(0)),
+        nope_(dims.at(1)),
+        rotary_(dims.at(2)),
+        value_dim_(dims.at(3)),
+        latent_dim_(kv_norm_.numel()),
+        is_interleaved_(is_interleaved),
+        q_(q, 1),
+        kv_down_(kv_down, 1),
+        key_up_(key_up, num_heads_),
+        value_up_(value_up, num_heads_),
+        kv_up_(kv_up, num_heads_),
+        out_(out, 1) {
+    if (q_down) q_down_.emplace(*q_down, 1);
+    TORCH_CHECK(q_down_.has_value() == q_norm_.has_value(), "a compressed query has a weight and a norm");
+    TORCH_CHECK(q_.weight.num_columns == num_heads_ * (nope_ + rotary_), "the query weight does not fit the heads");
+    TORCH_CHECK(key_up_.weight.depth == nope_ && key_up_.weight.num_columns == latent_dim_, "the key weight");
+    TORCH_CHECK(value_up_.weight.depth == latent_dim_ && value_up_.weight.num_columns == value_dim_, "the value weight");
+  }
+
+  // Queries [T, H, N + R], turned; the tokens' latents go to their slots of the pages.
+  Tensor project(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& slots,
+                 const Tensor& pages) const {
+    Input x(rms_norm(hidden, norm_, eps_));
+    Tensor q = q_down_ ? Input(rms_norm(x.times(*q_down_), *q_norm_, latent_eps_)).times(q_) : x.times(q_);
+    q = q.view({hidden.size(0), num_heads_, nope_ + rotary_});
+    rope_and_cache(q, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
+    return q;
+  }
+
+  // The absorbed form and the output projection, added to the stream.
+  Tensor attend_decode(const Tensor& hidden, const Tensor& q, const Tensor& pages, const Tensor& page_table,
+                       const Tensor& kv_tokens, const Tensor& positions) const {
+    check_contiguous(q, 3, "q");
+    const int64_t num_rows = q.size(0), width = nope_ + rotary_, latent_width = latent_dim_ + rotary_;
+    TORCH_CHECK(q.size(1) == num_heads_ && q.size(2) == width, "q is ", q.sizes());
+    const Tensor absorbed = at::empty({num_rows, num_heads_, latent_width}, q.options());
+    batched_linear({values_of(q), num_heads_ * width}, width, key_up_.weight, room_of(absorbed),
+                   num_heads_ * latent_width, latent_width, num_heads_, num_rows);
+    for (int64_t i = 0; i < num_rows * num_heads_; ++i) {
+      std::memcpy(room_of(absorbed) + i * latent_width + latent_dim_, values_of(q) + i * width + nope_,
+                  rotary_ * sizeof(bf16));
+    }
+    const Tensor latents = mla_decode(absorbed, pages, page_table, kv_tokens, positions, latent_dim_, scale_);
+    const Tensor values = at::empty({num_rows, num_heads_ * value_dim_}, q.options());
+    batched_linear({values_of(latents), num_heads_ * latent_dim_}, latent_dim_, value_up_.weight, room_of(values),
+                   num_heads_ * value_dim_, value_dim_, num_heads_, num_rows);
+    return added_to(hidden, values);
+  }
+
+  // The plain form and the output projection, added to the stream.
+  Tensor attend_prefill(const Tensor& hidden, const Tensor& q, const Tensor& pages, const Tensor& page_table,
+                        const Tensor& num_tokens, const Tensor& context_tokens, const Tensor& positions) const {
+    const Tensor values = mla_prefill(q, pages, page_table, num_tokens, context_tokens, positions, kv_up_.bytes,
+                                      latent_dim_, value_dim_, scale_);
+    return added_to(hidden, values.view({q.size(0), num_heads_ * value_dim_}));
+  }
+
+ private:
+  Tensor added_to(const Tensor& hidden, const Tensor& values) const {
+    check_contiguous(hidden, 2, "hidden");
+    TORCH_CHECK(hidden.size(0) == values.size(0) && hidden.size(1) == out_.weight.num_columns, "the stream is ",
+                hidden.sizes());
+    return Input(values).times(out_, values_of(hidden));
+  }
+
+  Tensor norm_, kv_norm_;
+  std::optional<Tensor> q_norm_;
+  double eps_, latent_eps_, scale_;
+  int64_t num_heads_, nope_, rotary_, value_dim_, latent_dim_;
+  bool is_interleaved_;
+  HeldWeight q_, kv_down_, key_up_, value_up_, kv_up_, out_;
+  std::optional<HeldWeight> q_down_;
+};
+
+// A mixture of experts of one layer (model/moe.py).
+class Mixture : public torch::CustomClassHolder {
+ public:
+  // gate: experts per token, groups, groups per token.
+  Mixture(Tensor norm, double eps, Tensor router, std::optional<Tensor> bias, int64_t num_experts,
+          std::vector<int64_t> gate, bool normalize, double scale, const Packed& gate_up, const Packed& down,
+          int64_t num_held, std::optional<Packed> shared_gate_up, std::optional<Packed> shared_down)
+      : norm_(std::move(norm)),
+        router_(std::move(router)),
+        bias_(std::move(bias)),
+        eps_(eps),
+        scale_(scale),
+        num_experts_(num_experts),
+        topk_(gate.at(0)),
+        num_groups_(gate.at(1)),
+        topk_groups_(gate.at(2)),
+        normalize_(normalize),
+        gate_up_(gate_up, num_held, true),
+        down_(down, num_held) {
+    if (shared_gate_up) shared_gate_up_.emplace(*shared_gate_up, 1, true);
+    if (shared_down) shared_down_.emplace(*shared_down, 1);
+  }
+
+  // The stream normed; experts of each token and their weights; how many tokens each expert has.
+  std::tuple<Tensor, Tensor, Tensor, Tensor> route(const Tensor& hidden) const {
+    const Tensor x = rms_norm(hidden, norm_, eps_);
+    auto [ids, weights] = gate(tensors::router(x, router_, num_experts_), bias_, topk_, num_groups_, topk_groups_,
+                               normalize_, scale_);
+    Tensor counts = at::empty({num_experts_}, ids.options());
+    int64_t* const count = write<int64_t>(counts);
+    std::fill_n(count, num_experts_, 0);
+    for (int64_t i = 0; i < ids.numel(); ++i) ++count[read<int64_t>(ids)[i]];
+    return {x, ids, weights, counts};
+  }
+
+  // The new stream, where all experts are here: experts over their tokens, the shared expert over all, summed.
+  Tensor run(const Tensor& hidden, const Tensor& x, const Tensor& ids, const Tensor& weights) const {
+    check_contiguous(hidden, 2, "hidden");
+    check_contiguous(x, 2, "x");
+    check_indices(ids, "ids");
+    const int64_t num_tokens = x.size(0), num_entries = ids.numel(), width = x.size(1);
+    TORCH_CHECK(hidden.sizes() == x.sizes() && num_entries == num_tokens * topk_ && weights.sizes() == ids.sizes() &&
+                    weights.scalar_type() == at::kFloat && weights.is_contiguous(),
+                "one row of ids and weights per token");
+    std::vector<int64_t> order(num_entries), place(num_entries), counts(num_experts_);
+    sort_by_expert(read<int64_t>(ids), num_entries, num_experts_, order.data(), place.data(), counts.data());
+    for (int64_t& entry : order) entry /= topk_;
+    std::vector<ExpertRows> experts;
+    int64_t first = 0;
+    for (const int64_t count : counts) {
+      experts.push_back({first, count});
+      first += count;
+    }
+    const Tensor rows = at::empty({num_entries, width}, x.options());
+    run_experts(x, experts, gate_up_.weight, down_.weight, order.data(), nullptr, room_of(rows));
+    Tensor shared;
+    if (shared_down_) {
+      shared = at::empty({num_tokens, width}, x.options());
+      run_experts(x, {{0, num_tokens}}, shared_gate_up_->weight, shared_down_->weight, nullptr, nullptr,
+                  room_of(shared));
+    }
+    Tensor out = at::empty({num_tokens, width}, x.options());
+    combine(values_of(hidden), values_of(rows), place.data(), read<float>(weights),
+            shared_down_ ? values_of(shared) : nullptr, room_of(out), num_tokens, topk_, width);
+    return out;
+  }
+
+ private:
+  Tensor norm_, router_;
+  std::optional<Tensor> bias_;
+  double eps_, scale_;
+  int64_t num_experts_, topk_, num_groups_, topk_groups_;
+  bool normalize_;
+  HeldWeight gate_up_, down_;
+  std::optional<HeldWeight> shared_gate_up_, shared_down_;
+};
+
+}  // namespace
+}  // namespace batchinfer::tensors
+
+TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
+  using namespace batchinfer::tensors;
+  m.class_<Attention>("Attention")
+      .def(torch::init<Tensor, double, std::optional<Packed>, std::optional<Tensor>, Packed, Packed, Tensor, double,
+                       Packed, Packed, Packed, Packed, std::vector<int64_t>, bool, double>())
+      .def("project", &Attention::project)
+      .def("attend_decode", &Attention::attend_decode)
+      .def("attend_prefill", &Attention::attend_prefill);
+  m.class_<Mixture>("Mixture")
+      .def(torch::init<Tensor, double, Tensor, std::optional<Tensor>, int64_t, std::vector<int64_t>, bool, double,
+                       Packed, Packed, int64_t, std::optional<Packed>, std::optional<Packed>>())
+      .def("route", &Mixture::route)
+      .def("run", &Mixture::run);
+}

@@ -1,0 +1,99 @@
+// Tensors as the kernels take them, checked; shared by bindings.cpp and layers.cpp.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace batchinfer::tensors {
+
+using at::Tensor;
+
+template <class Value>
+const Value* read(const Tensor& x) {
+  return static_cast<const Value*>(x.const_data_ptr());
+}
+template <class Value>
+Value* write(const Tensor& x) {
+  return static_cast<Value*>(x.mutable_data_ptr());
+}
+inline const bf16* values_of(const Tensor& x) { return read<bf16>(x); }
+inline bf16* room_of(const Tensor& x) { return write<bf16>(x); }
+
+inline void check(const Tensor& x, int64_t dim, const char* name) {
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, name, " must be bfloat16 on the CPU");
+  TORCH_CHECK(x.dim() == dim, name, " has ", x.dim(), " dimensions, not ", dim);
+}
+
+inline void check_contiguous(const Tensor& x, int64_t dim, const char* name) {
+  check(x, dim, name);
+  TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+}
+
+inline void check_indices(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
+}
+
+// x itself where each row is contiguous, else a copy.
+inline Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
+inline Rows rows_of(const Tensor& x) { return {values_of(x), x.stride(0)}; }
+
+inline Weight shape_of(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
+  return {nullptr, is_int8 ? WeightKind::kInt8 : WeightKind::kBfloat16, num_columns, depth, is_paired};
+}
+
+// The weight behind `packed`, the first of `count`.
+inline Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns, int64_t depth, bool is_int8,
+                        bool is_paired) {
+  Weight weight = shape_of(num_columns, depth, is_int8, is_paired);
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous(), "a packed weight must be contiguous bytes");
+  TORCH_CHECK(packed.numel() == count * weight.bytes(), "packed weights of ", packed.numel(), " bytes, expected ",
+              count * weight.bytes());
+  weight.data = read<uint8_t>(packed);
+  return weight;
+}
+
+// x in 8 bits, with the memory it stands in.
+struct Bytes {
+  Tensor values, scales;
+  ByteRows rows;
+
+  explicit Bytes(const Tensor& x) {
+    const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + kBlock - 1) / kBlock;
+    values = at::empty({num_rows, num_blocks * kBlock}, x.options().dtype(at::kByte));
+    scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
+    batchinfer::to_bytes(rows_of(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
+    rows = {read<uint8_t>(values), read<float>(scales), num_blocks};
+  }
+};
+
+inline Rotary rotary_of(const Tensor& cos, const Tensor& sin, int64_t num_rows, bool is_interleaved) {
+  for (const Tensor* x : {&cos, &sin}) {
+    TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == num_rows,
+                "angles must be contiguous float32, one row per token");
+  }
+  return {read<float>(cos), read<float>(sin), 2 * cos.size(1), is_interleaved};
+}
+
+// Operations of bindings.cpp that layers.cpp is made of; shapes as in ops.py.
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+Tensor router(const Tensor& x, const Tensor& packed, int64_t num_columns);
+std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t topk,
+                                int64_t num_groups, int64_t topk_groups, bool normalize, double scale);
+void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
+                    const Tensor& sin, bool is_interleaved, const Tensor& slots, const Tensor& pages);
+Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
+                  const Tensor& positions, int64_t latent_dim, double scale);
+Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
+                   const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
+                   int64_t value_dim, double scale);
+void run_experts(const Tensor& x, const std::vector<ExpertRows>& experts, const Weight& gate_up, const Weight& down,
+                 const int64_t* in_index, const bf16* stream, bf16* out);
+
+}  // namespace batchinfer::tensors

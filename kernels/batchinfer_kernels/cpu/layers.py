@@ -1,0 +1,126 @@
+"""Steps of a layer as one C++ call each: the operations of ops.py in the same order, so the same bits.
+
+The objects hold packed weights and share their memory: a weight that is packed anew in place is seen here, too.
+"""
+
+# T tokens, D hidden, H heads, N query/key width without position, R rotary width, V value width, C latent width
+# A = N + R, E experts, K experts per token
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
+
+_VALUE_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Widths of latent attention, and where queries are turned."""
+
+    num_heads: int
+    nope_dim: int  # N
+    rotary_dim: int  # R
+    value_dim: int  # V
+    is_interleaved: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateRule:
+    """How a token's experts are chosen (`reference.gate`, method "noaux_tc")."""
+
+    topk: int
+    num_groups: int
+    topk_groups: int
+    normalize: bool
+    scale: float
+
+
+def attention(
+    shape: AttentionShape,
+    *,
+    norm_D: torch.Tensor,
+    eps: float,
+    q_down: Packed | None,
+    q_norm: torch.Tensor | None,
+    q: Packed,
+    kv_down: Packed,
+    kv_norm_C: torch.Tensor,
+    latent_eps: float,
+    key_up: Packed,
+    value_up: Packed,
+    kv_up: Packed,
+    out: Packed,
+) -> Any | None:
+    """Latent attention of one layer, or None where the widths need the operations one by one.
+
+    Returns an object with
+        project(hidden_TD, cos, sin, slots_T, pages) -> q_THA
+        attend_decode(hidden_TD, q_THA, pages, page_table_BP, kv_tokens_B, positions_T) -> hidden_TD
+        attend_prefill(hidden_TD, q_THA, pages, page_table_BP, num_tokens_B, context_tokens_B, positions_T) -> hidden_TD
+    """
+    widths = (len(norm_D), shape.nope_dim, shape.nope_dim + shape.rotary_dim, shape.num_heads * shape.value_dim)
+    if any(width % 2 for width in (*widths, 0 if q_norm is None else len(q_norm))) or len(kv_norm_C) % _VALUE_MULTIPLE:
+        return None
+    return library().Attention(
+        norm_D,
+        eps,
+        None if q_down is None else _plain(q_down),
+        q_norm,
+        _plain(q),
+        _plain(kv_down),
+        kv_norm_C,
+        latent_eps,
+        _plain(key_up),
+        _plain(value_up),
+        _plain(kv_up),
+        _plain(out),
+        [shape.num_heads, shape.nope_dim, shape.rotary_dim, shape.value_dim],
+        shape.is_interleaved,
+        shape.scale,
+    )
+
+
+def mixture(
+    rule: GateRule,
+    *,
+    norm_D: torch.Tensor,
+    eps: float,
+    router: PackedRouter,
+    bias_E: torch.Tensor | None,
+    gate_up: Packed,
+    down: Packed,
+    shared: tuple[Packed, Packed] | None,
+) -> Any | None:
+    """A mixture of experts of one layer, or None where the widths need the operations one by one.
+
+    Returns an object with
+        route(hidden_TD) -> x_TD normed, ids_TK, weights_TK, counts_E
+        run(hidden_TD, x_TD, ids_TK, weights_TK) -> hidden_TD, for a rank that holds all experts in order
+    """
+    if len(norm_D) % 2:
+        return None
+    return library().Mixture(
+        norm_D,
+        eps,
+        router.data_PDN,
+        bias_E,
+        router.num_experts,
+        [rule.topk, rule.num_groups, rule.topk_groups],
+        rule.normalize,
+        rule.scale,
+        _plain(gate_up),
+        _plain(down),
+        len(down.data),
+        None if shared is None else _plain(shared[0]),
+        None if shared is None else _plain(shared[1]),
+    )
+
+
+def _plain(packed: Packed) -> tuple[torch.Tensor, int, int, bool]:
+    return packed.data, packed.num_columns, packed.depth, packed.is_int8
