@@ -30,3 +30,13 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cpp() -> None:
+    """The C++ operations, or the reason why there are none."""
+    from batchinfer_kernels.cpu import build
+
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(f"the C++ operations cannot run here: {reason}")

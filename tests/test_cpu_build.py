@@ -18,13 +18,6 @@ KERNELS = Path(build.__file__).parents[2]
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def cpp():
-    reason = build.why_not()
-    if reason is not None:
-        pytest.skip(f"the C++ operations cannot run here: {reason}")
-
-
 # The build, in processes of their own. Most get a compiler that is a script: what it makes is not loaded.
 
 ASK = "from batchinfer_kernels.cpu import build; print(build.why_not())"

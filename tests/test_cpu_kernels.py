@@ -24,13 +24,6 @@ KERNELS = Path(build.__file__).parents[2]
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def cpp():
-    reason = build.why_not()
-    if reason is not None:
-        pytest.skip(f"the C++ operations cannot run here: {reason}")
-
-
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

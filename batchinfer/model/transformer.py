@@ -24,6 +24,8 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.records import ModelError
+from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
@@ -148,7 +150,7 @@ class Transformer:
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [LocalDispatcher(config.n_routed_experts, gathers=False)] * config.num_moe_layers
-        ops = Ops.select(backend, dtype, eight_bit=eight_bit)
+        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit)
         weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops)
         return cls(config, weights, dispatchers, ops)
 
@@ -243,6 +245,18 @@ class Transformer:
             step.copy_from,
             step.copy_to,
         )
+
+
+def _fitting(backend: str, config: ModelConfig) -> str:
+    """The backend for a model of these widths: C++ attention takes values in pairs."""
+    if config.qk_head_dim % 2 == 0 and config.kv_lora_rank % 2 == 0:
+        return backend
+    if backend == "cpu":
+        raise ModelError(
+            f"backend 'cpu' takes even widths of queries and latents; config.json has {config.qk_head_dim} and "
+            f"{config.kv_lora_rank}. Use backend 'auto'."
+        )
+    return "reference" if backend == AUTO else backend
 
 
 def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""Layers in single C++ calls against the same layers operation by operation: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.model import transformer
+from batchinfer.model.fused import FusedAttention, FusedMixture
+from batchinfer.model.mla import Attention
+from batchinfer.model.moe import MoeMlp
+from batchinfer.model.transformer import Transformer
+from batchinfer.records import ModelError
+from batchinfer_kernels import reference
+from batchinfer_kernels.cpu import ops, packed
+from checkpoints import MODELS, make_checkpoint
+from paged_steps import PagedRequests
+
+COMPOSED_MIXTURE = {"v2-greedy", "v2-groups", "v2-yarn"}  # not DeepSeek-V3's gate
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+
+def logits_and_pages(model, *, chunks=(1000,)):
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 96, (length,), generator=generator) for length in (5, 64, 1, 131)]
+    requests = PagedRequests(model, prompts, max_new_tokens=5, seed=3)
+    requests.prefill(range(len(prompts)), chunks)
+    requests.decode_greedily(range(len(prompts)), 5)
+    return [requests.all_logits(i) for i in range(len(prompts))], requests.pages
+
+
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes"}))
+def test_fused_layers_have_the_bits_of_composed_ones(name, eight_bit, tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, name)
+    fused = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
+    last = fused._layers[-1]
+    assert isinstance(last.attention, FusedAttention)
+    assert isinstance(last.mlp, FusedMixture) == (name not in COMPOSED_MIXTURE)
+    monkeypatch.setattr(transformer, "attention_of", Attention)
+    monkeypatch.setattr(transformer, "mixture_of", MoeMlp)
+    composed = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
+
+    for (got, got_pages), (expected, expected_pages) in [
+        (logits_and_pages(fused), logits_and_pages(composed)),
+        (logits_and_pages(fused, chunks=(50, 7, 64)), logits_and_pages(composed, chunks=(50, 7, 64))),
+    ]:
+        assert torch.equal(got_pages, expected_pages)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert fused.num_expert_rows == composed.num_expert_rows > 0
+
+
+def test_biases_need_the_operations_one_by_one(tmp_path):
+    make_checkpoint(tmp_path, "v3", attention_bias=True)
+    model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
+    assert isinstance(model._layers[-1].attention, Attention)
+    assert isinstance(model._layers[-1].mlp, FusedMixture)
+
+
+def test_odd_widths_run_in_plain_pytorch(tmp_path):
+    make_checkpoint(tmp_path, "v3-odd-sizes")
+    model = Transformer.load(tmp_path, dtype=torch.bfloat16)
+    assert "cpu" not in model.kernels
+    assert all(logits.isfinite().all() for logits in logits_and_pages(model)[0])
+    with pytest.raises(ModelError, match="takes even widths of queries and latents"):
+        Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("hidden", [64, 33])
+def test_an_mlp_is_an_expert_alone(hidden, is_int8, threads):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (70, hidden), (48, hidden), (hidden, 24), (70, hidden)
+    x, gate_up, down, stream = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    plain = ops.mlp(x, gate_up, down)
+    assert (plain.float() - reference.mlp(x, gate_up, down).float()).abs().max() < 0.02 * plain.float().abs().max()
+    weights = packed.pack(gate_up, is_int8=is_int8, is_paired=True), packed.pack(down, is_int8=is_int8)
+    threads(1)
+    expected = ops.grouped_mlp(x, torch.tensor([70]), *weights)
+    threads(2)
+    assert torch.equal(ops.mlp(x, *weights), expected)
+    assert torch.equal(ops.mlp(x[3:5], *weights), expected[3:5])
+    assert torch.equal(ops.mlp(x, *weights, stream=stream), stream + expected)
+
+
+@pytest.mark.parametrize("hidden", [33, 64])
+def test_an_mlp_in_float32_is_that_of_the_reference(hidden):
+    generator = torch.Generator().manual_seed(0)
+    x, gate_up, down = (torch.randn(shape, generator=generator) for shape in ((5, hidden), (48, hidden), (hidden, 24)))
+    expected = reference.mlp(x, gate_up, down)
+    assert torch.equal(ops.mlp(x, gate_up, down), expected)
+    assert torch.equal(ops.mlp(x, gate_up, down, stream=x), x + expected)
+    in_float64 = torch.nn.functional.silu(x.double() @ gate_up[:24].double().T) * (x.double() @ gate_up[24:].double().T)
+    assert (expected - in_float64 @ down.double().T).abs().max() < 1e-3
