@@ -7,6 +7,7 @@ a job, and ends by itself when the controller is gone.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -26,6 +27,7 @@ from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, load_model, make_worker
 from batchinfer.engine.local_ranks import RankEnvironment
+from batchinfer.engine.warm_up import warm_up
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
 from batchinfer.records import BatchinferError, ExitCode
 
@@ -101,6 +103,8 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
     model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots))
+    if mesh.size == 1:
+        warm_up(model, job.cluster.prefill_tokens)
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
     channel.send({"type": "ready", "device": str(device), "exchange": mesh.kind, "moe_layers": moe_layers})
@@ -117,6 +121,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
         traced=started["traced"],
         model_digests=started["model_digests"],
     )
+    gc.freeze()  # what stands now stays: looking through it again and again would cost a part of every short step
     worker = make_worker(job, model, tokenizer, mesh, place, around)
     feed = ChannelFeed(channel, messages, worker.expert_tokens)
     try:

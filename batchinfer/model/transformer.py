@@ -239,7 +239,7 @@ class Transformer:
             sin,
             step.positions,
             step.slots,
-            page_table,
+            page_table.contiguous(),  # once for all layers
             kv_tokens,
             chunk_tokens,
             step.copy_from,

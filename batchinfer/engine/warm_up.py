@@ -1,0 +1,48 @@
+"""Steps over nothing before the first real one, which then finds threads started and memory at hand. Called by rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.transformer import PrefillSpan, StepInput, Transformer
+
+MOST_SECONDS = 0.25  # that a step here may take
+_GROWTH = 8
+_CHUNK_TOKENS = 8 * PAGE_TOKENS
+
+
+def warm_up(model: Transformer, most_tokens: int) -> None:
+    """Run prefill steps of more and more tokens, up to `most_tokens`, as long as the next one should be short.
+
+    What is computed is forgotten. Ranks that exchange rows would have to do it together.
+    """
+    num_tokens = min(PAGE_TOKENS, most_tokens)
+    while True:
+        started_s = time.monotonic()
+        step, num_pages = _idle_step(num_tokens)
+        model.forward(step, model.new_pages(num_pages))
+        took_s = time.monotonic() - started_s
+        if num_tokens == most_tokens or _GROWTH * took_s > MOST_SECONDS:
+            return
+        num_tokens = min(_GROWTH * num_tokens, most_tokens)
+
+
+def _idle_step(num_tokens: int) -> tuple[StepInput, int]:
+    """Chunks of token 0, each with pages of its own; and how many pages."""
+    spans, first_page = [], 0
+    for start in range(0, num_tokens, _CHUNK_TOKENS):
+        count = min(_CHUNK_TOKENS, num_tokens - start)
+        page_ids = torch.arange(first_page, first_page + -(-count // PAGE_TOKENS))
+        spans.append(PrefillSpan(start, count, count, page_ids))
+        first_page += len(page_ids)
+    step = StepInput(
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=torch.arange(num_tokens) % _CHUNK_TOKENS,
+        slots=torch.arange(num_tokens),
+        logit_rows=torch.tensor([num_tokens - 1]),
+        prefill=tuple(spans),
+    )
+    return step, first_page
