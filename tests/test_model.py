@@ -129,7 +129,7 @@ def test_several_tokens_per_request_in_a_decode_step_equal_one_at_a_time(models,
     assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
-def test_only_the_rows_asked_for_get_logits_and_every_token_is_counted(models):
+def test_only_the_rows_asked_for_get_logits_and_the_last_layer_finishes_no_others(models):
     _, ours, _ = models("v3-groups")
     tokens = torch.arange(10)
     page_ids = torch.tensor([1])
@@ -139,8 +139,22 @@ def test_only_the_rows_asked_for_get_logits_and_every_token_is_counted(models):
     assert output.logits.shape == (2, 96)
     assert output.logits.dtype == torch.float32
     assert output.expert_counts.shape == (ours.num_moe_layers, 16)
-    assert output.expert_counts.sum(1).tolist() == [10 * 4] * ours.num_moe_layers
-    assert ours.forward(nothing, ours.new_pages(2)).logits.shape == (0, 96)
+    assert output.expert_counts.sum(1).tolist() == [10 * 4, 2 * 4]
+    without = ours.forward(nothing, ours.new_pages(2))
+    assert without.logits.shape == (0, 96)
+    assert without.expert_counts.sum(1).tolist() == [10 * 4, 0]
+
+
+def test_rows_whose_logits_nobody_wants_leave_the_same_latents(models):
+    _, ours, _ = models("v3-groups")
+    tokens, page_ids = torch.arange(70), torch.tensor([1, 2])
+    prefill = (PrefillSpan(0, 70, 70, page_ids),)
+    some, all_pages = ours.new_pages(3), ours.new_pages(3)
+    all_rows = ours.forward(StepInput(tokens, tokens, 64 + tokens, tokens, prefill=prefill), all_pages)
+    wanted = torch.tensor([69, 3, 64])
+    output = ours.forward(StepInput(tokens, tokens, 64 + tokens, wanted, prefill=prefill), some)
+    assert torch.equal(some, all_pages)
+    assert torch.equal(output.logits, all_rows.logits[wanted])
 
 
 def test_a_decode_step_without_requests_is_allowed(models):

@@ -65,11 +65,16 @@ class Attention:
     weights: AttentionWeights
     norm_D: torch.Tensor  # weight of the norm before it
 
-    def project(self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+    def project(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Everything before core attention: the norm, queries [T, H, N + R], rotary part last.
 
         The tokens' latents are written to the pages at the step's slots; then the step's copies are made, so that a
         prompt can take over latents which another one computes in this very step.
+
+        Args:
+            rows_S: the rows whose queries are wanted, [S, H, N + R] then; None: all.
         """
         ops, config, weights = self.ops, self.config, self.weights
         x_TD = queries = ops.rms_norm(hidden_TD, self.norm_D, config.rms_norm_eps)
@@ -87,7 +92,7 @@ class Attention:
             interleaved=config.rope_interleave,
         )
         copy_latents(step, pages)
-        return q_THA
+        return q_THA if rows_S is None else q_THA[rows_S]
 
     def attend(
         self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor

@@ -9,7 +9,7 @@ schedule; parallel/overlap.py may instead run two of them in turn, one computing
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,17 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedRows:
+    """Rows of a prefill step whose logits are wanted. To the last layer they are what decode is: a query per prompt.
+
+    Of the other tokens it only makes latents; most of a prompt never meets its experts.
+    """
+
+    rows: torch.Tensor  # [S] int64
+    step: AttentionStep  # of these rows alone, in the absorbed form
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention, then an MLP, each on normed input and added to the stream."""
 
@@ -71,6 +82,7 @@ class DecoderLayer:
         pages: torch.Tensor,
         expert_counts_E: torch.Tensor | None,
         spans: MicroBatchSpans,
+        wanted: WantedRows | None = None,
     ) -> Generator[Point, None, torch.Tensor]:
         """One layer over one step; returns the new hidden states.
 
@@ -78,16 +90,17 @@ class DecoderLayer:
             hidden_TD: the stream.
             pages: [num_pages, 64, latent_dim] of this layer; the step's latents are written to them.
             expert_counts_E: [E] int64, receives the tokens per expert; None for a dense layer.
+            wanted: the rows whose new hidden states are wanted; None: all.
 
         Yields:
             While rows travel, and in decode before core attention; a dense layer has nothing to yield for.
         """
         if isinstance(self.mlp, DenseMlp):
             with spans.compute("DENSE"):
-                q_THA = self.attention.project(hidden_TD, step, pages)
-                return self.mlp.add_to(self.attention.attend(hidden_TD, q_THA, step, pages))
+                return self.mlp.add_to(self._attended(hidden_TD, step, pages, wanted))
         assert expert_counts_E is not None
         if step.is_decode:
+            assert wanted is None, "in decode all rows are wanted"
             with spans.compute("ATTN-0"):
                 q_THA = self.attention.project(hidden_TD, step, pages)
             yield Point.QUERIES
@@ -96,10 +109,18 @@ class DecoderLayer:
                 routing = self.mlp.route(hidden_TD, expert_counts_E)
             return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=Point.DISPATCH))
         with spans.compute("ATTN"):
-            q_THA = self.attention.project(hidden_TD, step, pages)
-            hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
+            hidden_TD = self._attended(hidden_TD, step, pages, wanted)
             routing = self.mlp.route(hidden_TD, expert_counts_E)
         return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=Point.COMBINE))
+
+    def _attended(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, wanted: WantedRows | None
+    ) -> torch.Tensor:
+        """The stream after attention, its wanted rows alone; all tokens' latents go to the pages."""
+        if wanted is None:
+            return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
+        q_SHA = self.attention.project(hidden_TD, step, pages, wanted.rows)
+        return self.attention.attend(hidden_TD[wanted.rows], q_SHA, wanted.step, pages)
 
 
 class Transformer:
@@ -204,11 +225,14 @@ class Transformer:
         expert_counts = torch.zeros(self.num_moe_layers, config.n_routed_experts, dtype=torch.int64, device=self.device)
         rows_of_counts = iter(expert_counts)
         hidden_TD = self.weights.embedding[step.tokens]
+        wanted = None if attention_step.is_decode else _wanted_rows(step.logit_rows, attention_step)
         for layer, layer_pages in zip(self._layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
-            hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans)
+            of_layer = wanted if layer is self._layers[-1] else None
+            hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans, of_layer)
         with spans.compute("LOGITS"):
-            hidden_SD = self._ops.rms_norm(hidden_TD[step.logit_rows], self.weights.norm, config.rms_norm_eps)
+            hidden_SD = hidden_TD if wanted is not None else hidden_TD[step.logit_rows]
+            hidden_SD = self._ops.rms_norm(hidden_SD, self.weights.norm, config.rms_norm_eps)
             logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head, wide=True)
         return StepOutput(logits_SV, expert_counts)
 
@@ -245,6 +269,25 @@ class Transformer:
             step.copy_from,
             step.copy_to,
         )
+
+
+def _wanted_rows(rows_S: torch.Tensor, step: AttentionStep) -> WantedRows:
+    """The part of a prefill step that its last layer has to finish."""
+    assert step.chunk_tokens is not None
+    assert step.page_table is not None
+    chunks_S = torch.searchsorted(step.chunk_tokens.cumsum(0), rows_S.to(step.chunk_tokens.device), right=True)
+    positions_S = step.positions[rows_S]
+    own_step = replace(
+        step,
+        cos=step.cos[rows_S],
+        sin=step.sin[rows_S],
+        positions=positions_S,
+        slots=step.slots[rows_S],
+        page_table=step.page_table[chunks_S],
+        kv_tokens=positions_S + 1,
+        chunk_tokens=None,
+    )
+    return WantedRows(rows_S, own_step)
 
 
 def _fitting(backend: str, config: ModelConfig) -> str:

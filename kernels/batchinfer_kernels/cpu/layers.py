@@ -60,7 +60,7 @@ def attention(
     """Latent attention of one layer, or None where the widths need the operations one by one.
 
     Returns an object with
-        project(hidden_TD, cos, sin, slots_T, pages) -> q_THA
+        project(hidden_TD, cos, sin, slots_T, pages, rows_S or None) -> q_THA, or q_SHA of these rows
         attend_decode(hidden_TD, q_THA, pages, page_table_BP, kv_tokens_B, positions_T) -> hidden_TD
         attend_prefill(hidden_TD, q_THA, pages, page_table_BP, num_tokens_B, context_tokens_B, positions_T) -> hidden_TD
     """

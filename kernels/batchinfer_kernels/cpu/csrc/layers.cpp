@@ -2,6 +2,7 @@
 // with one operation after the other, without the way through the interpreter in between. The same kernels in the same
 // order, so the same bits.
 
+#include <ATen/ops/index_select.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -82,13 +83,22 @@ class Attention : public torch::CustomClassHolder {
     TORCH_CHECK(value_up_.weight.depth == latent_dim_ && value_up_.weight.num_columns == value_dim_, "the value weight");
   }
 
-  // Queries [T, H, N + R], turned; the tokens' latents go to their slots of the pages.
-  Tensor project(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& slots,
-                 const Tensor& pages) const {
-    Input x(rms_norm(hidden, norm_, eps_));
-    Tensor q = q_down_ ? Input(rms_norm(x.times(*q_down_), *q_norm_, latent_eps_)).times(q_) : x.times(q_);
-    q = q.view({hidden.size(0), num_heads_, nope_ + rotary_});
-    rope_and_cache(q, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
+  // Queries [T, H, N + R], turned, or those of `rows` alone; the tokens' latents go to their slots of the pages.
+  Tensor project(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& slots, const Tensor& pages,
+                 const std::optional<Tensor>& rows) const {
+    const Tensor normed = rms_norm(hidden, norm_, eps_);
+    Input x(normed);
+    if (!rows) {
+      const Tensor q = queries(x);
+      rope_and_cache(q, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
+      return q;
+    }
+    const Tensor none = at::empty({hidden.size(0), 0, rotary_}, hidden.options());
+    rope_and_cache(none, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
+    Input wanted(normed.index_select(0, *rows));
+    const Tensor q = queries(wanted), turns = cos.index_select(0, *rows), sines = sin.index_select(0, *rows);
+    rope(room_of(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
+         rotary_of(turns, sines, q.size(0), is_interleaved_));
     return q;
   }
 
@@ -121,6 +131,11 @@ class Attention : public torch::CustomClassHolder {
   }
 
  private:
+  Tensor queries(Input& x) const {
+    const Tensor q = q_down_ ? Input(rms_norm(x.times(*q_down_), *q_norm_, latent_eps_)).times(q_) : x.times(q_);
+    return q.view({q.size(0), num_heads_, nope_ + rotary_});
+  }
+
   Tensor added_to(const Tensor& hidden, const Tensor& values) const {
     check_contiguous(hidden, 2, "hidden");
     TORCH_CHECK(hidden.size(0) == values.size(0) && hidden.size(1) == out_.weight.num_columns, "the stream is ",
