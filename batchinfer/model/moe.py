@@ -19,9 +19,7 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import MlpWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
-from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer.parallel.spans import MicroBatchSpans
-from batchinfer_kernels import backend
 
 
 class Point(Enum):
@@ -94,7 +92,7 @@ class MoeMlp:
 
         received = spans.receive("DISPATCH", handle)
         with spans.compute("MLP"):
-            y = self._routed_experts(received, x_TD.dtype)
+            y = self._routed_experts(received)
         with spans.send("COMBINE"):
             future = self.dispatcher.combine(y, handle)
         yield Point.COMBINE
@@ -132,23 +130,19 @@ class MoeMlp:
             self._num_masked_rows = None
         return self._num_rows
 
-    def _routed_experts(self, received: ExpertInput, dtype: torch.dtype) -> torch.Tensor:
-        """The results for the rows that came, in their order."""
-        x = received.x
-        if received.scales is not None:
-            dequantize = backend.select("dequantize_fp8_block").run
-            x = dequantize(x.flatten(0, -2), received.scales.flatten(0, -2), dtype, (1, SCALE_VALUES)).view(x.shape)
-        weights = self.weights
+    def _routed_experts(self, received: ExpertInput) -> torch.Tensor:
+        """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
+        x, weights, scales = received.x, self.weights, received.scales
         if received.layout == "contiguous":
             self._num_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
             return self.ops.grouped_mlp(
-                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M
+                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M, scales=scales
             )
         # only the device knows how many rows are filled; adding them up there, and reading the sum when somebody asks
         # (after the step), does not make the host wait here
         num_rows = received.num_rows_E.sum()
         self._num_masked_rows = num_rows if self._num_masked_rows is None else self._num_masked_rows + num_rows
-        return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
+        return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, scales=scales)
 
     def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
         if self.shared is None:
