@@ -142,7 +142,19 @@ class MoeMlp:
         # (after the step), does not make the host wait here
         num_rows = received.num_rows_E.sum()
         self._num_masked_rows = num_rows if self._num_masked_rows is None else self._num_masked_rows + num_rows
-        return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, scales=scales)
+        return self.ops.masked_mlp(
+            x,
+            received.num_rows_E,
+            weights.gate_up_EFD,
+            weights.down_EDF,
+            scales=scales,
+            expected_rows=self._expected_rows(x.shape[1]),
+        )
+
+    def _expected_rows(self, room: int) -> int:
+        """Likely rows of an expert that has room for all tokens of all ranks: its even share and a fifth more."""
+        share = room * self.config.num_experts_per_tok / self.config.n_routed_experts
+        return max(1, min(room, round(1.2 * share)))
 
     def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
         if self.shared is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import reference, reference_mla, reference_rows
+from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
 
@@ -58,6 +58,16 @@ def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Cand
     return (*(candidate for candidate in faster if candidate.op == op), plain)
 
 
+_HOPPER = tuple(
+    Candidate(function.__name__, hopper.NAME, function, probe, dtype=torch.bfloat16)
+    for function, probe in (
+        (hopper.linear, hopper_libraries.why_not_deep_gemm),
+        (hopper.grouped_mlp, hopper_libraries.why_not_deep_gemm),
+        (hopper.masked_mlp, hopper_libraries.why_not_deep_gemm),
+        (hopper.mla_decode, hopper_libraries.why_not_flash_mla),
+    )
+)
+
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
     Candidate(function.__name__, "cpu", function, cpu_build.why_not, dtype=torch.bfloat16)
@@ -84,7 +94,7 @@ _CPU = tuple(
 
 # Faster candidates (hopper, triton, cpu) go in front of the reference, in that order.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    function.__name__: _candidates(function, _CPU)
+    function.__name__: _candidates(function, (*_HOPPER, *_CPU))
     for function in (
         reference.pack,
         reference.pack_router,
@@ -141,10 +151,23 @@ def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None) -> Can
     return next(candidate for candidate in fitting if candidate.probe() is None)
 
 
+def behind(op: str, name: str, dtype: torch.dtype) -> Candidate:
+    """The first candidate of `op` after the one named that can run: where that one's operations send what it lacks."""
+    listed = _CANDIDATES[op]
+    first = next(place for place, candidate in enumerate(listed) if candidate.name == name) + 1
+    fitting = (candidate for candidate in listed[first:] if candidate.dtype in (None, dtype))
+    return next(candidate for candidate in fitting if candidate.probe() is None)
+
+
 def origin(run: Callable) -> str:
-    """Where an implementation comes from; for C++ with the build, since another one may round differently."""
+    """Where an implementation comes from, with build or library version: another may round differently."""
     module = run.__module__.removeprefix("batchinfer_kernels.")
-    return f"{module}-{cpu_build.library().stem}" if run.__module__ == cpu_ops.__name__ else module
+    if run.__module__ == cpu_ops.__name__:
+        return f"{module}-{cpu_build.library().stem}"
+    if run.__module__ == hopper.__name__:
+        library = "flash_mla" if run is hopper.mla_decode else "deep_gemm"
+        return f"{module}-{library}-{hopper_libraries.version(library)}"
+    return module
 
 
 def explain(choice: str = AUTO) -> list[Choice]:

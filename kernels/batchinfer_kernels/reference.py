@@ -241,6 +241,8 @@ def masked_mlp(
     gate_up_EFD: torch.Tensor | BlockScaled,
     down_EDF: torch.Tensor | BlockScaled,
     scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts, each over the first rows of a block of its own (masked layout).
 
@@ -252,9 +254,12 @@ def masked_mlp(
         num_rows_E: [E] integer, rows of each expert, at most C.
         gate_up_EFD, down_EDF: as in grouped_mlp.
         scales: [E, C, ceil(D / 128)] float32 when x is float8_e4m3fn, as in grouped_mlp.
+        expected_rows: how many rows an expert is likely to have, for versions that choose their tiles by it; changes no
+            result.
 
     Returns:
-        [E, C, D] in the dtype that grouped_mlp gives; the rows beyond an expert's count are zero.
+        [E, C, D] in the dtype that grouped_mlp gives; the rows beyond an expert's count are zero here and may be
+        anything in faster versions.
     """
     x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales)
     out = torch.zeros(x_ECD.shape, dtype=x_ECD.dtype if scales is None else torch.bfloat16, device=x_ECD.device)

@@ -12,6 +12,8 @@ or packed (packed.py), with the same result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -167,6 +169,8 @@ def masked_mlp(
     gate_up_EFD: Weight,
     down_EDF: Weight,
     scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts, each over the first rows of its block; the same as grouped_mlp bit for bit."""
     if scales is not None and isinstance(gate_up_EFD, Packed):
@@ -263,6 +267,7 @@ def mla_decode(
     *,
     latent_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
 
