@@ -224,7 +224,7 @@ def deep_gemm_sgl():
     return module
 
 
-def deep_gemm_registry():
+def deep_gemm_1_0():
     """The package deep_gemm 1.0.0: its names are others, and its headers are missing."""
     module = ModuleType("deep_gemm")
 

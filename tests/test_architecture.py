@@ -34,7 +34,7 @@ ALLOWED = {
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
     "finish": RUN | {"data", "engine.claims"},
     "report": FILES | {"data"},
-    "doctor": FILES | {"engine"},
+    "doctor": FILES | {"engine", "parallel"},
     "balance": BASE,
     "__main__": {"cli"},
     "cli": None,  # one function per command, checked below

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import tomllib
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -25,6 +26,7 @@ from batchinfer_kernels.block_scaled import to_blocks
 from batchinfer_kernels.reference_fp8 import ROW_BLOCK
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
+from paths import ROOT
 
 TOLERANCE = {"bfloat16": 2**-7}  # of the largest value
 DEEP_GEMM = {"upstream": stand_ins.deep_gemm_upstream, "sgl": stand_ins.deep_gemm_sgl}
@@ -397,7 +399,7 @@ REASONS = [
     ({"capability": (10, 0)}, "GPU X has compute capability 10.0", "10.0"),
     ({"home": False}, "no compiler .*/cuda/bin/nvcc", None),
     ({"deep_gemm": None, "flash_mla": None}, "deep_gemm is not installed", "flash_mla is not installed"),
-    ({"deep_gemm": stand_ins.deep_gemm_registry}, "deep_gemm of unknown version has no fp8_gemm_nt", None),
+    ({"deep_gemm": stand_ins.deep_gemm_1_0}, "deep_gemm of unknown version has no fp8_gemm_nt", None),
     ({"flash_mla": stand_ins.flash_mla_without_hopper}, None, "2026.9.30 has no dense decode"),
     ({"flash_mla": partial(stand_ins.flash_mla_sgl, legacy=False)}, None, "no dense decode for Hopper"),
     ({"deep_gemm": stand_ins.deep_gemm_upstream, "flash_mla": stand_ins.flash_mla_first}, None, None),
@@ -474,3 +476,13 @@ def test_all_implementations_take_what_the_reference_takes():
     for op, listed in backend._CANDIDATES.items():
         for candidate in listed:
             assert parameters(candidate.run) == parameters(listed[-1].run), (op, candidate.name)
+
+
+def test_the_readme_names_the_versions_that_are_installed():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hopper"]
+    readme = (ROOT / "README.md").read_text()
+    assert "\n## GPUs\n" in readme  # what the reasons point to
+    pinned = dict(requirement.split("==") for requirement in extra if "==" in requirement)
+    assert set(pinned) == {"sgl-deep-gemm", "apache-tvm-ffi"}
+    for name, version in pinned.items():
+        assert f"{name} {version}" in readme
