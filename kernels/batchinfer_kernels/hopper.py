@@ -10,6 +10,8 @@ not on a GPU or not in bfloat16, other weights, and shapes that are not whole ti
 in multiples of 128; heads of other than 512 + 64 latent values). Nothing here reads a device tensor on the host.
 
 deep_gemm rounds and adds as reference_fp8.py describes, but adds a block's products in the tensor cores' order.
+flash_mla splits a request's keys by what else is in the step, so that the last bits of a row may depend on its company;
+it has no dense prefill for Hopper.
 Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in hopper_libraries.py.
 """
 
