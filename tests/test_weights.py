@@ -9,12 +9,13 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
+from batchinfer.model.moe import DenseMlp
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import _memory, exchange_experts, load_weights
 from batchinfer.records import ModelError
 from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.reference import dequantize_fp8_block, linear, quantize_fp8_block
+from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
 from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 FP8 = {
@@ -208,6 +209,24 @@ def test_a_wider_checkpoint_is_rounded_once_each_half_for_itself(tmp_path):
         alone = linear(x, BlockScaled(*quantize_fp8_block(plain)), bias)
         assert torch.equal(half[:, :200], alone)
         assert not half[:, 200:].any()
+
+
+def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    stored, weights, x = read_tensors(tmp_path), load(tmp_path, **IN_BFLOAT16), torch.randn(5, 144).bfloat16()
+
+    def alone(prefix):
+        gate, up, down = (
+            BlockScaled(stored[f"{prefix}.{part}_proj.weight"], stored[f"{prefix}.{part}_proj.weight_scale_inv"])
+            for part in ("gate", "up", "down")
+        )
+        return linear(silu_mul(linear(x, gate), linear(x, up)), down)
+
+    assert torch.equal(DenseMlp(EIGHT_BITS, weights.layers[0].mlp).forward(x), alone("model.layers.0.mlp"))
+    moe = weights.layers[1].mlp
+    y = grouped_mlp(x, torch.tensor([0, 0, 5, 0, 0, 0, 0, 0]), moe.gate_up_EFD, moe.down_EDF)
+    assert torch.equal(y, alone("model.layers.1.mlp.experts.2"))
 
 
 @pytest.mark.parametrize(

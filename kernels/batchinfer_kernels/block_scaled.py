@@ -57,6 +57,8 @@ class BlockScaled:
         rows, columns = num_rows - self.values.shape[0], num_columns - self.values.shape[1]
         needed = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
         assert self.scales.shape == needed, f"scales {list(self.scales.shape)} are not those of blocks {needed}"
+        if not rows and not columns:
+            return self
         bytes_NM = F.pad(self.values.view(torch.uint8), (0, columns, 0, rows))  # the byte 0 is the number 0
         return BlockScaled(bytes_NM.view(self.values.dtype), self.scales)
 
