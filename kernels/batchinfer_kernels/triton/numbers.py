@@ -60,3 +60,12 @@ def scaled(x, scale):
     """x ÷ scale within ±448, not a number where x ÷ scale is none."""
     y = tl.div_rn(x, scale)
     return tl.where(y == y, tl.minimum(tl.maximum(y, -FP8_MAX), FP8_MAX), y)
+
+
+@triton.jit
+def load_columns(pointers, is_column, IS_WHOLE: tl.constexpr):
+    """Values there, 0 outside the columns; without a mask where all of them are inside."""
+    if IS_WHOLE:
+        return tl.load(pointers)
+    else:  # noqa: RET505  (a kernel has one type per return only where the branches are constant)
+        return tl.load(pointers, mask=is_column, other=0.0)
