@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from importlib.metadata import version as installed_version
 
 import torch
 
 _MIN_CAPABILITY = (8, 0)
+_MIN_FP8_CAPABILITY = (8, 9)
 
 
 def interprets() -> bool:
@@ -31,6 +33,21 @@ def why_not() -> str | None:
     return None
 
 
+def why_no_fp8() -> str | None:
+    """The reason why products in FP8 cannot run although the others can, or None."""
+    if interprets() or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_FP8_CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, E4M3 needs 8.9; use bfloat16"
+    return None
+
+
 def why_not_auto() -> str | None:
     """The reason why "auto" passes them over although they can run, or None."""
     return "runs in Triton's interpreter (TRITON_INTERPRET), so only by name" if interprets() else None
+
+
+def version() -> str:
+    """The library's version and who runs the kernels: code made by another one may round differently."""
+    return installed_version("triton") + ("-interpreted" if interprets() else "")
