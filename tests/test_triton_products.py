@@ -36,18 +36,18 @@ def swiglu(x, gate_up, down, rounded=lambda x: x):
     return rounded(active).double() @ down.T
 
 
-@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 70), (64, 64), (200, 150), (256, 2100)])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 70), (200, 150), (128, 2100)])
 def test_a_product_is_close_to_float64_and_keeps_its_bits(num_in, num_out):
     x, weight, bias, stream = random(131, num_in), random(num_out, num_in, seed=1), random(num_out), random(131, num_out)
-    exact = x.double() @ weight.double().T
-    for held, operands, tolerance in (
-        (weight, exact, TOLERANCE["bf16"]),
-        (to_blocks(weight), rounded_rows(x) @ rounded_weight(to_blocks(weight)).T, TOLERANCE["bf16"]),
+    blocks = to_blocks(weight)
+    for held, exact in (
+        (weight, x.double() @ weight.double().T),
+        (blocks, rounded_rows(x) @ rounded_weight(blocks).T),
     ):
         y = ops.linear(x, held)
         assert y.dtype == torch.bfloat16
-        assert relative_error(y, operands) < tolerance
-        assert calc_diff(y, operands) < TOLERANCE["fp8"]
+        assert relative_error(y, exact) < TOLERANCE["bf16"]
+        assert calc_diff(y, exact) < TOLERANCE["fp8"]
         logits = ops.linear(x, held, wide=True)
         assert logits.dtype == torch.float32
         assert torch.equal(logits.bfloat16(), y)
@@ -88,7 +88,7 @@ def test_a_batched_product_is_close_to_float64_and_keeps_its_bits(num_in, num_ou
         assert torch.equal(ops.batched_linear(x[:, start:stop], weight), whole[:, start:stop])
 
 
-@pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (2500, 130)])
+@pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1100, 130)])
 def test_router_logits_are_those_of_float32(hidden, experts):
     x, weight = random(70, hidden), random(experts, hidden, seed=1, dtype=torch.float32) / hidden**0.5
     logits = ops.router(x, ops.pack_router(weight))
@@ -122,7 +122,7 @@ def exact_experts(x, num_rows, gate_up, down):
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize(("hidden", "width"), [(40, 24), (300, 200)])
-@pytest.mark.parametrize("num_rows", [[3, 0, 65, 1, 4], [0, 0, 0, 0, 131], [0, 0, 0, 0, 0], [64, 128, 1, 0, 0]])
+@pytest.mark.parametrize("num_rows", [[3, 0, 65, 1, 4], [0, 0, 0, 0, 131], [0, 0, 0, 0, 0]])
 def test_experts_are_close_to_float64_and_both_layouts_give_the_same_bits(num_rows, hidden, width, is_fp8):
     weights = experts_of(5, hidden, width, is_fp8=is_fp8)
     counts, room = torch.tensor(num_rows, device=DEVICE), 132
@@ -131,7 +131,8 @@ def test_experts_are_close_to_float64_and_both_layouts_give_the_same_bits(num_ro
     assert y.shape == x.shape
     if len(x):
         exact = exact_experts(x, num_rows, *weights)
-        assert relative_error(y, exact) < 2 * TOLERANCE["bf16"]
+        # in FP8 a value that falls on the other side of a middle moves its whole row by one step
+        assert relative_error(y, exact) < TOLERANCE["bf16"] * (2 if is_fp8 else 1)
         assert calc_diff(y, exact) < TOLERANCE["fp8"]
     tokens = torch.arange(len(x), device=DEVICE).flip(0)
     assert torch.equal(ops.grouped_mlp(x.flip(0), counts, *weights, tokens), y)

@@ -15,6 +15,7 @@ from batchinfer_kernels.triton.numbers import to_bfloat16
 
 _TILE_VALUES = 1024
 _TILE_HEADS = 16
+_PROGRAM_VALUES = 4096  # narrow rows share a program
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -25,8 +26,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         tile = triton.next_power_of_2(width)
-        _rms_norm[(len(flat),)](
-            flat, weight, out, width, eps, flat.stride(0), TILE=tile, num_warps=8 if tile > 4096 else 4
+        rows = max(1, _PROGRAM_VALUES // tile)
+        _rms_norm[(triton.cdiv(len(flat), rows),)](
+            flat, weight, out, len(flat), width, eps, flat.stride(0), ROWS=rows, TILE=tile, num_warps=8
         )
     return out
 
@@ -49,7 +51,9 @@ def rope_and_cache(
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     assert pages.is_contiguous(), "pages are written where they stand"
     if num_tokens:
-        _rope_and_cache[(num_tokens,)](
+        latent_tile = triton.next_power_of_2(latent_dim)
+        rows = max(1, _PROGRAM_VALUES // latent_tile)
+        _rope_and_cache[(triton.cdiv(num_tokens, rows),)](
             q_THA,
             latents_TW,
             norm_C,
@@ -58,13 +62,15 @@ def rope_and_cache(
             pages,
             slots_T,
             eps,
+            num_tokens,
             num_heads,
             q_width,
             LATENT=latent_dim,
             PAIRS=rotary // 2,
-            LATENT_TILE=triton.next_power_of_2(latent_dim),
+            LATENT_TILE=latent_tile,
             PAIRS_TILE=triton.next_power_of_2(rotary // 2),
-            HEADS=_TILE_HEADS,
+            ROWS=rows,
+            HEADS=min(_TILE_HEADS, triton.next_power_of_2(num_heads)),
             INTERLEAVED=interleaved,
         )
     return q_THA
@@ -98,60 +104,71 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 
 @triton.jit
 def _normed(x, weight, is_inside, width, eps):
-    """x ÷ root mean square × weight, both steps rounded to bfloat16."""
+    """Rows ÷ root mean square × weight, both steps rounded to bfloat16."""
     wide = tl.where(is_inside, x.to(tl.float32), 0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
-    return to_bfloat16(to_bfloat16(wide * scale).to(tl.float32) * weight.to(tl.float32))
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / width + eps)
+    return to_bfloat16(to_bfloat16(wide * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, width, eps, stride, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, TILE)
-    is_inside = columns < width
-    x = tl.load(x_ptr + row * stride + columns, mask=is_inside, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0)
-    tl.store(out_ptr + row * width + columns, _normed(x, weight, is_inside, width, eps), mask=is_inside)
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, num_rows, width, eps, stride, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, TILE)[None, :]
+    is_inside = (rows < num_rows) & (columns < width)
+    x = tl.load(x_ptr + rows * stride + columns, mask=is_inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+    tl.store(out_ptr + rows * width + columns, _normed(x, weight, is_inside, width, eps), mask=is_inside)
+
+
+@triton.jit
+def _turned(first, second, cos, sin):
+    """Pairs of float32 values turned by their angles, rounded to bfloat16."""
+    return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
 
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, num_heads, q_width,
+    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, num_tokens, num_heads, q_width,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_token = token < num_tokens
     width: tl.constexpr = LATENT + 2 * PAIRS
-    page_at = pages_ptr + tl.load(slots_ptr + token) * width
-    latent_at = latents_ptr + token * width
+    page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * width
+    latent_at = latents_ptr + token[:, None] * width
 
-    columns = tl.arange(0, LATENT_TILE)
-    is_latent = columns < LATENT
+    columns = tl.arange(0, LATENT_TILE)[None, :]
+    is_latent = is_token[:, None] & (columns < LATENT)
     latent = tl.load(latent_at + columns, mask=is_latent, other=0.0)
-    norm = tl.load(norm_ptr + columns, mask=is_latent, other=0.0)
+    norm = tl.load(norm_ptr + columns, mask=columns < LATENT, other=0.0)
     tl.store(page_at + columns, _normed(latent, norm, is_latent, LATENT, eps), mask=is_latent)
 
-    pairs = tl.arange(0, PAIRS_TILE)
-    is_pair = pairs < PAIRS
+    pairs = tl.arange(0, PAIRS_TILE)[None, :]
     if INTERLEAVED:
         first, second = 2 * pairs, 2 * pairs + 1
     else:
         first, second = pairs, pairs + PAIRS
-    cos = tl.load(cos_ptr + token * PAIRS + pairs, mask=is_pair, other=0.0)
-    sin = tl.load(sin_ptr + token * PAIRS + pairs, mask=is_pair, other=0.0)
-    x = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
-    y = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
-    tl.store(page_at + LATENT + first, to_bfloat16(x * cos - y * sin), mask=is_pair)
-    tl.store(page_at + LATENT + second, to_bfloat16(y * cos + x * sin), mask=is_pair)
+    is_pair = is_token[:, None] & (pairs < PAIRS)
+    cos = tl.load(cos_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
+    key_first = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
+    key_second = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
+    turned_first, turned_second = _turned(key_first, key_second, cos, sin)
+    tl.store(page_at + LATENT + first, turned_first, mask=is_pair)
+    tl.store(page_at + LATENT + second, turned_second, mask=is_pair)
 
     for start in range(0, num_heads, HEADS):
-        heads = start + tl.arange(0, HEADS)
-        is_inside = (heads < num_heads)[:, None] & is_pair[None, :]
-        q_at = q_ptr + (token * num_heads + heads)[:, None] * q_width + (q_width - 2 * PAIRS)
-        q_first = tl.load(q_at + first[None, :], mask=is_inside, other=0.0).to(tl.float32)
-        q_second = tl.load(q_at + second[None, :], mask=is_inside, other=0.0).to(tl.float32)
-        tl.store(q_at + first[None, :], to_bfloat16(q_first * cos[None, :] - q_second * sin[None, :]), mask=is_inside)
-        tl.store(q_at + second[None, :], to_bfloat16(q_second * cos[None, :] + q_first * sin[None, :]), mask=is_inside)
+        heads = (start + tl.arange(0, HEADS))[None, :, None]
+        is_inside = is_pair[:, None, :] & (heads < num_heads)
+        q_at = q_ptr + (token[:, None, None] * num_heads + heads) * q_width + (q_width - 2 * PAIRS)
+        q_first = tl.load(q_at + first[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
+        q_second = tl.load(q_at + second[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
+        new_first, new_second = _turned(q_first, q_second, cos[:, None, :], sin[:, None, :])
+        tl.store(q_at + first[:, None, :], new_first, mask=is_inside)
+        tl.store(q_at + second[:, None, :], new_second, mask=is_inside)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_
 from batchinfer_kernels.triton.quantize import ROW_BLOCK
 from batchinfer_kernels.triton.tiles import RowTiles
 
-_TILE_VALUES = 1024
+_TILE_VALUES = 4096
 _TILE_ROWS = 16
 
 
@@ -24,8 +24,10 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     num_rows, width = gate.shape
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        _silu_mul[(num_rows, triton.cdiv(width, _TILE_VALUES))](
-            gate, up, out, width, gate.stride(0), up.stride(0), TILE=_TILE_VALUES
+        columns = min(_TILE_VALUES, triton.next_power_of_2(width))
+        rows = _TILE_VALUES // columns
+        _silu_mul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            gate, up, out, num_rows, width, gate.stride(0), up.stride(0), ROWS=rows, COLUMNS=columns
         )
     return out
 
@@ -62,13 +64,15 @@ def _active(gate, up):
 
 
 @triton.jit
-def _silu_mul(gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_inside = columns < width
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=is_inside, other=0.0)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=is_inside, other=0.0)
-    tl.store(out_ptr + row * width + columns, to_bfloat16(_active(gate, up)), mask=is_inside)
+def _silu_mul(
+    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    is_inside = (rows < num_rows) & (columns < width)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=is_inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns, mask=is_inside, other=0.0)
+    tl.store(out_ptr + rows * width + columns, to_bfloat16(_active(gate, up)), mask=is_inside)
 
 
 @triton.jit
