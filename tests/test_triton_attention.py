@@ -41,8 +41,8 @@ def short_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize(("heads", "latent_dim", "rotary"), [(1, 16, 6), (3, 64, 16), (40, 80, 64), (33, 16, 0)])
-@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize(("heads", "latent_dim", "rotary"), [(1, 16, 6), (3, 64, 16), (22, 80, 64), (33, 16, 0)])
+@pytest.mark.parametrize("num_queries", [1, 2])
 def test_decode_attention_is_close_to_float64_and_a_request_keeps_its_bits(heads, latent_dim, rotary, num_queries):
     pages, table, kv_tokens = paged([num_queries, 63, 64, 65, 128, 129, 300], latent_dim + rotary)
     q = random(7 * num_queries, heads, latent_dim + rotary, seed=1)
@@ -137,4 +137,5 @@ def test_chunks_of_several_requests_do_not_meet():
             positions[rows], kv_b, **options,
         )  # fmt: skip
         assert torch.equal(alone, whole[rows])
-    assert ops.mla_prefill(q[:0], pages, table[:0], *(part[:0] for part in lengths), positions[:0], kv_b, **options).shape == (0, 2, 8)
+    none = ops.mla_prefill(q[:0], pages, table[:0], *(part[:0] for part in lengths), positions[:0], kv_b, **options)
+    assert none.shape == (0, 2, 8)

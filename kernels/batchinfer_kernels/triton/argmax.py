@@ -22,9 +22,7 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         places = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits_SV.device)
         logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
         _largest_of_part[(num_rows, num_parts)](logits_SV, peaks, places, width, logits_SV.stride(0), PART=_PART)
-        _largest[(num_rows,)](
-            peaks, places, tokens_S, is_finite_S, num_parts, PARTS=triton.next_power_of_2(num_parts)
-        )
+        _largest[(num_rows,)](peaks, places, tokens_S, is_finite_S, num_parts, PARTS=triton.next_power_of_2(num_parts))
     return tokens_S, is_finite_S
 
 

@@ -5,8 +5,7 @@ each part gets programs of its own and a second kernel adds the parts up in asce
 the request alone. Fixed parts leave a GPU partly idle when few short requests run.
 """
 
-# B requests, Q query tokens per request, H heads, L = Q * H rows of a request, C latent width, R rotary width, W = C + R
-# P pages, S parts
+# B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages
 
 from __future__ import annotations
 
@@ -167,9 +166,7 @@ def _add_parts(
     request = first_request + row // rows_per_request
     num_queries = rows_per_request // num_heads
     query = row % rows_per_request // num_heads
-    seen = tl.minimum(
-        tl.load(kv_tokens_ptr + request), tl.load(positions_ptr + request * num_queries + query) + 1
-    )
+    seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.load(positions_ptr + request * num_queries + query) + 1)
     latent = tl.arange(0, LATENT_TILE)
     is_latent = latent < LATENT
     peak = -float("inf")

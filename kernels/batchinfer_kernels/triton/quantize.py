@@ -1,4 +1,4 @@
-"""FP8 E4M3 with a scale per block of rows or weights, in Triton: bit for bit what `reference.quantize_fp8_block` gives."""
+"""FP8 E4M3 with a scale per block of rows or weights, in Triton, with the bits of `reference.quantize_fp8_block`."""
 
 # T rows, N rows of a weight, M columns, J blocks of columns
 

@@ -45,7 +45,7 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries turned, in place; the latents' norm and rotary key are written to the pages (one kernel for all of it)."""
+    """Queries turned, in place; the latents' norm and rotary key are written to the pages, all by one kernel."""
     q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]

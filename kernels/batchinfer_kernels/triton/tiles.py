@@ -1,4 +1,4 @@
-"""Sizes of the tiles of matrix products, from the shape of the weight alone; and row tiles of experts, on the device."""
+"""Sizes of the tiles of matrix products, from the shape of the weight alone; row tiles of experts, on the device."""
 
 # E experts, C rows of room per expert
 
