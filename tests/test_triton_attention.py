@@ -96,7 +96,7 @@ def exact_prefill(q, latents, positions, kv_b, nope, scale):
 
 
 @pytest.mark.parametrize(("heads", "nope", "rotary", "v_dim"), [(1, 5, 1, 16), (3, 16, 8, 32), (2, 6, 4, 11)])
-@pytest.mark.parametrize("context", [1, 64, 200])
+@pytest.mark.parametrize("context", [1, 64, 150])
 def test_prefill_attention_is_close_to_float64_and_cut_anywhere_gives_the_same_bits(
     heads, nope, rotary, v_dim, context, monkeypatch
 ):

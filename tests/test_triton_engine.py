@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not i
 @needs_triton
 @interpreted
 def test_the_sample_model_answers_as_with_the_reference(tmp_path):
-    write_questions(tmp_path / "prompts", (3,))
+    write_questions(tmp_path / "prompts", (2,))
     for name in ("triton", "reference"):
         job = write_job(
             tmp_path,
@@ -117,6 +118,27 @@ def test_without_a_gpu_triton_is_refused_with_the_reason_and_never_imported():
 def test_it_says_when_triton_is_not_installed(monkeypatch):
     monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in probe.why_not.__wrapped__()
+
+
+def test_it_says_what_a_gpu_lacks(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    gpu = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    for capability, shared_kb, reason, fp8_reason in (
+        ((7, 5), 64, "7.5, bfloat16 needs 8.0", "7.5, E4M3 needs 8.9"),
+        ((8, 9), 99, "99 KB of shared memory", None),
+        ((8, 0), 163, None, "8.0, E4M3 needs 8.9"),
+        ((9, 0), 227, None, None),
+    ):
+        gpu.shared_memory_per_block_optin = shared_kb * 1024
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        for found, expected in ((probe.why_not.__wrapped__(), reason), (probe.why_no_fp8(), fp8_reason)):
+            assert found is None if expected is None else expected in found
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(ops, "_runs_on", lambda x: True)
+    with pytest.raises(RuntimeError, match=r"E4M3 needs 8\.9; use bfloat16"):
+        ops.pack(torch.zeros(1, 1), eight_bit=True)
 
 
 @needs_triton

