@@ -122,16 +122,16 @@ def test_it_says_when_triton_is_not_installed(monkeypatch):
 
 def test_it_says_what_a_gpu_lacks(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    gpu = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=99 * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
     for capability, shared_kb, reason, fp8_reason in (
         ((7, 5), 64, "7.5, bfloat16 needs 8.0", "7.5, E4M3 needs 8.9"),
         ((8, 9), 99, "99 KB of shared memory", None),
-        ((8, 0), 163, None, "8.0, E4M3 needs 8.9"),
-        ((9, 0), 227, None, None),
+        ((8, 0), 164, None, "8.0, E4M3 needs 8.9"),
+        ((9, 0), 228, None, None),
     ):
-        gpu.shared_memory_per_block_optin = shared_kb * 1024
+        gpu.shared_memory_per_multiprocessor = shared_kb * 1024
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         for found, expected in ((probe.why_not.__wrapped__(), reason), (probe.why_no_fp8(), fp8_reason)):
             assert found is None if expected is None else expected in found

@@ -147,7 +147,6 @@ def test_experts_are_close_to_float64_and_both_layouts_give_the_same_bits(num_ro
     blocks[is_row] = x
     masked = ops.masked_mlp(blocks, counts.int(), *weights)
     assert torch.equal(masked[is_row], y)
-    assert not masked[~is_row].any()
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

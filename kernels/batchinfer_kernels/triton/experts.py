@@ -48,13 +48,15 @@ def masked_mlp(
     down_EDF: Weight,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first rows of each expert's block, [E, C, D] bfloat16, zeros behind them; see `reference.masked_mlp`.
+    """The first rows of each expert's block, [E, C, D] bfloat16; see `reference.masked_mlp`.
+
+    What stands behind them is not written: filling a decode step's mostly empty blocks would only take time.
 
     Args:
         scales: [E, C, ceil(D / 128)] float32 of rows that come in FP8.
     """
     num_experts, room, hidden = x_ECD.shape
-    out = torch.zeros(num_experts * room, hidden, dtype=torch.bfloat16, device=x_ECD.device)
+    out = torch.empty(num_experts * room, hidden, dtype=torch.bfloat16, device=x_ECD.device)
     if out.numel():
         if scales is not None:  # column by column, as DeepEP gives them, or row by row
             scales = scales.flatten(0, 1) if scales.is_contiguous() else scales.mT.transpose(0, 1).flatten(1).t()

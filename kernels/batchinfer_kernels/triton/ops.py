@@ -263,12 +263,12 @@ def mla_decode(
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C]; keeps no schedule."""
-    run = reference_mla.mla_decode
-    if _takes(q_THW, pages):
-        from batchinfer_kernels.triton import decode
+    arguments = (q_THW, pages, page_table_BP, kv_tokens_B, positions_T)
+    if not _takes(q_THW, pages):
+        return reference_mla.mla_decode(*arguments, latent_dim=latent_dim, scale=scale)
+    from batchinfer_kernels.triton import decode
 
-        run = decode.mla_decode
-    return run(q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale)
+    return decode.mla_decode(*arguments, latent_dim=latent_dim, scale=scale)
 
 
 def quantize_fp8_block(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> tuple[torch.Tensor, torch.Tensor]:

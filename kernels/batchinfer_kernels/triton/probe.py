@@ -10,7 +10,7 @@ from importlib.metadata import version as installed_version
 import torch
 
 _MIN_CAPABILITY = (8, 0)
-_MIN_SHARED_BYTES = 144 * 1024  # decode attention at DeepSeek-V3's widths; datacenter GPUs have 163 KB and more
+_MIN_SHARED_BYTES = 145 * 1024  # decode attention at DeepSeek-V3's widths; datacenter GPUs have 164 KB and more
 _MIN_FP8_CAPABILITY = (8, 9)
 
 
@@ -31,11 +31,9 @@ def why_not() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return f"the GPU's compute capability is {capability[0]}.{capability[1]}, bfloat16 needs 8.0"
-    shared_bytes = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    shared_bytes = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
     if shared_bytes < _MIN_SHARED_BYTES:
-        return (
-            f"the GPU has {shared_bytes >> 10} KB of shared memory per block, the tiles need {_MIN_SHARED_BYTES >> 10}"
-        )
+        return f"the GPU has {shared_bytes >> 10} KB of shared memory, the tiles need {_MIN_SHARED_BYTES >> 10}"
     return None
 
 
