@@ -16,7 +16,9 @@ import torch
 from batchinfer import __version__
 from batchinfer.engine.core_bench import measure_core_use
 from batchinfer.engine.load import free_memory_bytes
+from batchinfer.parallel.mesh import explain_exchanges
 from batchinfer_kernels import backend
+from batchinfer_kernels.block_scaled import BlockScaled
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
 BENCH_SIZE = 2048
@@ -33,9 +35,13 @@ def examine(*, bench: bool) -> str:
         f"memory      {free_memory_bytes() / 2**30:.1f} GiB free",
         f"GPU         {_gpu()}",
         f"invariance  {_invariance()}",
+        f"dtype fp8   {_eight_bits()}",
         "",
         "kernels     (chosen ones marked *)",
         *_kernel_lines(),
+        "",
+        "exchanges   (of rows between ranks: cluster.exchange)",
+        *(f"    {name:<22} {reason or 'can run'}" for name, reason in explain_exchanges().items()),
     ]
     if bench:
         lines += ["", f"measured    (medians of {REPEATS})", *_bench_lines()]
@@ -80,6 +86,14 @@ def _invariance() -> str:
     if rows_are_invariant():
         return "float32 results do not depend on what is batched together"
     return "WARNING: float32 matrix rows here depend on the rows beside them; outputs may vary in rare ties"
+
+
+def _eight_bits() -> str:
+    """How weights of 8 bits are held on this machine's processor, and by what."""
+    pack = backend.select("pack", dtype=torch.bfloat16)
+    if isinstance(pack.run(torch.zeros(1, 1, dtype=torch.bfloat16), eight_bit=True), BlockScaled):
+        return f"on the CPU in E4M3 by emulation ({pack.name}), which is slow"
+    return f"on the CPU as 8-bit integers ({pack.name})"
 
 
 def _bench_lines() -> list[str]:

@@ -34,7 +34,7 @@ ALLOWED = {
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
     "finish": RUN | {"data", "engine.claims"},
     "report": FILES | {"data"},
-    "doctor": FILES | {"engine"},
+    "doctor": FILES | {"engine", "parallel"},
     "balance": BASE,
     "__main__": {"cli"},
     "cli": None,  # one function per command, checked below
@@ -151,7 +151,8 @@ def test_the_kernels_import_only_torch_and_themselves():
     for path in (ROOT / "kernels" / "batchinfer_kernels").rglob("*.py"):
         for imported in imports_of(path):
             top = imported.split(".")[0]
-            assert top in {"torch", "batchinfer_kernels"} or top in sys.stdlib_module_names, f"{path}: {imported}"
+            allowed = {"torch", "batchinfer_kernels"} | ({"triton"} if path.parent.name == "triton" else set())
+            assert top in allowed or top in sys.stdlib_module_names, f"{path}: {imported}"
 
 
 def test_there_is_no_package_called_kernels():

@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+import torch
 
 from jobs import batchinfer, start, write_job, write_questions, write_shard
 
@@ -158,6 +159,14 @@ def test_doctor_prints_the_chosen_kernels():
     assert ended.code == 0
     assert re.search(r"\* mla_decode +reference", ended.out)
     assert "do not depend on what is batched together" in ended.out
+    assert re.search(
+        r"dtype fp8   on the CPU (as 8-bit integers \(cpu\)|in E4M3 by emulation \(reference\))", ended.out
+    )
+    if torch.version.cuda is None:
+        for op in ("linear", "grouped_mlp", "masked_mlp", "mla_decode"):
+            assert re.search(rf"^ +{op} +hopper +this torch is built without CUDA$", ended.out, re.M), op
+        for exchange in ("nccl", "deepep", "deepep-v1", "deepep-low-latency"):
+            assert re.search(rf"^ +{exchange} +this torch is built without CUDA$", ended.out, re.M), exchange
 
 
 def test_doctor_measures_this_machine():

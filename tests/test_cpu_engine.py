@@ -83,21 +83,6 @@ def test_a_store_is_not_shared_with_other_kernels(job, tmp_path):
     assert '"hits": 0' in batchinfer("report", job / "reference", "--json", "--sql", sql).out
 
 
-def test_8_bit_products_need_something_that_multiplies_them(jobs):
-    job = write_job(
-        jobs["fp8"],
-        name="reference.toml",
-        output={"dir": "reference"},
-        model={"path": str(RANDOM_MODEL), "dtype": "fp8"},
-        sampling={"max_tokens": 4},
-        cluster={"backend": "reference"},
-    )
-    ended = batchinfer("run", job)
-    assert ended.code == 2, ended.err
-    assert "'fp8' needs 8-bit products" in ended.err
-    assert "bfloat16" in ended.err
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_the_sample_model_answers_as_well_as_ever(dtype, tmp_path):
     settings = {"output.dir": tmp_path / "run", "model.dtype": dtype, "cluster.backend": "cpu"}

@@ -135,10 +135,10 @@ def test_the_largest_logit_is_the_first_among_equals(width):
     assert torch.equal(tokens[4:], torch.tensor([row.tolist().index(max(row.tolist())) for row in logits[4:]]))
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_a_product_may_be_added_to_the_stream(is_int8):
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_product_may_be_added_to_the_stream(eight_bit):
     x, weight, bias, stream = random(5, 64), random(7, 64, seed=1), random(7, seed=2), random(5, 7, seed=3)
-    packed = ops.pack(weight, is_int8=is_int8)
+    packed = ops.pack(weight, eight_bit=eight_bit)
     assert torch.equal(ops.linear(x, packed, stream=stream), stream + ops.linear(x, packed))
     assert torch.equal(ops.linear(x, packed, bias, stream=stream), stream + ops.linear(x, packed, bias))
     assert torch.equal(reference.linear(x, weight, stream=stream), stream + reference.linear(x, weight))
@@ -172,7 +172,7 @@ def in_bytes(x):
 def test_an_8_bit_product_is_exact_within_blocks(num_in, num_out, threads):
     x, weight = random(70, num_in), random(num_out, num_in, seed=1)
     weight[:, num_in // 2] *= 20  # blocks of different size
-    packed = ops.pack(weight, is_int8=True)
+    packed = ops.pack(weight, eight_bit=True)
     threads(2)
     y = ops.linear(x, packed)
     exact = in_bytes(x).double() @ in_blocks(weight).double().T
@@ -192,7 +192,7 @@ def test_8_bit_experts_round_their_rows_and_what_they_pass_on(hidden, width, thr
     gate_up, down = random(4, 2 * width, hidden, seed=1) / hidden**0.5, random(4, hidden, width, seed=2) / width**0.5
     num_rows = torch.tensor([3, 0, 65, 2])
     x = random(70, hidden)
-    weights = ops.pack(gate_up, is_int8=True, is_paired=True), ops.pack(down, is_int8=True)
+    weights = ops.pack(gate_up, eight_bit=True, is_paired=True), ops.pack(down, eight_bit=True)
     threads(2)
     y = ops.grouped_mlp(x, num_rows, *weights)
     parts = []
@@ -215,7 +215,7 @@ def test_8_bit_experts_round_their_rows_and_what_they_pass_on(hidden, width, thr
 
 
 def test_a_row_that_is_not_finite_stays_so_and_alone_in_8_bits():
-    x, packed = random(6, 200), ops.pack(random(9, 200, seed=1), is_int8=True)
+    x, packed = random(6, 200), ops.pack(random(9, 200, seed=1), eight_bit=True)
     clean = ops.linear(x, packed)
     x[1, 7], x[4, 199] = torch.inf, torch.nan
     y = ops.linear(x, packed)
@@ -226,7 +226,7 @@ def test_a_row_that_is_not_finite_stays_so_and_alone_in_8_bits():
 def test_zeros_in_8_bits_are_zeros():
     weight = torch.zeros(9, 200).bfloat16()
     weight[0, 0] = 3
-    y = ops.linear(torch.zeros(2, 200).bfloat16(), ops.pack(weight, is_int8=True))
+    y = ops.linear(torch.zeros(2, 200).bfloat16(), ops.pack(weight, eight_bit=True))
     assert not y.any()
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +20,13 @@ import torch
 import deep_ep_stand_in
 from batchinfer.model.moe import MoeMlp, Point, Routing
 from batchinfer.model.ops import Ops
-from batchinfer.parallel.deepep import KINDS, open_dispatchers
+from batchinfer.parallel.deepep import KINDS, open_dispatchers, why_not
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError
+from batchinfer_kernels import reference
 from deep_ep_stand_in import Group, World
 
 HIDDEN, TOPK, NUM_EXPERTS, MAX_TOKENS = 512, 3, 6, 20
@@ -261,6 +265,46 @@ def test_a_library_that_cannot_be_used_is_refused_with_its_reason(kind, deep_ep,
             opened(kind, Group(World(1), 0), placements)
 
 
+def of_the_first_version(deep_ep):
+    """What the package deep_ep 1.0.0 has: one class, whose low-latency dispatch knows no `use_fp8`."""
+
+    class Buffer(deep_ep.Buffer):
+        def low_latency_dispatch(
+            self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, async_finish=False, return_recv_hook=False
+        ):
+            raise AssertionError("called")
+
+    return Buffer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_version_is_refused(deep_ep, monkeypatch, kind):
+    monkeypatch.setattr(deep_ep, "Buffer", of_the_first_version(deep_ep))
+    monkeypatch.delattr(deep_ep, "ElasticBuffer")
+    with pytest.raises(ConfigError, match=r"Buffer.*; use cluster.exchange = 'nccl'"):
+        opened(kind, Group(World(1), 0), [Placement.in_order(NUM_EXPERTS, 1)])
+
+
+def test_what_keeps_deepep_from_running_is_said_without_waking_a_gpu(deep_ep, monkeypatch):
+    for name in ("is_available", "device_count", "init"):
+        monkeypatch.setattr(torch.cuda, name, partial(pytest.fail, f"torch.cuda.{name} was called"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert why_not("deepep") == "this torch is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "deep_ep")
+        assert "deep_ep is not installed" in why_not("deepep")
+    monkeypatch.setattr(deep_ep, "__spec__", ModuleSpec("deep_ep", None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why_not("deepep") == "no GPU that this torch can use"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [why_not(kind) for kind in KINDS] == [None] * 3
+    monkeypatch.setattr(deep_ep, "Buffer", of_the_first_version(deep_ep))
+    assert why_not("deepep") is None
+    for kind in ("deepep-v1", "deepep-low-latency"):
+        assert "of a version before use_fp8" in why_not(kind)
+
+
 def test_a_group_size_that_the_library_does_not_know_is_refused():
     with pytest.raises(ConfigError, match=r"Unsupported number of EP ranks: 3\); use cluster.exchange = 'nccl'"):
         opened("deepep-v1", Group(World(3), 0), [Placement.in_order(NUM_EXPERTS, 3)])
@@ -288,18 +332,28 @@ def test_low_latency_refuses_more_tokens_than_its_queues_take(monkeypatch):
     opened("deepep-low-latency", Group(World(8), 0), placements, max_tokens=500)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8, experts too"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     generator = torch.Generator().manual_seed(0)
     gate_up = 0.05 * torch.randn(NUM_EXPERTS, 64, HIDDEN, generator=generator)
     down = 0.1 * torch.randn(NUM_EXPERTS, HIDDEN, 32, generator=generator)
-    weights = SimpleNamespace(gate_up_EFD=gate_up.bfloat16(), down_EDF=down.bfloat16(), shared=None)
+    dtype, _, in_fp8 = dtype.partition(",")
+    gate_up, down = (reference.pack(weight.bfloat16(), eight_bit=bool(in_fp8)) for weight in (gate_up, down))
+    weights = SimpleNamespace(gate_up_EFD=gate_up, down_EDF=down, shared=None)
     x, ids, topk_weights = random_tokens(0)
     row_format = RowFormat(dtype)
+    config = SimpleNamespace(num_experts_per_tok=ids.shape[1], n_routed_experts=NUM_EXPERTS)
+
+    def masked_mlp(x_ECD, *args, expected_rows, **options):
+        # room for MAX_TOKENS or a little more; an even share of them, and a fifth more
+        assert expected_rows == round(1.2 * x_ECD.shape[1] * ids.shape[1] / NUM_EXPERTS)
+        return reference.masked_mlp(x_ECD, *args, **options)
 
     def run(dispatcher):
-        mlp = MoeMlp(Ops.select("reference"), None, weights, torch.ones(x.shape[1]), dispatcher)
+        mlp = MoeMlp(
+            replace(Ops.select("reference"), masked_mlp=masked_mlp), config, weights, torch.ones(x.shape[1]), dispatcher
+        )
         stream, spans = torch.zeros_like(x), MicroBatchSpans(SpanLog())
         points = mlp.points(stream, Routing(x, ids, topk_weights), spans, shared_under=Point.COMBINE)
         assert [next(points), next(points)] == [Point.DISPATCH, Point.COMBINE]

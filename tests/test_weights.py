@@ -9,11 +9,13 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
+from batchinfer.model.moe import DenseMlp
 from batchinfer.model.ops import Ops
-from batchinfer.model.weights import exchange_experts, load_weights
+from batchinfer.model.weights import _memory, exchange_experts, load_weights
 from batchinfer.records import ModelError
+from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.reference import dequantize_fp8_block, quantize_fp8_block
+from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
 from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 FP8 = {
@@ -127,7 +129,109 @@ def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch):
         load(tmp_path, expert_ids=[(0,), (8,)])
 
 
-@pytest.mark.parametrize(("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True)])
+EIGHT_BITS = Ops.select("reference", torch.bfloat16, eight_bit=True)
+IN_BFLOAT16 = {"dtype": torch.bfloat16, "ops": EIGHT_BITS}
+# whole blocks everywhere but in the latent; and MLPs that end within a block
+SIZES = {
+    "whole": {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "kv_lora_rank": 136},
+    "ragged": RAGGED,
+}
+
+
+def stored_bits(folder, *names):
+    """Values and scales of FP8 weights as they are in the file, each [1, ...]."""
+    tensors = read_tensors(folder)
+    return [(tensors[name].view(torch.uint8)[None], tensors[f"{name}_scale_inv"][None]) for name in names]
+
+
+def held_bits(weight, num_parts=1):
+    """The same of a weight in memory that is several above each other."""
+    values, scales = weight.values.view(torch.uint8), weight.scales
+    return list(zip(values.unflatten(0, (num_parts, -1)), scales.unflatten(0, (num_parts, -1)), strict=True))
+
+
+def assert_holds(weight, stored):
+    """Bit for bit what is stored, and zeros where the last block is not full."""
+    held = held_bits(weight, len(stored))
+    for (values, scales), (stored_values, stored_scales) in zip(held, stored, strict=True):
+        rows, columns = stored_values.shape[1:]
+        assert torch.equal(values[:rows, :columns], stored_values[0])
+        assert torch.equal(scales, stored_scales[0])
+        assert not values[rows:].any()
+        assert not values[:, columns:].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_fp8_checkpoint_is_held_in_fp8_bit_for_bit(tmp_path, sizes):
+    make_checkpoint(tmp_path, "v3", **SIZES[sizes])
+    plain = quantise(tmp_path)
+    weights = load(tmp_path, **IN_BFLOAT16)
+    for index, layer in enumerate(weights.layers):
+        attention, prefix = layer.attention, f"model.layers.{index}.self_attn"
+        for held, name in [
+            (attention.q_down, "q_a_proj"),
+            (attention.q, "q_b_proj"),
+            (attention.kv_down, "kv_a_proj_with_mqa"),
+            (attention.out, "o_proj"),
+        ]:
+            assert_holds(held.weight, stored_bits(tmp_path, f"{prefix}.{name}.weight"))
+        kv_up = plain[f"{prefix}.kv_b_proj.weight"].bfloat16()
+        assert torch.equal(attention.kv_up_HZC.flatten(0, 1), kv_up)
+    dense, shared = weights.layers[0].mlp, weights.layers[2].mlp.shared
+    for mlp, prefix in [(dense, "model.layers.0.mlp"), (shared, "model.layers.2.mlp.shared_experts")]:
+        names = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        assert_holds(mlp.gate_up.weight, stored_bits(tmp_path, *names[:2]))
+        assert_holds(mlp.down.weight, stored_bits(tmp_path, *names[2:]))
+    moe = weights.layers[1].mlp
+    for expert in range(8):
+        names = [f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        assert_holds(moe.gate_up_EFD[expert], stored_bits(tmp_path, *names[:2]))
+        assert_holds(moe.down_EDF[expert], stored_bits(tmp_path, *names[2:]))
+    others = [weights.embedding, weights.norm, weights.lm_head, weights.layers[0].attention.kv_norm]
+    assert {tensor.dtype for tensor in others} == {torch.bfloat16}
+    assert moe.router_ED.dtype == torch.float32
+
+
+def test_a_wider_checkpoint_is_rounded_once_each_half_for_itself(tmp_path):
+    make_checkpoint(tmp_path, "v2-groups", **RAGGED)  # its MLPs have biases
+    stored, weights = read_tensors(tmp_path), load(tmp_path, **IN_BFLOAT16)
+    out = stored["model.layers.1.self_attn.o_proj.weight"].bfloat16()
+    expected = BlockScaled(*quantize_fp8_block(out))
+    assert_holds(
+        weights.layers[1].attention.out.weight, [(expected.values.view(torch.uint8)[None], expected.scales[None])]
+    )
+    gate_up, x = weights.layers[0].mlp.gate_up, torch.randn(3, 144).bfloat16()
+    assert gate_up.weight.values.shape == (2 * 256, 144)  # 200 rows in whole blocks
+    gate_TF, up_TF = linear(x, *gate_up).chunk(2, dim=-1)
+    for half, part in ((gate_TF, "gate"), (up_TF, "up")):
+        plain = stored[f"model.layers.0.mlp.{part}_proj.weight"].bfloat16()
+        bias = stored[f"model.layers.0.mlp.{part}_proj.bias"].bfloat16()
+        alone = linear(x, BlockScaled(*quantize_fp8_block(plain)), bias)
+        assert torch.equal(half[:, :200], alone)
+        assert not half[:, 200:].any()
+
+
+def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    stored, weights, x = read_tensors(tmp_path), load(tmp_path, **IN_BFLOAT16), torch.randn(5, 144).bfloat16()
+
+    def alone(prefix):
+        gate, up, down = (
+            BlockScaled(stored[f"{prefix}.{part}_proj.weight"], stored[f"{prefix}.{part}_proj.weight_scale_inv"])
+            for part in ("gate", "up", "down")
+        )
+        return linear(silu_mul(linear(x, gate), linear(x, up)), down)
+
+    assert torch.equal(DenseMlp(EIGHT_BITS, weights.layers[0].mlp).forward(x), alone("model.layers.0.mlp"))
+    moe = weights.layers[1].mlp
+    y = grouped_mlp(x, torch.tensor([0, 0, 5, 0, 0, 0, 0, 0]), moe.gate_up_EFD, moe.down_EDF)
+    assert torch.equal(y, alone("model.layers.1.mlp.experts.2"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True), ("reference", True)]
+)
 def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, tmp_path):
     if backend == "cpu" and build.why_not() is not None:
         pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
@@ -142,7 +246,22 @@ def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, 
         for name in ("gate_up_EFD", "down_EDF"):
             ours, wanted = getattr(moved.layers[layer].mlp, name), getattr(expected.layers[layer].mlp, name)
             assert type(ours) is type(wanted)
-            assert torch.equal(ours.data, wanted.data)
+            for left, right in zip(_memory(ours), _memory(wanted), strict=True):
+                assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
+    make_checkpoint(tmp_path, "v3", **SIZES[sizes])
+    quantise(tmp_path)
+    config, before, after = load_model_config(tmp_path), [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
+    moved = exchange_experts(load(tmp_path, expert_ids=before, **IN_BFLOAT16), tmp_path, config, after)
+    for layer, experts in zip((1, 2), after, strict=True):
+        for slot, expert in enumerate(experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            stored = stored_bits(tmp_path, *(f"{prefix}.{part}_proj.weight" for part in ("gate", "up")))
+            assert_holds(moved.layers[layer].mlp.gate_up_EFD[slot], stored)
+            assert_holds(moved.layers[layer].mlp.down_EDF[slot], stored_bits(tmp_path, f"{prefix}.down_proj.weight"))
 
 
 def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):

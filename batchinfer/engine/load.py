@@ -19,6 +19,7 @@ from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
 from batchinfer.kv.disk import DiskStore
 from batchinfer.model.config import load_model_config
+from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -67,8 +68,7 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transfo
         eight_bit=eight_bit,
         dispatchers=mesh.dispatchers(
             placements,
-            # 8-bit products round their rows where they meet the weights, on one rank and on many alike
-            RowFormat("float32" if dtype is torch.float32 else "bfloat16"),
+            _row_format(job, mesh),
             max_tokens=max(job.cluster.prefill_tokens, job.cluster.decode_requests),
             hidden=config.hidden_size,
             topk=config.num_experts_per_tok,
@@ -76,6 +76,19 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transfo
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
         backend=backend,
     )
+
+
+def _row_format(job: JobConfig, mesh: Mesh) -> RowFormat:
+    """How rows travel to the experts: in FP8 where the experts of all ranks are in FP8, else in the model's dtype.
+
+    Rounding to FP8 before the journey or after it gives the same bits, on one rank and on many. Integers of 8 bits are
+    rounded otherwise, so rows for these travel in bfloat16.
+    """
+    if job.model.dtype != "fp8":
+        return RowFormat(job.model.dtype)
+    ops = Ops.select(job.cluster.backend, DTYPES["fp8"], eight_bit=True)
+    all_hold_fp8 = all(holds for (holds,) in mesh.agree([ops.holds_fp8("cpu")]))
+    return RowFormat("fp8" if all_hold_fp8 else "bfloat16")
 
 
 def make_worker(

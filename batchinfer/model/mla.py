@@ -13,7 +13,8 @@ latent space instead (one query per request: decode).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ class AttentionStep:
         None  # [N] int64 slots: prompts that branch inside a page take the common part over
     )
     copy_to: torch.Tensor | None = None
+    schedule: dict[str, Any] = field(default_factory=dict)  # what decode attention keeps from one layer to the next
 
     @property
     def is_decode(self) -> bool:
@@ -136,6 +138,7 @@ class Attention:
             step.positions,
             latent_dim=config.kv_lora_rank,
             scale=config.softmax_scale,
+            schedule=step.schedule,
         )
         out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)

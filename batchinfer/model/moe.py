@@ -19,9 +19,9 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import MlpWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
-from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer.parallel.spans import MicroBatchSpans
-from batchinfer_kernels import backend
+from batchinfer_kernels.cpu import ops as cpu_ops
+from batchinfer_kernels.cpu.packed import Packed
 
 
 class Point(Enum):
@@ -98,7 +98,7 @@ class MoeMlp:
 
         received = spans.receive("DISPATCH", handle)
         with spans.compute("MLP"):
-            y = self._routed_experts(received, x_TD.dtype)
+            y = self._routed_experts(received)
         with spans.send("COMBINE"):
             future = self.dispatcher.combine(y, handle)
         yield Point.COMBINE
@@ -137,23 +137,31 @@ class MoeMlp:
             self._num_masked_rows = None
         return self.num_local_rows
 
-    def _routed_experts(self, received: ExpertInput, dtype: torch.dtype) -> torch.Tensor:
-        """The results for the rows that came, in their order."""
-        x = received.x
-        if received.scales is not None:
-            dequantize = backend.select("dequantize_fp8_block").run
-            x = dequantize(x.flatten(0, -2), received.scales.flatten(0, -2), dtype, (1, SCALE_VALUES)).view(x.shape)
-        weights = self.weights
+    def _routed_experts(self, received: ExpertInput) -> torch.Tensor:
+        """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
+        x, weights, scales = received.x, self.weights, received.scales
         if received.layout == "contiguous":
             self.num_local_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
             return self.ops.grouped_mlp(
-                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M
+                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M, scales=scales
             )
         # only the device knows how many rows are filled; adding them up there, and reading the sum when somebody asks
         # (after the step), does not make the host wait here
         num_rows = received.num_rows_E.sum()
         self._num_masked_rows = num_rows if self._num_masked_rows is None else self._num_masked_rows + num_rows
-        return self.ops.masked_mlp(x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF)
+        return self.ops.masked_mlp(
+            x,
+            received.num_rows_E,
+            weights.gate_up_EFD,
+            weights.down_EDF,
+            scales=scales,
+            expected_rows=self._expected_rows(x.shape[1]),
+        )
+
+    def _expected_rows(self, room: int) -> int:
+        """Likely rows of an expert that has room for all tokens of all ranks: its even share and a fifth more."""
+        share = room * self.config.num_experts_per_tok / self.config.n_routed_experts
+        return max(1, min(room, round(1.2 * share)))
 
     def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
         if self.weights.shared is None:
@@ -165,7 +173,8 @@ class MoeMlp:
 def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.Tensor | None = None) -> torch.Tensor:
     """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the stream when there is one."""
     gate_up, down = weights.gate_up, weights.down
-    if gate_up.bias is None and down.bias is None:
-        return ops.mlp(x_TD, gate_up.weight, down.weight, stream=stream)
+    if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
+        assert isinstance(down.weight, Packed)
+        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, stream=stream)
     gate_TF, up_TF = ops.linear(x_TD, *gate_up).chunk(2, dim=-1)
     return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, stream=stream)

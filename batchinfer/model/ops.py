@@ -10,10 +10,11 @@ import torch
 
 from batchinfer.records import ModelError
 from batchinfer_kernels import backend
+from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu.packed import Packed
 
 TensorOp = Callable[..., torch.Tensor]
-Weight = torch.Tensor | Packed  # as `pack` gives it
+Weight = torch.Tensor | Packed | BlockScaled  # as `pack` gives it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,6 @@ class Ops:
     silu_mul: TensorOp
     rope_and_cache: TensorOp
     gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    mlp: TensorOp
     grouped_mlp: TensorOp
     masked_mlp: TensorOp
     add_sums: TensorOp
@@ -48,22 +48,25 @@ class Ops:
         """The best implementation that runs here ("auto"), or the one named for all operations.
 
         Raises:
-            ModelError: the named one does not exist or cannot run here, with its reason, or has no 8-bit products.
+            ModelError: the named one does not exist or cannot run here, with its reason.
         """
         try:
             chosen = {name: backend.select(name, choice, dtype) for name in _op_names()}
         except backend.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        if eight_bit and chosen["pack"].name == "reference":
-            rows = [row for row in backend.explain() if row.op == "pack" and not row.chosen]
-            missing = "; ".join(f"{row.candidate}: {row.reason}" for row in rows if row.candidate != "reference")
-            why = missing or f"backend {choice!r} has not; set cluster.backend = 'auto'"
-            raise ModelError(f"model.dtype 'fp8' needs 8-bit products ({why}), or use model.dtype = 'bfloat16'")
         return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
 
     def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
         """A weight of a projection or of experts in the form in which `linear` and the MLPs take it."""
-        return self.pack(weight, is_int8=self.eight_bit, is_paired=is_paired)
+        return self.pack(weight, eight_bit=self.eight_bit, is_paired=is_paired)
+
+    def holds_fp8(self, device: torch.device | str) -> bool:
+        """Whether projections and experts on this device become BlockScaled: E4M3, as FP8 checkpoints have them.
+
+        Otherwise 8 bits are integers (the C++ products on a CPU), or there are no 8-bit products at all.
+        """
+        one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+        return self.eight_bit and isinstance(self.pack_projection(one), BlockScaled)
 
 
 def _op_names() -> list[str]:

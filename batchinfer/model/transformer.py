@@ -23,6 +23,7 @@ from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts,
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ModelError
 from batchinfer_kernels.backend import AUTO
@@ -168,10 +169,12 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
+        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
-            dispatchers = [LocalDispatcher(config.n_routed_experts, gathers=False)] * config.num_moe_layers
-        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit)
+            # a row is rounded once, not once per expert
+            row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
+            dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
         weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops)
         return cls(config, weights, dispatchers, ops)
 

@@ -1,7 +1,13 @@
 """The model's tensors as the layers use them, read from a checkpoint; called when a rank loads its model.
 
 The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
-block) are multiplied out to the run's dtype here.
+block) are multiplied out to the run's dtype here, unless the operations hold projections and experts in FP8: then
+those go through as they are stored, bit for bit, and weights that are stored wider are rounded once. Either way the
+rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
+
+In FP8 no block may have rows of both the gate and the up projection, which stand above each other. So there the
+intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
+up, and the columns of down, which changes no result.
 """
 
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
@@ -15,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
@@ -22,6 +29,7 @@ from batchinfer.model.ops import Ops, Weight
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
 from batchinfer_kernels import backend
+from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 from batchinfer_kernels.cpu.packed import Packed
 
 
@@ -149,7 +157,7 @@ def exchange_experts(
         changed = [slot for slot, (old, new) in enumerate(zip(held, wanted, strict=True)) if old != new]
         # where copies come from may itself be overwritten
         here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
-        slots_of = [weight.data if isinstance(weight, Packed) else weight for weight in (mlp.gate_up_EFD, mlp.down_EDF)]
+        slots_of = [*_memory(mlp.gate_up_EFD), *_memory(mlp.down_EDF)]
         kept = {expert: [slots[slot].clone() for slots in slots_of] for expert, slot in here.items()}
         for slot in changed:
             expert = wanted[slot]
@@ -180,6 +188,7 @@ class _Loader:
         self.device = device
         self._expert_ids = iter(expert_ids)
         self._dequantize = backend.select("dequantize_fp8_block").run
+        self._holds_fp8 = ops.holds_fp8(device)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
@@ -228,44 +237,82 @@ class _Loader:
 
     def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
         """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
-        num_held, hidden, width = len(expert_ids), self.config.hidden_size, self.config.moe_intermediate_size
+        num_held, hidden = len(expert_ids), self.config.hidden_size
+        width = self._mlp_width(self.config.moe_intermediate_size)
         gate_up = self._room(num_held, 2 * width, hidden, is_paired=True)
         down = self._room(num_held, hidden, width)
         for place, expert in enumerate(expert_ids):
             self.expert(prefix, expert, gate_up, down, place)
         return gate_up, down
 
-    def _room(self, num_held: int, *shape: int, is_paired: bool = False) -> Weight:
+    def _room(self, num_held: int, num_rows: int, num_columns: int, *, is_paired: bool = False) -> Weight:
+        if self._holds_fp8:
+            return BlockScaled.empty(num_held, num_rows, num_columns, self.device)
         one = self._ops.pack_projection(
-            torch.zeros(1, *shape, dtype=self.dtype, device=self.device), is_paired=is_paired
+            torch.zeros(1, num_rows, num_columns, dtype=self.dtype, device=self.device), is_paired=is_paired
         )
-        return one.room(num_held) if isinstance(one, Packed) else one.new_empty(num_held, *shape)
+        return one.new_empty(num_held, num_rows, num_columns) if isinstance(one, torch.Tensor) else one.room(num_held)
 
     def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
         """Read one routed expert of the layer `prefix` into place `place` of these."""
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
-        for weights, names, shape in (
+        for weights, parts, shape in (
             (gate_up, ("gate_proj", "up_proj"), (2 * width, hidden)),
             (down, ("down_proj",), (hidden, width)),
         ):
+            names = [f"{prefix}.experts.{expert}.{part}.weight" for part in parts]
+            if isinstance(weights, BlockScaled):
+                num_rows, num_columns = weights.values.shape[-2:]
+                weights.put(place, self._blocks(names, num_rows // len(names), num_columns))
+                continue
             room = torch.empty(shape, dtype=self.dtype) if isinstance(weights, Packed) else weights[place]
             for part, name in zip(room.chunk(len(names)), names, strict=True):
-                self._read_into(part, f"{prefix}.experts.{expert}.{name}.weight")
+                self._read_into(part, name)
             if isinstance(weights, Packed):
                 weights.put(place, room)
 
     def _mlp(self, prefix: str) -> MlpWeights:
+        width = self._mlp_width(self.checkpoint.info(f"{prefix}.gate_proj.weight").shape[0])
+        gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
         return MlpWeights(
-            gate_up=self._projection(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            down=self._projection(f"{prefix}.down_proj"),
+            gate_up=self._projection(gate, up, num_rows=width, is_paired=not has_bias),
+            down=self._projection(down, num_columns=width),
         )
 
-    def _projection(self, *prefixes: str) -> Projection:
-        """One linear map, or several as one, the first above the others; two are packed as gate and up projection."""
-        weight = torch.cat([self.tensor(f"{prefix}.weight") for prefix in prefixes])
+    def _mlp_width(self, width: int) -> int:
+        """The intermediate width in memory."""
+        return whole_blocks(width) if self._holds_fp8 else width
+
+    def _projection(
+        self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
+    ) -> Projection:
+        """One linear map, or several as one, the first above the others; in FP8 each of this shape (None: its own).
+
+        Args:
+            is_paired: these are a gate and an up projection without biases.
+        """
+        names = [f"{prefix}.weight" for prefix in prefixes]
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        bias = torch.cat(biases) if len(biases) == len(prefixes) else None
-        return Projection(self._ops.pack_projection(weight, is_paired=len(prefixes) == 2 and bias is None), bias)
+        if self._holds_fp8:
+            stored_rows, stored_columns = self.checkpoint.info(names[0]).shape
+            num_rows = num_rows or stored_rows
+            weight: Weight = self._blocks(names, num_rows, num_columns or stored_columns).to(self.device)
+            biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
+        else:
+            weight = self._ops.pack_projection(torch.cat([self.tensor(name) for name in names]), is_paired=is_paired)
+        return Projection(weight, torch.cat(biases) if len(biases) == len(prefixes) else None)
+
+    def _blocks(self, names: Sequence[str], num_rows: int, num_columns: int) -> BlockScaled:
+        """Weights in FP8 above each other, each with zeros up to this shape; on the host."""
+        return stack([self._in_blocks(name).padded(num_rows, num_columns) for name in names])
+
+    def _in_blocks(self, name: str) -> BlockScaled:
+        """One weight in FP8: as it is stored, or rounded from the run's dtype."""
+        stored = self.checkpoint.read(name)
+        if stored.dtype == torch.float8_e4m3fn:
+            return BlockScaled(stored, self.checkpoint.read(name + SCALE_SUFFIX))
+        return to_blocks(stored.to(self.dtype))
 
     def _read_into(self, out: torch.Tensor, name: str) -> None:
         stored = self.checkpoint.read(name)
@@ -273,3 +320,10 @@ class _Loader:
             scale = self.checkpoint.read(name + SCALE_SUFFIX)
             stored = self._dequantize(stored, scale, out.dtype, self.config.fp8_block)
         out.copy_(stored)
+
+
+def _memory(weight: Weight) -> list[torch.Tensor]:
+    """The tensors of a weight, each with a place per expert in its first dim."""
+    if isinstance(weight, BlockScaled):
+        return [weight.values, weight.scales]
+    return [weight.data if isinstance(weight, Packed) else weight]

@@ -14,6 +14,8 @@ written here) the last bits of a sum depend on where the experts are.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -76,7 +78,7 @@ def open_dispatchers(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _refusal_as_config_error(kind):
-        library = importlib.import_module("deep_ep")
+        library = _library(kind)
         if kind == "deepep":
             buffer = _open_elastic(library.ElasticBuffer, group, max_tokens, hidden, topk, use_fp8, device)
         elif kind == "deepep-v1":
@@ -91,6 +93,36 @@ def open_dispatchers(
         return [NormalDispatcher(buffer, ids, num_slots, num_ranks, use_fp8=use_fp8) for ids in slot_ids]
     shared = LowLatencyBuffer(buffer)
     return [LowLatencyDispatcher(shared, ids, num_slots, max_tokens, use_fp8=use_fp8) for ids in slot_ids]
+
+
+def why_not(kind: str) -> str | None:
+    """The reason why this process cannot exchange rows so, None where nothing is known to be missing."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if importlib.util.find_spec("deep_ep") is None:
+        return "deep_ep is not installed (github.com/deepseek-ai/DeepEP)"
+    if not torch.cuda.is_available():
+        return "no GPU that this torch can use"
+    try:
+        _library(kind)
+    except Exception as error:  # whatever the library's own import raises, too
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+def _library(kind: str) -> Any:
+    """The module deep_ep.
+
+    Raises:
+        AttributeError: it is of a version without what this kind needs (the package deep_ep 1.0.0 is).
+        Exception: whatever its import raises.
+    """
+    library = importlib.import_module("deep_ep")
+    if kind == "deepep":
+        _ = library.ElasticBuffer
+    elif "use_fp8" not in inspect.signature(library.Buffer.low_latency_dispatch).parameters:
+        raise AttributeError("deep_ep.Buffer is of a version before use_fp8")
+    return library
 
 
 def _open_elastic(

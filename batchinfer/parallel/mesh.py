@@ -147,6 +147,19 @@ class Mesh:
             self._exchange.close()
 
 
+def explain_exchanges() -> dict[str, str | None]:
+    """Each way to exchange rows between ranks, and why it cannot be used here (None: it can)."""
+    no_gpu = "this torch is built without CUDA" if torch.version.cuda is None else None
+    if no_gpu is None and not torch.cuda.is_available():
+        no_gpu = "no GPU that this torch can use"
+    return {
+        "shared": None if can_share_memory() else "shared memory between ranks needs Linux",
+        "gloo": None,
+        "nccl": no_gpu,
+        **{kind: deepep.why_not(kind) for kind in deepep.KINDS},
+    }
+
+
 def _choose(seat: Seat, device: torch.device) -> str:
     """The exchange to use: the one asked for, or the fastest that can run."""
     can_share = seat.one_host and can_share_memory()

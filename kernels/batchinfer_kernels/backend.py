@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import reference, reference_mla, reference_rows
+from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
+from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels.triton import probe as triton_probe
 
 AUTO = "auto"
 
@@ -24,11 +26,16 @@ class BackendError(RuntimeError):
     """The implementation that was asked for does not exist or cannot run here; the message says why."""
 
 
+def _always() -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One implementation of one operation: `run` is called, `probe` says why not (None: it can).
 
     `dtype` is the only one that it is made for: "auto" passes it over, and does not probe it, for others.
+    `probe_auto` says why "auto" passes it over although it can run.
     """
 
     op: str
@@ -36,6 +43,11 @@ class Candidate:
     run: Callable
     probe: Callable[[], str | None]
     dtype: torch.dtype | None = None
+    probe_auto: Callable[[], str | None] = _always
+
+    def why_not_auto(self) -> str | None:
+        """Why "auto" does not take it, or None."""
+        return self.probe() or self.probe_auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +60,54 @@ class Choice:
     reason: str
 
 
-def _always() -> str | None:
-    return None
-
-
 def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     op = function.__name__
     plain = Candidate(op, "reference", function, _always)
     return (*(candidate for candidate in faster if candidate.op == op), plain)
 
+
+_HOPPER = tuple(
+    Candidate(function.__name__, hopper.NAME, function, probe, dtype=torch.bfloat16)
+    for function, probe in (
+        (hopper.linear, hopper_libraries.why_not_deep_gemm),
+        (hopper.grouped_mlp, hopper_libraries.why_not_deep_gemm),
+        (hopper.masked_mlp, hopper_libraries.why_not_deep_gemm),
+        (hopper.mla_decode, hopper_libraries.why_not_flash_mla),
+    )
+)
+
+_TRITON = tuple(
+    Candidate(
+        function.__name__,
+        "triton",
+        function,
+        triton_probe.why_not,
+        dtype=torch.bfloat16,
+        probe_auto=triton_probe.why_not_auto,
+    )
+    for function in (
+        triton_ops.pack,
+        triton_ops.pack_router,
+        triton_ops.linear,
+        triton_ops.batched_linear,
+        triton_ops.router,
+        triton_ops.rms_norm,
+        triton_ops.silu_mul,
+        triton_ops.gate,
+        triton_ops.rope_and_cache,
+        triton_ops.grouped_mlp,
+        triton_ops.masked_mlp,
+        triton_ops.sort_by_expert,
+        triton_ops.sum_per_token,
+        triton_ops.add_sums,
+        triton_ops.argmax,
+        triton_ops.mla_prefill,
+        triton_ops.mla_decode,
+    )
+) + tuple(
+    Candidate(function.__name__, "triton", function, triton_probe.why_not, probe_auto=triton_probe.why_not_auto)
+    for function in (triton_ops.quantize_fp8_block, triton_ops.dequantize_fp8_block)
+)
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
@@ -71,7 +122,6 @@ _CPU = tuple(
         cpu_ops.silu_mul,
         cpu_ops.gate,
         cpu_ops.rope_and_cache,
-        cpu_ops.mlp,
         cpu_ops.grouped_mlp,
         cpu_ops.masked_mlp,
         cpu_ops.sort_by_expert,
@@ -85,7 +135,7 @@ _CPU = tuple(
 
 # Faster candidates (hopper, triton, cpu) go in front of the reference, in that order.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    function.__name__: _candidates(function, _CPU)
+    function.__name__: _candidates(function, (*_HOPPER, *_TRITON, *_CPU))
     for function in (
         reference.pack,
         reference.pack_router,
@@ -96,7 +146,6 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.silu_mul,
         reference.gate,
         reference_rows.rope_and_cache,
-        reference.mlp,
         reference.grouped_mlp,
         reference.masked_mlp,
         reference_rows.sort_by_expert,
@@ -140,13 +189,28 @@ def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None) -> Can
         names = ", ".join([AUTO, *(candidate.name for candidate in listed)])
         raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
     fitting = (candidate for candidate in listed if candidate.dtype in (None, dtype))
-    return next(candidate for candidate in fitting if candidate.probe() is None)
+    return next(candidate for candidate in fitting if candidate.why_not_auto() is None)
+
+
+def behind(op: str, name: str, dtype: torch.dtype) -> Candidate:
+    """The first candidate of `op` after the one named that can run: where that one's operations send what it lacks."""
+    listed = _CANDIDATES[op]
+    first = next(place for place, candidate in enumerate(listed) if candidate.name == name) + 1
+    fitting = (candidate for candidate in listed[first:] if candidate.dtype in (None, dtype))
+    return next(candidate for candidate in fitting if candidate.why_not_auto() is None)
 
 
 def origin(run: Callable) -> str:
-    """Where an implementation comes from; for C++ with the build, since another one may round differently."""
+    """Where an implementation comes from, with build or library version: another may round differently."""
     module = run.__module__.removeprefix("batchinfer_kernels.")
-    return f"{module}-{cpu_build.library().stem}" if run.__module__ == cpu_ops.__name__ else module
+    if run.__module__ == cpu_ops.__name__:
+        return f"{module}-{cpu_build.library().stem}"
+    if run.__module__ == hopper.__name__:
+        library = "flash_mla" if run is hopper.mla_decode else "deep_gemm"
+        return f"{module}-{library}-{hopper_libraries.version(library)}"
+    if run.__module__ == triton_ops.__name__:
+        return f"{module}-{triton_probe.version()}"
+    return module
 
 
 def explain(choice: str = AUTO) -> list[Choice]:
@@ -156,7 +220,7 @@ def explain(choice: str = AUTO) -> list[Choice]:
         general = select(op, choice)
         for candidate in listed:
             special = candidate.dtype is not None and select(op, choice, candidate.dtype) is candidate
-            reason = candidate.probe() or "can run, another one is preferred"
+            reason = candidate.why_not_auto() or "can run, another one is preferred"
             if candidate is general:
                 reason = "in use"
             elif special:

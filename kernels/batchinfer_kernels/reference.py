@@ -21,21 +21,46 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from batchinfer_kernels.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference_fp8 import (
+    ROW_BLOCK,
+    block_product,
+    dequantize_fp8_block,
+    dequantize_fp8_rows,
+    quantize_fp8_block,
+)
+
+__all__ = [
+    "ROW_MULTIPLE",
+    "batched_linear",
+    "batched_matmul",
+    "dequantize_fp8_block",
+    "gate",
+    "grouped_mlp",
+    "linear",
+    "masked_mlp",
+    "pack",
+    "pack_router",
+    "quantize_fp8_block",
+    "rms_norm",
+    "rope",
+    "router",
+    "silu_mul",
+]
+
 ROW_MULTIPLE = 8
 _COLUMN_MULTIPLE = 4  # 16 bytes of float32
 _ALIGNMENT_BYTES = 64
-_FP8_MAX = 448.0
-_FP8_MIN_AMAX = 1e-4
 
 
-def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> torch.Tensor:
-    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is.
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> torch.Tensor | BlockScaled:
+    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is, or in FP8 blocks.
 
     Args:
-        is_int8: the caller would take 8-bit products, too.
+        eight_bit: round the weight to 8 bits, so that products with it round their rows, too.
         is_paired: the weight holds a gate projection above an up projection.
     """
-    return weight
+    return to_blocks(weight) if eight_bit else weight
 
 
 def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
@@ -45,7 +70,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | BlockScaled,
     bias: torch.Tensor | None = None,
     *,
     wide: bool = False,
@@ -55,7 +80,7 @@ def linear(
 
     Args:
         x: [T, in], any T.
-        weight: [out, in], same dtype.
+        weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values.
         bias: [out] or None.
         wide: give float32.
         stream: [T, out], to which the rounded result is added.
@@ -63,7 +88,11 @@ def linear(
     Returns:
         [T, out] in the dtype of x.
     """
-    y = F.linear(_aligned(x), weight)[: x.shape[0]]
+    if isinstance(weight, BlockScaled):
+        values, scales = quantize_fp8_block(x, ROW_BLOCK)
+        y = block_product(values, scales, weight.values, weight.scales).to(x.dtype)
+    else:
+        y = F.linear(_aligned(x), weight)[: x.shape[0]]
     y = y if bias is None else y + bias
     y = y if stream is None else stream + y
     return y.float() if wide else y
@@ -168,30 +197,13 @@ def gate(
     return ids_TK, weights_TK.float()
 
 
-def mlp(
-    x: torch.Tensor, gate_up_FD: torch.Tensor, down_DF: torch.Tensor, *, stream: torch.Tensor | None = None
-) -> torch.Tensor:
-    """SwiGLU, down(silu(gate(x)) × up(x)).
-
-    Args:
-        x: [T, D].
-        gate_up_FD: [2 * F, D], the gate projection above the up projection.
-        down_DF: [D, F].
-        stream: [T, D], to which the rounded result is added.
-
-    Returns:
-        [T, D] in the dtype of x.
-    """
-    gate_TF, up_TF = linear(x, gate_up_FD).chunk(2, dim=-1)
-    return linear(silu_mul(gate_TF, up_TF), down_DF, stream=stream)
-
-
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    gate_up_EFD: torch.Tensor | BlockScaled,
+    down_EDF: torch.Tensor | BlockScaled,
     tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts over rows sorted by expert (contiguous layout).
 
@@ -203,24 +215,34 @@ def grouped_mlp(
         gate_up_EFD: [E, 2 * F, D], the gate projection above the up projection.
         down_EDF: [E, D, F].
         tokens_M: [rows] int64, the row of x behind each row.
+        scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks meet these rows as
+            they are, with the result of the same rows rounded here; for others they are multiplied out.
 
     Returns:
-        [rows, D] in the dtype of x.
+        [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
     """
+    x, scales = _rows_for(gate_up_EFD, x, scales)
     if tokens_M is not None:
-        x = x[tokens_M]
-    out = torch.empty_like(x)
+        x, scales = x[tokens_M], None if scales is None else scales[tokens_M]
+    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.bfloat16)
     start = 0
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
             rows = slice(start, start + num_rows)
-            out[rows] = mlp(x[rows], gate_up_EFD[expert], down_EDF[expert])
+            row_scales = None if scales is None else scales[rows]
+            out[rows] = _swiglu(x[rows], row_scales, gate_up_EFD[expert], down_EDF[expert])
             start += num_rows
     return out
 
 
 def masked_mlp(
-    x_ECD: torch.Tensor, num_rows_E: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor | BlockScaled,
+    down_EDF: torch.Tensor | BlockScaled,
+    scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts, each over the first rows of a block of its own (masked layout).
 
@@ -231,40 +253,48 @@ def masked_mlp(
         x_ECD: [E, C, D], C rows of room per expert; the rows beyond an expert's count may hold anything.
         num_rows_E: [E] integer, rows of each expert, at most C.
         gate_up_EFD, down_EDF: as in grouped_mlp.
+        scales: [E, C, ceil(D / 128)] float32 when x is float8_e4m3fn, as in grouped_mlp.
+        expected_rows: how many rows an expert is likely to have, for versions that choose their tiles by it; changes no
+            result.
 
     Returns:
-        [E, C, D] in the dtype of x; the rows beyond an expert's count are zero.
+        [E, C, D] in the dtype that grouped_mlp gives; the rows beyond an expert's count are zero here and may be
+        anything in faster versions.
     """
-    out = torch.zeros_like(x_ECD)
+    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales)
+    out = torch.zeros(x_ECD.shape, dtype=x_ECD.dtype if scales is None else torch.bfloat16, device=x_ECD.device)
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
-            out[expert, :num_rows] = mlp(x_ECD[expert, :num_rows], gate_up_EFD[expert], down_EDF[expert])
+            row_scales = None if scales is None else scales[expert, :num_rows]
+            out[expert, :num_rows] = _swiglu(
+                x_ECD[expert, :num_rows], row_scales, gate_up_EFD[expert], down_EDF[expert]
+            )
     return out
 
 
-def quantize_fp8_block(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight to FP8 E4M3 with one scale per block (DeepSeek-V3 report section 3.3.2).
-
-    Args:
-        weight: [N, M] float; blocks at the right and lower edge may be smaller than `block`.
-        block: rows and columns that share a scale.
-
-    Returns:
-        [N, M] float8_e4m3fn and scales [ceil(N / rows), ceil(M / columns)] float32: weight ≈ quantised × scale.
-    """
-    rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    scale = blocks.abs().amax(dim=(1, 3)).clamp_min(_FP8_MIN_AMAX) / _FP8_MAX
-    quantised = (weight.float() / _spread(scale, weight.shape, block)).clamp(-_FP8_MAX, _FP8_MAX)
-    return quantised.to(torch.float8_e4m3fn), scale
+def _rows_for(
+    weight: torch.Tensor | BlockScaled, x: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows in the form in which they meet this weight: FP8 ones are multiplied out unless it is in FP8, too."""
+    if scales is None or isinstance(weight, BlockScaled):
+        return x, scales
+    return dequantize_fp8_rows(x, scales, weight.dtype), None
 
 
-def dequantize_fp8_block(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] = (128, 128)
+def _swiglu(
+    x_TD: torch.Tensor,
+    scales: torch.Tensor | None,
+    gate_up_FD: torch.Tensor | BlockScaled,
+    down_DF: torch.Tensor | BlockScaled,
 ) -> torch.Tensor:
-    """weight × its block's scale, multiplied in float32 and rounded once to `dtype`; shapes as quantize_fp8_block."""
-    return (weight.float() * _spread(scale, weight.shape, block)).to(dtype)
+    """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
+    if scales is None:
+        gate_up_TF = linear(x_TD, gate_up_FD)
+    else:
+        assert isinstance(gate_up_FD, BlockScaled)
+        gate_up_TF = block_product(x_TD, scales, gate_up_FD.values, gate_up_FD.scales).bfloat16()
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return linear(silu_mul(gate_TF, up_TF), down_DF)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -296,9 +326,3 @@ def _groups_allowed(choice_TE: torch.Tensor, num_groups: int, topk_groups: int, 
     chosen_TG = torch.zeros_like(best_TGB[..., 0], dtype=torch.bool)
     chosen_TG.scatter_(1, _top_indices(best_TGB.sum(-1), topk_groups), True)
     return chosen_TG[..., None].expand_as(grouped_TGS).flatten(-2)
-
-
-def _spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """One scale per value instead of one per block, cut to the shape of the weight."""
-    wide = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
-    return wide.repeat_interleave(block[1], dim=1)[:, : shape[1]]

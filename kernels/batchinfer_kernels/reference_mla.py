@@ -10,6 +10,8 @@ exactly nothing and a row's result does not depend on how far the pages of its n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from batchinfer_kernels.reference import ROW_MULTIPLE, batched_matmul, linear
@@ -75,6 +77,7 @@ def mla_decode(
     *,
     latent_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form: queries meet the latents directly.
 
@@ -88,6 +91,7 @@ def mla_decode(
         positions_T: [B * Q] int64; a token sees the keys at its own position and before.
         latent_dim: C.
         scale: factor on the scores.
+        schedule: the same for all layers of a step; a faster version may keep in it how it splits the step's work.
 
     Returns:
         [B * Q, H, C] in the dtype of q, to be multiplied by the value up-projection.

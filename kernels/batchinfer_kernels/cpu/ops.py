@@ -12,21 +12,27 @@ or packed (packed.py), with the same result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels import reference, reference_mla, reference_rows
+from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
+from batchinfer_kernels.reference_fp8 import dequantize_fp8_rows
 
 _VALUE_MULTIPLE = 16
 
+Weight = torch.Tensor | Packed | BlockScaled
 
-def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> torch.Tensor | Packed:
-    """A weight [N, M] or several [B, N, M] in the order of the tiles, where they take it."""
+
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Weight:
+    """A weight [N, M] or several [B, N, M] in the order of the tiles, where they take it; `eight_bit`: as integers."""
     if not _takes(weight):
-        return reference.pack(weight, is_int8=is_int8, is_paired=is_paired)
-    return packed.pack(weight, is_int8=is_int8, is_paired=is_paired)
+        return reference.pack(weight, eight_bit=eight_bit, is_paired=is_paired)
+    return packed.pack(weight, is_int8=eight_bit, is_paired=is_paired)
 
 
 def pack_router(weight_ED: torch.Tensor) -> torch.Tensor | PackedRouter:
@@ -36,7 +42,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor | PackedRouter:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | Packed,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     wide: bool = False,
@@ -44,8 +50,9 @@ def linear(
 ) -> torch.Tensor:
     """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32; `stream`: added to it."""
     if not _takes(x, weight):
-        return reference.linear(x, _plain(weight), bias, wide=wide, stream=stream)
+        return reference.linear(x, _unpacked(weight), bias, wide=wide, stream=stream)
     if not isinstance(weight, Packed):
+        assert isinstance(weight, torch.Tensor)
         if x.shape[-1] != weight.shape[-1]:
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
@@ -136,33 +143,33 @@ def rope_and_cache(
     return q_THA
 
 
-def mlp(
-    x: torch.Tensor,
-    gate_up_FD: torch.Tensor | Packed,
-    down_DF: torch.Tensor | Packed,
-    *,
-    stream: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """SwiGLU, [T, D] to [T, D], added to `stream`; the activation is rounded once, as in grouped_mlp."""
-    if not _takes(x, gate_up_FD, down_DF):
-        return reference.mlp(x, _plain(gate_up_FD), _plain(down_DF), stream=stream)
-    gate_up, down, width = _experts(_one(gate_up_FD), _one(down_DF))
+def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU, [T, D] to [T, D], the rounded result added to `stream`: what grouped_mlp gives for one expert.
+
+    Args:
+        x: [T, D] bfloat16.
+        gate_up: packed in pairs.
+    """
+    operation, width = library().mlp, gate_up.num_columns // 2
     if x.shape[-1] % 2:
-        y = library().mlp(_even(x), gate_up.data, down.data, width, gate_up.is_int8, None)[..., : x.shape[-1]]
+        y = operation(_even(x), gate_up.data, down.data, width, gate_up.is_int8, None)[..., : x.shape[-1]]
         return y if stream is None else stream + y
-    return library().mlp(x, gate_up.data, down.data, width, gate_up.is_int8, stream)
+    return operation(x, gate_up.data, down.data, width, gate_up.is_int8, stream)
 
 
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
-    gate_up_EFD: torch.Tensor | Packed,
-    down_EDF: torch.Tensor | Packed,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
     tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]."""
+    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; FP8 rows are multiplied out."""
+    if scales is not None and isinstance(gate_up_EFD, Packed):
+        x, scales = dequantize_fp8_rows(x, scales, torch.bfloat16), None
     if not _takes(x, gate_up_EFD, down_EDF):
-        return reference.grouped_mlp(x, num_rows_E, _plain(gate_up_EFD), _plain(down_EDF), tokens_M)
+        return reference.grouped_mlp(x, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), tokens_M, scales)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().grouped_mlp(
         _even(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.is_int8
@@ -173,12 +180,17 @@ def grouped_mlp(
 def masked_mlp(
     x_ECD: torch.Tensor,
     num_rows_E: torch.Tensor,
-    gate_up_EFD: torch.Tensor | Packed,
-    down_EDF: torch.Tensor | Packed,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """SwiGLU of several experts, each over the first rows of its block; the same as grouped_mlp bit for bit."""
+    if scales is not None and isinstance(gate_up_EFD, Packed):
+        x_ECD, scales = dequantize_fp8_rows(x_ECD, scales, torch.bfloat16), None
     if not _takes(x_ECD, gate_up_EFD, down_EDF):
-        return reference.masked_mlp(x_ECD, num_rows_E, _plain(gate_up_EFD), _plain(down_EDF))
+        return reference.masked_mlp(x_ECD, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), scales)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().masked_mlp(
         _even(x_ECD), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width, gate_up.is_int8
@@ -269,6 +281,7 @@ def mla_decode(
     *,
     latent_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
 
@@ -290,8 +303,10 @@ def mla_decode(
     )
 
 
-def _takes(*operands: torch.Tensor | Packed) -> bool:
+def _takes(*operands: Weight) -> bool:
     for operand in operands:
+        if isinstance(operand, BlockScaled):
+            return False
         if not isinstance(operand, Packed) and (operand.dtype is not torch.bfloat16 or not operand.is_cpu):
             return False
     return True
@@ -301,6 +316,11 @@ def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
     """A weight that is not packed: only bfloat16 on the CPU meets packed ones."""
     assert isinstance(weight, torch.Tensor), "a packed weight takes bfloat16 on the CPU"
     return weight
+
+
+def _unpacked(weight: Weight) -> torch.Tensor | BlockScaled:
+    """The same where it may be in FP8 blocks."""
+    return weight if isinstance(weight, BlockScaled) else _plain(weight)
 
 
 def _fits(width: int, value_dim: int) -> bool:
@@ -313,15 +333,12 @@ def _even(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, x.shape[-1] % 2)) if x.shape[-1] % 2 else x
 
 
-def _one(weight: torch.Tensor | Packed) -> torch.Tensor | Packed:
-    return weight if isinstance(weight, Packed) else weight[None]
-
-
-def _experts(gate_up_EFD: torch.Tensor | Packed, down_EDF: torch.Tensor | Packed) -> tuple[Packed, Packed, int]:
+def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:
     """Packed weights of experts, hidden width made even, and their intermediate width."""
     if isinstance(down_EDF, Packed):
         assert isinstance(gate_up_EFD, Packed)
         return gate_up_EFD, down_EDF, gate_up_EFD.num_columns // 2
-    assert not isinstance(gate_up_EFD, Packed)
+    assert isinstance(gate_up_EFD, torch.Tensor)
+    assert isinstance(down_EDF, torch.Tensor)
     hidden, width = down_EDF.shape[-2:]
     return packed.pack(gate_up_EFD, is_paired=True), packed.pack(F.pad(down_EDF, (0, 0, 0, hidden % 2))), width

@@ -1,0 +1,309 @@
+"""The operations that DeepSeek's libraries have for Hopper GPUs; signatures and shapes as in the `reference` modules.
+
+    linear                 deep_gemm, dense                     weights in FP8
+    grouped_mlp            deep_gemm, grouped "contiguous"      weights in FP8 or bfloat16
+    masked_mlp             deep_gemm, grouped "masked"          weights in FP8 or bfloat16
+    mla_decode             flash_mla, dense decode              queries and pages in bfloat16
+
+What a library does not take goes to the implementation behind this one (Triton, else plain PyTorch): tensors that are
+not on a GPU or not in bfloat16, other weights, and shapes that are not whole tiles (columns in multiples of 64, depth
+in multiples of 128; heads of other than 512 + 64 latent values). Nothing here reads a device tensor on the host.
+
+deep_gemm rounds and adds as reference_fp8.py describes, but adds a block's products in the tensor cores' order.
+flash_mla splits a request's keys by what else is in the step, so that the last bits of a row may depend on its company;
+it has no dense prefill for Hopper.
+Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in hopper_libraries.py.
+"""
+
+# T tokens (rows), D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows in the order
+# of experts, S places of rows when each expert starts at a whole tile, J blocks of depth
+# H heads, W latent and rotary width, B requests, Q query tokens per request, P pages
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from batchinfer_kernels import hopper_libraries as libraries
+from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference_fp8 import FP8, ROW_BLOCK, dequantize_fp8_rows
+from batchinfer_kernels.reference_mla import PAGE_TOKENS
+
+NAME = "hopper"
+_TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
+_COLUMN_MULTIPLE, _DEPTH_MULTIPLE = 64, 128
+_LATENT_DIM, _WIDTH = 512, 576
+
+Weight = torch.Tensor | BlockScaled
+Product = Callable[[torch.Tensor, torch.Tensor | None, Weight], torch.Tensor]  # rows, their scales or None, weight
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
+    stream: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x · weightᵀ + bias: [T, in] and [out, in] in FP8 to [T, out]; `wide`: in float32; `stream`: added to it."""
+    if not isinstance(weight, BlockScaled) or x.dtype is not torch.bfloat16 or not _takes(x, weight):
+        return _behind("linear")(x, weight, bias, wide=wide, stream=stream)
+    y = x.new_empty(len(x), len(weight.values))
+    if len(x):
+        gemm = _gemm(libraries.FP8_GEMM)
+        gemm(_quantized(x), (weight.values, weight.scales), y, compiled_dims="nk")
+    y = y if bias is None else y + bias
+    y = y if stream is None else stream + y
+    return y.float() if wide else y
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; see `reference.grouped_mlp`.
+
+    Rows are moved so that each expert starts at a whole tile. How many tiles that takes is known on the device only, so
+    there is room for the most there can be; tiles without rows are marked and skipped.
+    """
+    if not _takes_experts(x, scales, gate_up_EFD, down_EDF, libraries.BF16_CONTIGUOUS):
+        return _behind("grouped_mlp")(x, num_rows_E, gate_up_EFD, down_EDF, tokens_M, scales)
+    num_rows = len(x) if tokens_M is None else len(tokens_M)
+    if num_rows == 0:
+        return torch.empty(0, x.shape[-1], dtype=torch.bfloat16, device=x.device)
+    x, scales = _rows_for(gate_up_EFD, x, scales)
+    place_M, expert_S = _places(num_rows_E, num_rows)
+    x = _moved(x, tokens_M, place_M, len(expert_S))
+    scales = None if scales is None else _moved(scales, tokens_M, place_M, len(expert_S))
+
+    def product(rows_SM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, BlockScaled):
+            out = rows_SM.new_empty(len(rows_SM), weight.values.shape[1], dtype=torch.bfloat16)
+            a, b = (rows_SM, row_scales), (weight.values, weight.scales)
+            _gemm(libraries.FP8_CONTIGUOUS)(a, b, out, expert_S)
+        else:
+            out = rows_SM.new_empty(len(rows_SM), weight.shape[1])
+            _gemm(libraries.BF16_CONTIGUOUS)(rows_SM, weight, out, expert_S)
+        return out
+
+    return _swiglu(x, scales, gate_up_EFD, down_EDF, product)[place_M]
+
+
+def masked_mlp(
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
+) -> torch.Tensor:
+    """SwiGLU of several experts, each over the first rows of its block; see `reference.masked_mlp`.
+
+    The rows beyond an expert's count hold anything.
+    """
+    if not _takes_experts(x_ECD, scales, gate_up_EFD, down_EDF, libraries.BF16_MASKED):
+        run = _behind("masked_mlp")
+        return run(x_ECD, num_rows_E, gate_up_EFD, down_EDF, scales, expected_rows=expected_rows)
+    room = x_ECD.shape[1]
+    if x_ECD.numel() == 0:
+        return torch.empty(x_ECD.shape, dtype=torch.bfloat16, device=x_ECD.device)
+    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales)
+    missing = -room % _TILE_ROWS
+    if missing:  # a block's last tile is written whole: without this the next block's first rows would be overwritten
+        x_ECD = _bytes(F.pad(_bytes(x_ECD), (0, 0, 0, missing)), x_ECD.dtype)
+        scales = None if scales is None else F.pad(scales, (0, 0, 0, missing))
+    num_rows_E = num_rows_E.to(torch.int32).contiguous()
+    expected = max(1, min(expected_rows or room, room))
+
+    def product(rows_ECM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, BlockScaled):
+            out = rows_ECM.new_empty(*rows_ECM.shape[:2], weight.values.shape[1], dtype=torch.bfloat16)
+            a, b = (rows_ECM, row_scales), (weight.values, weight.scales)
+            _gemm(libraries.FP8_MASKED)(a, b, out, num_rows_E, expected)
+        else:
+            out = rows_ECM.new_empty(*rows_ECM.shape[:2], weight.shape[1])
+            _gemm(libraries.BF16_MASKED)(rows_ECM, weight, out, num_rows_E, expected)
+        return out
+
+    return _swiglu(x_ECD, scales, gate_up_EFD, down_EDF, product)[:, :room]
+
+
+def mla_decode(
+    q_THW: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    kv_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+    schedule: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
+
+    flash_mla takes a request's queries for its last Q tokens, which they are in every decode step; `positions_T` is not
+    looked at. A request without tokens gives zeros. How the work is split over the GPU depends on `kv_tokens_B`: it is
+    found out once per `schedule`, which is therefore that of one step (and micro-batch).
+    """
+    is_taken = (
+        _is_on_gpu(q_THW, pages)
+        and q_THW.dtype is pages.dtype is torch.bfloat16
+        and (q_THW.shape[-1], latent_dim, pages.shape[1]) == (_WIDTH, _LATENT_DIM, PAGE_TOKENS)
+    )
+    if not is_taken:
+        return _behind("mla_decode")(
+            q_THW,
+            pages,
+            page_table_BP,
+            kv_tokens_B,
+            positions_T,
+            latent_dim=latent_dim,
+            scale=scale,
+            schedule=schedule,
+        )
+    num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
+    if num_rows == 0:
+        return q_THW.new_empty(0, num_heads, latent_dim)
+    q_BQHW = q_THW.contiguous().unflatten(0, (num_requests, -1))
+    library, schedule = libraries.flash_mla(), {} if schedule is None else schedule
+    if NAME not in schedule:
+        kv_tokens = kv_tokens_B.to(torch.int32).contiguous()
+        metadata = library.get_mla_metadata(kv_tokens, q_BQHW.shape[1] * num_heads, 1)  # one head of keys for all
+        schedule[NAME] = kv_tokens_B, page_table_BP.to(torch.int32).contiguous(), kv_tokens, *metadata
+    source, page_table, kv_tokens, metadata, num_splits = schedule[NAME]
+    assert source is kv_tokens_B, "a schedule serves one step: another one has other lengths"
+    out_BQHC, _ = library.flash_mla_with_kvcache(
+        q_BQHW,
+        pages[:, :, None],
+        page_table,
+        kv_tokens,
+        latent_dim,
+        metadata,
+        num_splits,
+        softmax_scale=scale,
+        causal=True,
+        **({"use_legacy": True} if "use_legacy" in libraries.decode_parameters() else {}),
+    )
+    return out_BQHC.flatten(0, 1)
+
+
+def _swiglu(
+    x: torch.Tensor, scales: torch.Tensor | None, gate_up: Weight, down: Weight, product: Product
+) -> torch.Tensor:
+    """down(silu(gate(x)) × up(x)) of all experts; rows that belong to nobody are computed along."""
+    hidden = product(x, scales, gate_up)
+    gate, up = hidden.flatten(0, -2).chunk(2, dim=-1)
+    active = _other("silu_mul")(gate, up)
+    active_scales = None
+    if isinstance(down, BlockScaled):
+        active, active_scales = _quantized(active)
+        active_scales = active_scales.view(*x.shape[:-1], -1)
+    return product(active.view(*x.shape[:-1], -1), active_scales, down)
+
+
+def _rows_for(weight: Weight, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows in the form in which they meet this weight: both in FP8, or both in bfloat16."""
+    if not isinstance(weight, BlockScaled):
+        return (x if scales is None else dequantize_fp8_rows(x, scales, torch.bfloat16)).contiguous(), None
+    if scales is not None:
+        return x.contiguous(), scales
+    values, scales = _quantized(x.flatten(0, -2))
+    return values.view(x.shape), scales.view(*x.shape[:-1], -1)
+
+
+def _quantized(x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in FP8 with a scale per 128 values, [T, J]; deep_gemm puts the scales into its own order."""
+    values, scales = _other("quantize_fp8_block")(x_TM, ROW_BLOCK)
+    return values, scales
+
+
+def _places(num_rows_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows sorted by expert go when each expert starts at a whole tile.
+
+        rows      0 0 0 1 2 2 …
+        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-" is -1: nobody's
+
+    Returns:
+        The place of each row [M] int64, and the expert of each place [S] int32.
+    """
+    num_experts, device = len(num_rows_E), num_rows_E.device
+    most = (num_rows + (_TILE_ROWS - 1) * min(num_experts, num_rows)) // _TILE_ROWS * _TILE_ROWS
+    padded_E = (num_rows_E + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
+    moved_E = (padded_E.cumsum(0) - padded_E) - (num_rows_E.cumsum(0) - num_rows_E)
+    # with the size of its result given, this does not wait for the device
+    expert_M = torch.arange(num_experts, device=device).repeat_interleave(num_rows_E, output_size=num_rows)
+    place_M = torch.arange(num_rows, device=device) + moved_E[expert_M]
+    expert_S = torch.full((most,), -1, dtype=torch.int32, device=device)
+    expert_S[place_M] = expert_M.to(torch.int32)
+    return place_M, expert_S
+
+
+def _moved(rows: torch.Tensor, source_M: torch.Tensor | None, place_M: torch.Tensor, num_places: int) -> torch.Tensor:
+    """The rows `source_M` of these (None: all), each at its place among zeros."""
+    data = _bytes(rows)
+    out = data.new_zeros(num_places, data.shape[1])
+    out[place_M] = data if source_M is None else data[source_M]
+    return _bytes(out, rows.dtype)
+
+
+def _bytes(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """FP8 as bytes, which every operation that only moves data takes, and (with its dtype) back; others as they are."""
+    if dtype is None:
+        return x.view(torch.uint8) if x.dtype is FP8 else x
+    return x.view(dtype)
+
+
+def _takes_experts(
+    x: torch.Tensor, scales: torch.Tensor | None, gate_up: Weight, down: Weight, bfloat16_names: tuple[str, ...]
+) -> bool:
+    if x.dtype is not (torch.bfloat16 if scales is None else FP8) or not _takes(x, gate_up, down):
+        return False
+    if isinstance(gate_up, BlockScaled):
+        return isinstance(down, BlockScaled)
+    is_bfloat16 = isinstance(down, torch.Tensor) and gate_up.dtype is down.dtype is torch.bfloat16
+    return is_bfloat16 and libraries.deep_gemm(bfloat16_names) is not None
+
+
+def _takes(x: torch.Tensor, *weights: Any) -> bool:
+    """Whether all are on a GPU, and the weights are whole tiles; packed ones are not."""
+    for weight in weights:
+        if not isinstance(weight, Weight):
+            return False
+        plain = weight.values if isinstance(weight, BlockScaled) else weight
+        num_columns, depth = plain.shape[-2:]
+        if num_columns % _COLUMN_MULTIPLE or depth % _DEPTH_MULTIPLE or not _is_on_gpu(x, plain):
+            return False
+    return True
+
+
+def _is_on_gpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
+
+
+def _gemm(names: tuple[str, ...]) -> Callable[..., None]:
+    gemm = libraries.deep_gemm(names)
+    assert gemm is not None, f"the probe has found no {names[0]}"
+    return gemm
+
+
+def _behind(op: str) -> Callable[..., torch.Tensor]:
+    """What runs an operation here when its library does not take the operands."""
+    from batchinfer_kernels import backend
+
+    return backend.behind(op, NAME, torch.bfloat16).run
+
+
+def _other(op: str) -> Callable[..., Any]:
+    """The best implementation of an operation that is not in here."""
+    from batchinfer_kernels import backend
+
+    return backend.select(op, dtype=torch.bfloat16).run

@@ -1,0 +1,82 @@
+"""FP8 E4M3 in plain PyTorch: rounding with one scale per block, and products of rows and weights rounded so.
+
+DeepSeek-V3 report section 3.3.2: rows have a scale per 128 values, weights one per 128 × 128, and what a block of depth
+contributes is added up before it is scaled. Part of the reference: here a block's sum of 128 products is exact (float64
+holds it without rounding) and is rounded to float32 once, the blocks are added in ascending order in float32. So a
+row's result depends on nothing but the row and the weight, on any processor.
+"""
+
+# T rows, N columns of the result (out), M depth of the sum (in), J blocks of depth
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+ROW_BLOCK = (1, BLOCK)  # rows and columns that share a scale in rows
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+_FP8_MIN_AMAX = 1e-4
+
+
+def quantize_fp8_block(
+    weight: torch.Tensor, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight to FP8 E4M3 with one scale per block (DeepSeek-V3 report section 3.3.2).
+
+    Args:
+        weight: [N, M] float; blocks at the right and lower edge may be smaller than `block`.
+        block: rows and columns that share a scale.
+
+    Returns:
+        [N, M] float8_e4m3fn and scales [ceil(N / rows), ceil(M / columns)] float32: weight ≈ quantised × scale.
+    """
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    scale = blocks.abs().amax(dim=(1, 3)).clamp_min(_FP8_MIN_AMAX) / _FP8_MAX
+    quantised = (weight.float() / _spread(scale, weight.shape, block)).clamp(-_FP8_MAX, _FP8_MAX)
+    return quantised.to(FP8), scale
+
+
+def dequantize_fp8_block(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> torch.Tensor:
+    """weight × its block's scale, multiplied in float32 and rounded once to `dtype`; shapes as quantize_fp8_block."""
+    return (weight.float() * _spread(scale, weight.shape, block)).to(dtype)
+
+
+def dequantize_fp8_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [..., M] with scales [..., ceil(M / 128)] multiplied out to `dtype`."""
+    flat = dequantize_fp8_block(values.flatten(0, -2), scales.flatten(0, -2), dtype, ROW_BLOCK)
+    return flat.view(values.shape)
+
+
+def block_product(
+    values_TM: torch.Tensor, scales_TJ: torch.Tensor, weight_NM: torch.Tensor, weight_scales: torch.Tensor
+) -> torch.Tensor:
+    """rows · weightᵀ, [T, N] float32.
+
+    Args:
+        values_TM: [T, M] float8_e4m3fn, any T.
+        scales_TJ: [T, ceil(M / 128)] float32.
+        weight_NM: [N, M] float8_e4m3fn.
+        weight_scales: [ceil(N / 128), ceil(M / 128)] float32.
+    """
+    num_columns = len(weight_NM)
+    scales_NJ = weight_scales.repeat_interleave(BLOCK, dim=0)[:num_columns]
+    total_TN = torch.zeros(len(values_TM), num_columns, dtype=torch.float32, device=values_TM.device)
+    for block, (rows, columns) in enumerate(
+        zip(values_TM.split(BLOCK, dim=1), weight_NM.split(BLOCK, dim=1), strict=True)
+    ):
+        # 128 products of values with 4 significant bits each, between 2**-18 and 2**18: 43 bits at most
+        part_TN = (rows.double() @ columns.double().T).float()
+        total_TN += part_TN * (scales_TJ[:, block, None] * scales_NJ[:, block])
+    return total_TN
+
+
+def _spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """One scale per value instead of one per block, cut to the shape of the weight."""
+    wide = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return wide.repeat_interleave(block[1], dim=1)[:, : shape[1]]

@@ -1,0 +1,185 @@
+"""Absorbed latent attention over pages for decode, in Triton: one shared key per token, its latent the value too.
+
+DeepSeek-V2 report section 2.1.2. The keys of a request are cut every SPLIT_TOKENS tokens, counted from its first one;
+each part gets programs of its own and a second kernel adds the parts up in ascending order. So parts and sums depend on
+the request alone. Fixed parts leave a GPU partly idle when few short requests run.
+"""
+
+# B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
+
+PAGE_TOKENS = 64
+SPLIT_TOKENS = 1024
+# Most memory for unfinished sums; requests are worked on in pieces that keep to it.
+_MAX_PART_BYTES = 2**30
+_TILE_ROWS = 64
+_TILE_KEYS = 32
+_LOG2_E = 1.4426950408889634
+
+
+def mla_decode(
+    q_THW: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    kv_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """[B * Q, H, C] bfloat16; see `reference_mla.mla_decode`. A request without tokens gives zeros.
+
+    Softmax weights are rounded to bfloat16 before they meet the latents.
+    """
+    num_requests, num_pages = page_table_BP.shape
+    num_rows, num_heads, width = q_THW.shape
+    out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
+    if out_THC.numel() == 0:
+        return out_THC
+    q_THW, pages = q_THW.contiguous(), pages.contiguous()
+    page_table_BP, positions_T = page_table_BP.contiguous(), positions_T.contiguous()
+    rows_per_request = num_rows // num_requests * num_heads
+    num_parts = triton.cdiv(num_pages * PAGE_TOKENS, SPLIT_TOKENS)
+    piece = max(1, _MAX_PART_BYTES // (rows_per_request * num_parts * (latent_dim + 2) * 4))
+    piece = min(piece, num_requests)
+    sums = torch.empty(piece * rows_per_request, num_parts, latent_dim, dtype=torch.float32, device=q_THW.device)
+    peaks, totals = torch.empty(2, piece * rows_per_request, num_parts, dtype=torch.float32, device=q_THW.device)
+    tile_rows = min(_TILE_ROWS, max(16, triton.next_power_of_2(rows_per_request)))
+    for start in range(0, num_requests, piece):
+        count = min(piece, num_requests - start)
+        _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
+            q_THW,
+            pages,
+            page_table_BP,
+            kv_tokens_B,
+            positions_T,
+            sums,
+            peaks,
+            totals,
+            start,
+            rows_per_request,
+            num_heads,
+            num_pages,
+            num_parts,
+            scale * _LOG2_E,
+            LATENT=latent_dim,
+            ROTARY=width - latent_dim,
+            LATENT_TILE=max(16, triton.next_power_of_2(latent_dim)),
+            ROTARY_TILE=max(16, triton.next_power_of_2(width - latent_dim)),
+            ROWS=tile_rows,
+            KEYS=_TILE_KEYS,
+            PAGE=PAGE_TOKENS,
+            SPLIT=SPLIT_TOKENS,
+            num_warps=8,
+            num_stages=2,
+        )
+        _add_parts[(count * rows_per_request,)](
+            sums,
+            peaks,
+            totals,
+            kv_tokens_B,
+            positions_T,
+            out_THC,
+            start,
+            rows_per_request,
+            num_heads,
+            num_parts,
+            LATENT=latent_dim,
+            LATENT_TILE=triton.next_power_of_2(latent_dim),
+            SPLIT=SPLIT_TOKENS,
+        )
+    return out_THC
+
+
+@triton.jit
+def _attend_part(
+    q_ptr, pages_ptr, table_ptr, kv_tokens_ptr, positions_ptr, sums_ptr, peaks_ptr, totals_ptr,
+    first_request, rows_per_request, num_heads, num_pages, num_parts, scale,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Unfinished softmax of some rows of one request over one part of its keys; scores in powers of two."""
+    part = tl.program_id(1)
+    local = tl.program_id(2)
+    request = (first_request + local).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < rows_per_request
+    row = tl.where(is_row, row, 0)  # rows outside repeat the first one and are not stored
+    num_queries = rows_per_request // num_heads
+    positions = tl.load(positions_ptr + request * num_queries + row // num_heads)
+    stop = tl.minimum(tl.load(kv_tokens_ptr + request), tl.max(positions, 0) + 1)
+    stop = tl.minimum(stop, (part + 1) * SPLIT)
+    if stop > part * SPLIT:
+        width: tl.constexpr = LATENT + ROTARY
+        latent, rotary = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE)
+        is_latent, is_rotary = latent < LATENT, rotary < ROTARY
+        q_at = q_ptr + (request * rows_per_request + row)[:, None] * width
+        q_latent = load_columns(q_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
+        q_rotary = load_columns(q_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
+        in_tile = tl.arange(0, KEYS)
+
+        peak = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, LATENT_TILE), tl.float32)
+        for start in range(part * SPLIT, stop, KEYS):
+            page = tl.load(table_ptr + request * num_pages + start // PAGE).to(tl.int64)
+            keys = start + in_tile
+            # what stands behind the last key may be anything, even infinite: there that key comes again, unseen
+            slots = page * PAGE + start % PAGE + tl.minimum(in_tile, stop - 1 - start)
+            key_at = pages_ptr + slots[:, None] * width
+            k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
+            k_rotary = load_columns(key_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
+            scores = dot(q_latent, tl.trans(k_latent), tl.zeros((ROWS, KEYS), tl.float32))
+            scores = dot(q_rotary, tl.trans(k_rotary), scores) * scale
+            is_seen = (keys < stop)[None, :] & (keys[None, :] <= positions[:, None])
+            scores = tl.where(is_seen, scores, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            # a row that has seen no key yet has no peak
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weights, 1)
+            sums = dot(to_bfloat16(weights), k_latent, sums * shrink[:, None])
+            peak = new_peak
+
+        at = (local.to(tl.int64) * rows_per_request + row) * num_parts + part
+        tl.store(peaks_ptr + at, peak, mask=is_row)
+        tl.store(totals_ptr + at, total, mask=is_row)
+        tl.store(sums_ptr + at[:, None] * LATENT + latent[None, :], sums, mask=is_row[:, None] & is_latent[None, :])
+
+
+@triton.jit
+def _add_parts(
+    sums_ptr, peaks_ptr, totals_ptr, kv_tokens_ptr, positions_ptr, out_ptr,
+    first_request, rows_per_request, num_heads, num_parts,
+    LATENT: tl.constexpr, LATENT_TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One row's softmax from those of its parts that hold a key it sees."""
+    row = tl.program_id(0).to(tl.int64)
+    request = first_request + row // rows_per_request
+    num_queries = rows_per_request // num_heads
+    query = row % rows_per_request // num_heads
+    seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.load(positions_ptr + request * num_queries + query) + 1)
+    latent = tl.arange(0, LATENT_TILE)
+    is_latent = latent < LATENT
+    peak = -float("inf")
+    total = 0.0
+    sums = tl.zeros((LATENT_TILE,), tl.float32)
+    for part in range(tl.cdiv(seen, SPLIT)):
+        at = row * num_parts + part
+        part_peak = tl.load(peaks_ptr + at)
+        new_peak = tl.maximum(peak, part_peak)
+        shrink, weight = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
+        total = total * shrink + tl.load(totals_ptr + at) * weight
+        part_sums = tl.load(sums_ptr + at * LATENT + latent, mask=is_latent, other=0.0)
+        sums = sums * shrink + part_sums * weight
+        peak = new_peak
+    out = sums / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (first_request * rows_per_request + row) * LATENT + latent, to_bfloat16(out), mask=is_latent)

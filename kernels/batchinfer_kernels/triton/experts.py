@@ -1,0 +1,98 @@
+"""SwiGLU of experts in Triton, contiguous and masked layout, in bfloat16 and with FP8 block-scaled weights.
+
+Which rows are whose is found on the device from the counts, so the host never waits and a captured graph stays good
+when counts change. Both layouts give a row the same bits.
+"""
+
+# E experts, C rows of room per expert, M rows, D hidden, F intermediate
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.triton.gemm import product
+from batchinfer_kernels.triton.quantize import ROW_BLOCK, dequantize_blocks, new_scales, quantize_rows
+from batchinfer_kernels.triton.silu import silu_mul_tiles
+from batchinfer_kernels.triton.tiles import RowTiles, contiguous_tiles, masked_tiles
+
+Weight = torch.Tensor | BlockScaled
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows sorted by expert, [M, D] bfloat16; see `reference.grouped_mlp`.
+
+    Args:
+        scales: [T or M, ceil(D / 128)] float32 of rows that come in FP8.
+    """
+    num_rows = len(x) if tokens_M is None else len(tokens_M)
+    out = torch.empty(num_rows, x.shape[-1], dtype=torch.bfloat16, device=x.device)
+    if num_rows == 0:
+        return out
+    tiles = contiguous_tiles(num_rows_E, num_rows)
+    return _swiglu(x, scales, gate_up_EFD, down_EDF, tiles, tokens_M, out)
+
+
+def masked_mlp(
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first rows of each expert's block, [E, C, D] bfloat16; see `reference.masked_mlp`.
+
+    What stands behind them is not written: filling a decode step's mostly empty blocks would only take time.
+
+    Args:
+        scales: [E, C, ceil(D / 128)] float32 of rows that come in FP8.
+    """
+    num_experts, room, hidden = x_ECD.shape
+    out = torch.empty(num_experts * room, hidden, dtype=torch.bfloat16, device=x_ECD.device)
+    if out.numel():
+        if scales is not None:  # column by column, as DeepEP gives them, or row by row
+            scales = scales.flatten(0, 1) if scales.is_contiguous() else scales.mT.transpose(0, 1).flatten(1).t()
+        _swiglu(x_ECD.flatten(0, 1), scales, gate_up_EFD, down_EDF, masked_tiles(num_rows_E, room), None, out)
+    return out.view(num_experts, room, hidden)
+
+
+def _swiglu(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    tiles: RowTiles,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    if not isinstance(gate_up_EFD, BlockScaled):
+        assert not isinstance(down_EDF, BlockScaled), "both weights of an expert are in FP8, or none"
+        if scales is not None:
+            x = dequantize_blocks(x, scales, torch.bfloat16, (1, ROW_BLOCK))
+        gate_up = _between(out, gate_up_EFD.shape[1])
+        product(x, gate_up_EFD, out=gate_up, tiles=tiles, rows=rows)
+        active = _between(out, gate_up_EFD.shape[1] // 2)
+        silu_mul_tiles(gate_up, active, None, tiles)
+        return product(active, down_EDF, out=out, tiles=tiles)
+    if scales is None:
+        x, scales = quantize_rows(x, by_column=True)
+    gate_up = _between(out, gate_up_EFD.values.shape[1])
+    product(x, gate_up_EFD, scales, out=gate_up, tiles=tiles, rows=rows)
+    width = gate_up.shape[1] // 2
+    active = _between(out, width, torch.float8_e4m3fn)
+    active_scales = new_scales(len(out), triton.cdiv(width, ROW_BLOCK), out.device, by_column=True)
+    silu_mul_tiles(gate_up, active, active_scales, tiles)
+    return product(active, down_EDF, active_scales, out=out, tiles=tiles)
+
+
+def _between(out: torch.Tensor, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Room for a row of `width` values per row of `out`; only the experts' rows will be written."""
+    return torch.empty(len(out), width, dtype=dtype, device=out.device)

@@ -1,0 +1,122 @@
+"""The choice of experts in Triton, a few tokens per program; methods, ties and rounding as in `reference.gate`.
+
+Scores are float64 until they are rounded to float32 once, so that the choice is the reference's.
+"""
+
+# T tokens, E experts, G groups of S experts, K experts per token
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_PROGRAM_VALUES = 1024
+
+
+def gate(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    *,
+    method: str,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each token [T, K] int64 and their weights [T, K] float32; see `reference.gate`."""
+    num_tokens, num_experts = logits_TE.shape
+    is_v3 = method == "noaux_tc"
+    is_limited = topk_groups < num_groups and method != "greedy"
+    # one group is as good as several that all may be used
+    num_groups = num_groups if is_limited else 1
+    ids_TK = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(num_tokens, topk, dtype=torch.float32, device=logits_TE.device)
+    if ids_TK.numel():
+        group_size = num_experts // num_groups
+        groups, size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
+        rows = max(1, _PROGRAM_VALUES // (groups * size))
+        _gate[(triton.cdiv(num_tokens, rows),)](
+            logits_TE.contiguous(),
+            bias_E if is_v3 else None,
+            ids_TK,
+            weights_TK,
+            scale if is_v3 or not normalize else 1.0,
+            num_tokens,
+            num_groups,
+            group_size,
+            TOPK=topk,
+            TOPK_GROUPS=topk_groups if is_limited else 1,
+            IS_V3=is_v3,
+            IS_LIMITED=is_limited,
+            HAS_SECOND=group_size > 1,
+            NORMALIZE=normalize,
+            ROWS=rows,
+            GROUPS=groups,
+            SIZE=size,
+        )
+    return ids_TK, weights_TK
+
+
+@triton.jit
+def _gate(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale, num_tokens, num_groups, group_size,
+    TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_V3: tl.constexpr, IS_LIMITED: tl.constexpr,
+    HAS_SECOND: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Tensors are [tokens, groups, experts of a group]."""
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_token = token < num_tokens
+    groups, places = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]
+    is_group = groups < num_groups
+    ids = groups[:, :, None] * group_size + places
+    is_expert = is_group[:, :, None] & (places < group_size)
+    low = -float("inf")
+    far: tl.constexpr = 2**30
+
+    logits_at = logits_ptr + token[:, None, None] * num_groups * group_size + ids
+    logits = tl.load(logits_at, mask=is_token[:, None, None] & is_expert, other=0.0).to(tl.float64)
+    if IS_V3:
+        scores = (1.0 / (1.0 + tl.exp(-logits))).to(tl.float32)
+    else:
+        peak = tl.max(tl.max(tl.where(is_expert, logits, low), 2), 1)
+        raised = tl.where(is_expert, tl.exp(logits - peak[:, None, None]), 0.0)
+        scores = (raised / tl.sum(tl.sum(raised, 2), 1)[:, None, None]).to(tl.float32)
+    choice = scores
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
+    choice = tl.where(is_expert & (choice == choice), choice, low)  # nonsense is chosen last
+
+    if IS_LIMITED:
+        best = tl.max(choice, 2)
+        if IS_V3 and HAS_SECOND:
+            first = tl.min(tl.where(choice == best[:, :, None], places, far), 2)
+            best += tl.max(tl.where(places == first[:, :, None], low, choice), 2)
+        group_left, is_allowed = is_group & (token >= 0)[:, None], is_group & (token < 0)[:, None]  # all, none
+        for _ in range(TOPK_GROUPS):
+            top = tl.max(tl.where(group_left, best, low), 1)
+            group = tl.min(tl.where(group_left & (best == top[:, None]), groups, far), 1)
+            is_allowed = is_allowed | (groups == group[:, None])
+            group_left = group_left & (groups != group[:, None])
+        choice = tl.where(is_allowed[:, :, None] | ~is_expert, choice, low if IS_V3 else 0.0)
+
+    is_left = is_expert & (token >= 0)[:, None, None]
+    slots = tl.arange(0, triton.next_power_of_2(TOPK))[None, :]
+    chosen = tl.zeros((ROWS, triton.next_power_of_2(TOPK)), tl.int32)
+    weights = tl.zeros((ROWS, triton.next_power_of_2(TOPK)), tl.float64)
+    for k in range(TOPK):
+        top = tl.max(tl.max(tl.where(is_left, choice, low), 2), 1)[:, None, None]
+        expert = tl.min(tl.min(tl.where(is_left & (choice == top), ids, far), 2), 1)
+        is_it = ids == expert[:, None, None]
+        score = tl.sum(tl.sum(tl.where(is_it & is_expert, scores, 0.0), 2), 1)
+        chosen = tl.where(slots == k, expert[:, None], chosen)
+        weights = tl.where(slots == k, score.to(tl.float64)[:, None], weights)
+        is_left = is_left & ~is_it
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    at = token[:, None] * TOPK + slots
+    is_stored = is_token[:, None] & (slots < TOPK)
+    tl.store(ids_ptr + at, chosen.to(tl.int64), mask=is_stored)
+    tl.store(weights_ptr + at, (weights * scale).to(tl.float32), mask=is_stored)

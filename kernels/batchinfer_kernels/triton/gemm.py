@@ -1,0 +1,203 @@
+"""Matrix products in Triton: rows × weightᵀ with bfloat16 or FP8 block-scaled weights, dense, batched or by expert.
+
+One kernel for all of them, so that a row has the same bits in every layout. Depth is summed in ascending order in
+float32. FP8: 128 products are added by the matrix unit, scaled by row and weight, then added in float32
+(DeepSeek-V3 report section 3.3.2).
+"""
+
+# T rows, N columns of the result (out), M depth of the sum (in), B batches
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.triton.numbers import dot, to_bfloat16
+from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
+
+_DENSE_ROWS = 128
+_SWIZZLE = 8  # row tiles that go through the columns together, so that both operands stay in the cache
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor | BlockScaled,
+    scales: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    tiles: RowTiles | None = None,
+    rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out = x · weightᵀ (+ bias) (+ stream), each sum rounded to bfloat16; a float32 `out` alone is not rounded.
+
+    Args:
+        x: [T, M] or [B, T, M] bfloat16 or float8_e4m3fn, the last dim without gaps.
+        weight: [N, M], or [B, N, M] with batches of x or one weight per expert; the last dim without gaps.
+        scales: [T, ceil(M / 128)] float32, of FP8 rows.
+        out: [T, N] or [B, T, N], the last dim without gaps; with `tiles` only their rows are written.
+        tiles: the experts' row tiles.
+        rows: [T] int64, the row of x behind each row of the result.
+        bias: [N] bfloat16.
+        stream: [T, N] bfloat16.
+
+    Returns:
+        `out`.
+    """
+    values = weight.values if isinstance(weight, BlockScaled) else weight
+    num_columns, depth = values.shape[-2:]
+    if x.shape[-1] != depth:
+        raise RuntimeError(f"x is {x.shape[-1]} wide, weight {depth}")
+    assert x.stride(-1) == values.stride(-1) == out.stride(-1) == 1 or out.numel() == 0, "last dims must have no gaps"
+    if out.numel() == 0:
+        return out
+    shape = tile_shape(num_columns, depth, fp8=scales is not None)
+    num_rows = out.shape[-2]
+    tile_rows = tiles.rows if tiles else _DENSE_ROWS
+    column_tiles = triton.cdiv(num_columns, shape.columns)
+    row_programs = tiles.num_programs if tiles else triton.cdiv(num_rows, tile_rows)
+    is_batched = x.dim() == 3
+    _product[(column_tiles * row_programs, len(x) if is_batched else 1)](
+        x,
+        scales,
+        rows,
+        values,
+        weight.scales if isinstance(weight, BlockScaled) else None,
+        out,
+        bias,
+        stream,
+        *(tiles.experts, tiles.starts, tiles.ends, tiles.count) if tiles else (None, None, None, None),
+        num_rows,
+        num_columns,
+        depth,
+        x.stride(-2),
+        out.stride(-2),
+        0 if stream is None else stream.stride(0),
+        values.stride(-2),
+        x.stride(0) if is_batched else 0,
+        out.stride(0) if is_batched else 0,
+        values.stride(0) if values.dim() == 3 else 0,
+        *((0, 0) if scales is None else scales.stride()),
+        *_scale_strides(weight),
+        row_programs,
+        ROWS=tile_rows,
+        COLUMNS=shape.columns,
+        DEPTH=shape.depth,
+        IS_EVEN=depth % shape.depth == 0,
+        SCALE_BLOCK=BLOCK,
+        SWIZZLE=_SWIZZLE,
+        num_warps=num_warps(tile_rows),
+        num_stages=shape.stages,
+    )
+    return out
+
+
+def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
+    """Steps between the scales of two weights and of two blocks of columns."""
+    if not isinstance(weight, BlockScaled):
+        return 0, 0
+    scales = weight.scales
+    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must stand together"
+    return scales.stride(0) if scales.dim() == 3 else 0, scales.stride(-2)
+
+
+@triton.jit
+def _product(
+    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+    experts_ptr, starts_ptr, ends_ptr, count_ptr,
+    num_rows, num_columns, depth,
+    x_stride, out_stride, stream_stride, w_stride,
+    x_batch, out_batch, w_batch,
+    scale_row, scale_block, w_scale_batch, w_scale_row,
+    row_programs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, SWIZZLE: tl.constexpr,
+):  # fmt: skip
+    pid, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column_tiles = tl.cdiv(num_columns, COLUMNS)
+    if count_ptr is not None:
+        column_tile = pid % column_tiles
+        for tile in range(pid // column_tiles, tl.load(count_ptr), row_programs):
+            _tile(
+                x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+                batch, tl.load(experts_ptr + tile).to(tl.int64), tl.load(starts_ptr + tile), tl.load(ends_ptr + tile),
+                column_tile, num_columns, depth,
+                x_stride, out_stride, stream_stride, w_stride,
+                x_batch, out_batch, w_batch,
+                scale_row, scale_block, w_scale_batch, w_scale_row,
+                ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
+            )  # fmt: skip
+    else:
+        in_group = pid % (SWIZZLE * column_tiles)
+        first_tile = pid // (SWIZZLE * column_tiles) * SWIZZLE
+        group_tiles = tl.minimum(row_programs - first_tile, SWIZZLE)
+        _tile(
+            x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+            batch, batch, (first_tile + in_group % group_tiles) * ROWS, num_rows,
+            in_group // group_tiles, num_columns, depth,
+            x_stride, out_stride, stream_stride, w_stride,
+            x_batch, out_batch, w_batch,
+            scale_row, scale_block, w_scale_batch, w_scale_row,
+            ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+    batch, expert, start, end,
+    column_tile, num_columns, depth,
+    x_stride, out_stride, stream_stride, w_stride,
+    x_batch, out_batch, w_batch,
+    scale_row, scale_block, w_scale_batch, w_scale_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + ROWS) before `end`, times one tile of columns of the weight `expert`."""
+    row = start + tl.arange(0, ROWS)
+    is_row = row < end
+    row = tl.where(is_row, row, start).to(tl.int64)  # rows and columns outside repeat one inside and are not stored
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < num_columns
+    w_row = tl.where(is_column, column, 0).to(tl.int64)
+    x_row = row
+    if rows_ptr is not None:
+        x_row = tl.load(rows_ptr + row)
+    steps = tl.arange(0, DEPTH)
+    x_at = x_ptr + batch * x_batch + x_row[:, None] * x_stride + steps[None, :]
+    w_at = w_ptr + expert * w_batch + w_row[:, None] * w_stride + steps[None, :]
+    if scales_ptr is not None:
+        scales_at = scales_ptr + x_row * scale_row
+        w_scales_at = w_scales_ptr + expert * w_scale_batch + column_tile * COLUMNS // SCALE_BLOCK * w_scale_row
+
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for step in range(tl.cdiv(depth, DEPTH)):
+        if IS_EVEN:
+            x, w = tl.load(x_at), tl.load(w_at)
+        else:
+            is_inside = (steps < depth - step * DEPTH)[None, :]
+            x, w = tl.load(x_at, mask=is_inside, other=0.0), tl.load(w_at, mask=is_inside, other=0.0)
+        if scales_ptr is not None:
+            part = tl.dot(x, tl.trans(w))
+            total += part * (tl.load(scales_at + step * scale_block) * tl.load(w_scales_at + step))[:, None]
+        else:
+            total = dot(x, tl.trans(w), total)
+        x_at += DEPTH
+        w_at += DEPTH
+
+    is_stored = is_row[:, None] & is_column[None, :]
+    out_at = out_ptr + batch * out_batch + row[:, None] * out_stride + column[None, :]
+    if out_ptr.dtype.element_ty == tl.float32 and bias_ptr is None and stream_ptr is None:
+        tl.store(out_at, total, mask=is_stored)
+    else:
+        y = to_bfloat16(total)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + w_row)
+            y = to_bfloat16(y.to(tl.float32) + bias.to(tl.float32)[None, :])
+        if stream_ptr is not None:
+            stream = tl.load(stream_ptr + row[:, None] * stream_stride + column[None, :], mask=is_stored, other=0.0)
+            y = to_bfloat16(stream.to(tl.float32) + y.to(tl.float32))
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_stored)

@@ -1,0 +1,173 @@
+"""Causal latent attention over pages for prefill, in Triton: keys and values per head, softmax tile by tile.
+
+DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
+made from the latents by one product for as many heads at a time as fit, so memory does not grow with the context. Keys
+come in tiles of a page from the first one on, and a tile that a row does not see changes none of its bits: where a
+prompt was cut does not matter.
+"""
+
+# T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
+# C latent width, W = C + R, B requests, P pages, X keys (whole pages of all requests)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.triton.gemm import product
+from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
+
+PAGE_TOKENS = 64
+_MAX_KEY_BYTES = 2**30  # keys and values at a time
+_TILE_ROWS = 128
+_LOG2_E = 1.4426950408889634
+
+
+def mla_prefill(
+    q_THA: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    context_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    *,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """[T, H, V] bfloat16; see `reference_mla.mla_prefill`. Softmax weights are rounded to bfloat16 before values."""
+    num_tokens, num_heads, _ = q_THA.shape
+    out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
+    if out_THV.numel() == 0:
+        return out_THV
+    q_THA, kv_b_HZC, pages = q_THA.contiguous(), kv_b_HZC.contiguous(), pages.contiguous()
+    page_ids, tiles = _key_pages_and_tiles(page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), q_THA)
+    slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=page_ids.device)).flatten()
+    z_dim, latent_dim = kv_b_HZC.shape[1:]
+    latents = pages.view(-1, pages.shape[-1])[:, :latent_dim]
+    heads_at_once = max(1, _MAX_KEY_BYTES // (len(slots_X) * z_dim * 2))
+    for first in range(0, num_heads, heads_at_once):
+        kv_b = kv_b_HZC[first : first + heads_at_once]
+        kv_XHZ = torch.empty(len(slots_X), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
+        product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
+        _attend(q_THA, kv_XHZ, pages, page_ids, tiles, positions_T, out_THV, first, latent_dim, scale)
+    return out_THV
+
+
+def _key_pages_and_tiles(
+    page_table_BP: torch.Tensor, num_tokens_B: list[int], context_tokens_B: list[int], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All requests' pages one behind the other; tiles of queries [tiles, 4]: first row, behind the request's last row,
+    place of its first page, tokens in its pages. Made on the host, which knows the lengths."""
+    places, tiles = [], []
+    start, num_pages_before = 0, 0
+    for request, (num_tokens, context) in enumerate(zip(num_tokens_B, context_tokens_B, strict=True)):
+        num_pages = triton.cdiv(context, PAGE_TOKENS)
+        stop = start + num_tokens
+        if num_tokens:
+            places += [request * page_table_BP.shape[1] + page for page in range(num_pages)]
+            tiles += [(row, stop, num_pages_before, context) for row in range(start, stop, _TILE_ROWS)]
+            num_pages_before += num_pages
+        start = stop
+    # the longest first, so that no tile starts late
+    tiles.sort(key=lambda tile: -tile[3])
+    page_ids = page_table_BP.to(like.device).flatten()[torch.tensor(places, device=like.device)]
+    return page_ids, torch.tensor(tiles, dtype=torch.int32, device=like.device)
+
+
+def _attend(
+    q_THA: torch.Tensor,
+    kv_XHZ: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    tiles: torch.Tensor,
+    positions_T: torch.Tensor,
+    out_THV: torch.Tensor,
+    first_head: int,
+    latent_dim: int,
+    scale: float,
+) -> None:
+    """Attention of heads [first_head, first_head + heads of kv_XHZ) into their part of `out_THV`."""
+    (_, num_heads, q_dim), v_dim = q_THA.shape, out_THV.shape[-1]
+    rotary = pages.shape[-1] - latent_dim
+    nope = q_dim - rotary
+    _attend_tile[(len(tiles), kv_XHZ.shape[1])](
+        q_THA,
+        kv_XHZ,
+        pages,
+        page_ids,
+        tiles,
+        positions_T,
+        out_THV,
+        first_head,
+        num_heads,
+        kv_XHZ.shape[1],
+        scale * _LOG2_E,
+        NOPE=nope,
+        ROTARY=rotary,
+        VALUE=v_dim,
+        LATENT=latent_dim,
+        NOPE_TILE=max(16, triton.next_power_of_2(nope)),
+        ROTARY_TILE=max(16, triton.next_power_of_2(rotary)),
+        VALUE_TILE=max(16, triton.next_power_of_2(v_dim)),
+        ROWS=_TILE_ROWS,
+        PAGE=PAGE_TOKENS,
+        num_warps=8,
+        num_stages=2,
+    )
+
+
+@triton.jit
+def _attend_tile(
+    q_ptr, kv_ptr, pages_ptr, page_ids_ptr, tiles_ptr, positions_ptr, out_ptr,
+    first_head, num_heads, heads_at_once, scale,
+    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One head of ROWS queries of one request over all keys that they see; scores in powers of two."""
+    tile_at = tiles_ptr + tl.program_id(0) * 4
+    start, end = tl.load(tile_at), tl.load(tile_at + 1)
+    first_page, context = tl.load(tile_at + 2), tl.load(tile_at + 3)
+    head = tl.program_id(1)
+    row = start + tl.arange(0, ROWS)
+    is_row = row < end
+    row = tl.where(is_row, row, start).to(tl.int64)  # rows outside repeat the first one and are not stored
+    positions = tl.load(positions_ptr + row)
+    stop = tl.minimum(tl.max(positions, 0) + 1, context)
+
+    width: tl.constexpr = NOPE + ROTARY
+    nope, rotary, value = tl.arange(0, NOPE_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, VALUE_TILE)
+    is_nope, is_rotary, is_value = (nope < NOPE)[None, :], (rotary < ROTARY)[None, :], (value < VALUE)[None, :]
+    q_at = q_ptr + (row * num_heads + first_head + head)[:, None] * width
+    q_nope = load_columns(q_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
+    q_rotary = load_columns(q_at + NOPE + rotary[None, :], is_rotary, ROTARY == ROTARY_TILE)
+
+    in_page = tl.arange(0, PAGE)
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VALUE_TILE), tl.float32)
+    for first_key in range(0, stop, PAGE):
+        place = first_page + first_key // PAGE
+        # what stands behind the last token may be anything, even infinite: there that token comes again, unseen
+        token = tl.minimum(in_page, context - 1 - first_key).to(tl.int64)
+        rotary_at = pages_ptr + (tl.load(page_ids_ptr + place) * PAGE + token)[:, None] * (LATENT + ROTARY) + LATENT
+        key_at = kv_ptr + ((place.to(tl.int64) * PAGE + token) * heads_at_once + head)[:, None] * (NOPE + VALUE)
+        k_nope = load_columns(key_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
+        k_rotary = load_columns(rotary_at + rotary[None, :], is_rotary, ROTARY == ROTARY_TILE)
+        v = load_columns(key_at + NOPE + value[None, :], is_value, VALUE == VALUE_TILE)
+        scores = dot(q_nope, tl.trans(k_nope), tl.zeros((ROWS, PAGE), tl.float32))
+        scores = dot(q_rotary, tl.trans(k_rotary), scores) * scale
+        keys = first_key + in_page
+        is_seen = (keys < context)[None, :] & (keys[None, :] <= positions[:, None])
+        scores = tl.where(is_seen, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))  # a number from the first tile on: every row sees key 0
+        weights = tl.exp2(scores - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = dot(to_bfloat16(weights), v, sums * shrink[:, None])
+        peak = new_peak
+
+    out_at = out_ptr + (row * num_heads + first_head + head)[:, None] * VALUE + value[None, :]
+    tl.store(out_at, to_bfloat16(sums / total[:, None]), mask=is_row[:, None] & is_value)

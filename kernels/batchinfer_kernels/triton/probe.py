@@ -1,0 +1,57 @@
+"""Whether the Triton operations can run here; asked by backend.py. Looks at nothing that wakes a GPU up."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from importlib.metadata import version as installed_version
+
+import torch
+
+_MIN_CAPABILITY = (8, 0)
+_MIN_SHARED_BYTES = 145 * 1024  # decode attention at DeepSeek-V3's widths; datacenter GPUs have 164 KB and more
+_MIN_FP8_CAPABILITY = (8, 9)
+
+
+def interprets() -> bool:
+    """Whether the environment asks for Triton's interpreter, which runs everything on the CPU, slowly."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
+
+
+@functools.cache
+def why_not() -> str | None:
+    """The reason why the operations cannot run in this process, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if interprets():
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA GPU that this torch can use"
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, bfloat16 needs 8.0"
+    shared_bytes = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+    if shared_bytes < _MIN_SHARED_BYTES:
+        return f"the GPU has {shared_bytes >> 10} KB of shared memory, the tiles need {_MIN_SHARED_BYTES >> 10}"
+    return None
+
+
+def why_no_fp8() -> str | None:
+    """The reason why products in FP8 cannot run although the others can, or None."""
+    if interprets() or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_FP8_CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, E4M3 needs 8.9; use bfloat16"
+    return None
+
+
+def why_not_auto() -> str | None:
+    """The reason why "auto" passes them over although they can run, or None."""
+    return "runs in Triton's interpreter (TRITON_INTERPRET), so only by name" if interprets() else None
+
+
+def version() -> str:
+    """The library's version and who runs the kernels: code made by another one may round differently."""
+    return installed_version("triton") + ("-interpreted" if interprets() else "")

@@ -1,0 +1,197 @@
+"""Operations on rows between the products, in Triton: norm, positions and pages, sums over experts.
+
+Rounded where the reference rounds; sums of a norm are float32.
+"""
+
+# T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, K experts per token
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.triton.numbers import to_bfloat16
+
+_TILE_VALUES = 1024
+_TILE_HEADS = 16
+_PROGRAM_VALUES = 4096  # narrow rows share a program
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., D] and [D] bfloat16 to [..., D]; see `reference.rms_norm`."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile = triton.next_power_of_2(width)
+        rows = max(1, _PROGRAM_VALUES // tile)
+        _rms_norm[(triton.cdiv(len(flat), rows),)](
+            flat, weight, out, len(flat), width, eps, flat.stride(0), ROWS=rows, TILE=tile, num_warps=8
+        )
+    return out
+
+
+def rope_and_cache(
+    q_THA: torch.Tensor,
+    latents_TW: torch.Tensor,
+    norm_C: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    slots_T: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Queries turned, in place; the latents' norm and rotary key are written to the pages, all by one kernel."""
+    q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
+    num_tokens, num_heads, q_width = q_THA.shape
+    latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
+    assert pages.is_contiguous(), "pages are written where they stand"
+    if num_tokens:
+        latent_tile = triton.next_power_of_2(latent_dim)
+        rows = max(1, _PROGRAM_VALUES // latent_tile)
+        _rope_and_cache[(triton.cdiv(num_tokens, rows),)](
+            q_THA,
+            latents_TW,
+            norm_C,
+            cos.contiguous(),
+            sin.contiguous(),
+            pages,
+            slots_T,
+            eps,
+            num_tokens,
+            num_heads,
+            q_width,
+            LATENT=latent_dim,
+            PAIRS=rotary // 2,
+            LATENT_TILE=latent_tile,
+            PAIRS_TILE=triton.next_power_of_2(rotary // 2),
+            ROWS=rows,
+            HEADS=min(_TILE_HEADS, triton.next_power_of_2(num_heads)),
+            INTERLEAVED=interleaved,
+        )
+    return q_THA
+
+
+def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, D] float32: each token's weighted sum over its experts in their order; see `reference_rows.sum_per_token`."""
+    (num_tokens, topk), width = weights_TK.shape, sorted_MD.shape[-1]
+    total = torch.empty(num_tokens, width, dtype=torch.float32, device=sorted_MD.device)
+    if total.numel():
+        _sum_per_token[(num_tokens, triton.cdiv(width, _TILE_VALUES))](
+            sorted_MD.contiguous(), place_M, weights_TK.contiguous(), total, width, TOPK=topk, TILE=_TILE_VALUES
+        )
+    return total
+
+
+def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
+    """hidden + (sums + added), the sum rounded once before; see `reference_rows.add_sums`."""
+    out = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
+    if out.numel():
+        _add_sums[(triton.cdiv(out.numel(), _TILE_VALUES),)](
+            hidden_TD.contiguous(),
+            sums_TD.contiguous(),
+            None if added_TD is None else added_TD.contiguous(),
+            out,
+            out.numel(),
+            TILE=_TILE_VALUES,
+        )
+    return out
+
+
+@triton.jit
+def _normed(x, weight, is_inside, width, eps):
+    """Rows ÷ root mean square × weight, both steps rounded to bfloat16."""
+    wide = tl.where(is_inside, x.to(tl.float32), 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / width + eps)
+    return to_bfloat16(to_bfloat16(wide * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, num_rows, width, eps, stride, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, TILE)[None, :]
+    is_inside = (rows < num_rows) & (columns < width)
+    x = tl.load(x_ptr + rows * stride + columns, mask=is_inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+    tl.store(out_ptr + rows * width + columns, _normed(x, weight, is_inside, width, eps), mask=is_inside)
+
+
+@triton.jit
+def _turned(first, second, cos, sin):
+    """Pairs of float32 values turned by their angles, rounded to bfloat16."""
+    return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
+
+
+@triton.jit
+def _rope_and_cache(
+    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, num_tokens, num_heads, q_width,
+    LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_token = token < num_tokens
+    width: tl.constexpr = LATENT + 2 * PAIRS
+    page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * width
+    latent_at = latents_ptr + token[:, None] * width
+
+    columns = tl.arange(0, LATENT_TILE)[None, :]
+    is_latent = is_token[:, None] & (columns < LATENT)
+    latent = tl.load(latent_at + columns, mask=is_latent, other=0.0)
+    norm = tl.load(norm_ptr + columns, mask=columns < LATENT, other=0.0)
+    tl.store(page_at + columns, _normed(latent, norm, is_latent, LATENT, eps), mask=is_latent)
+
+    pairs = tl.arange(0, PAIRS_TILE)[None, :]
+    if INTERLEAVED:
+        first, second = 2 * pairs, 2 * pairs + 1
+    else:
+        first, second = pairs, pairs + PAIRS
+    is_pair = is_token[:, None] & (pairs < PAIRS)
+    cos = tl.load(cos_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
+    key_first = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
+    key_second = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
+    turned_first, turned_second = _turned(key_first, key_second, cos, sin)
+    tl.store(page_at + LATENT + first, turned_first, mask=is_pair)
+    tl.store(page_at + LATENT + second, turned_second, mask=is_pair)
+
+    for start in range(0, num_heads, HEADS):
+        heads = (start + tl.arange(0, HEADS))[None, :, None]
+        is_inside = is_pair[:, None, :] & (heads < num_heads)
+        q_at = q_ptr + (token[:, None, None] * num_heads + heads) * q_width + (q_width - 2 * PAIRS)
+        q_first = tl.load(q_at + first[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
+        q_second = tl.load(q_at + second[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
+        new_first, new_second = _turned(q_first, q_second, cos[:, None, :], sin[:, None, :])
+        tl.store(q_at + first[:, None, :], new_first, mask=is_inside)
+        tl.store(q_at + second[:, None, :], new_second, mask=is_inside)
+
+
+@triton.jit
+def _sum_per_token(
+    sorted_ptr, place_ptr, weights_ptr, total_ptr, width, TOPK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_inside = columns < width
+    total = tl.zeros((TILE,), tl.float32)
+    for k in range(TOPK):
+        row = tl.load(place_ptr + token * TOPK + k)
+        values = tl.load(sorted_ptr + row * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+        total += values * tl.load(weights_ptr + token * TOPK + k)
+    tl.store(total_ptr + token * width + columns, total, mask=is_inside)
+
+
+@triton.jit
+def _add_sums(hidden_ptr, sums_ptr, added_ptr, out_ptr, count, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_inside = at < count
+    total = tl.load(sums_ptr + at, mask=is_inside, other=0.0)
+    if added_ptr is not None:
+        total += tl.load(added_ptr + at, mask=is_inside, other=0.0).to(tl.float32)
+    hidden = tl.load(hidden_ptr + at, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, to_bfloat16(hidden + to_bfloat16(total).to(tl.float32)), mask=is_inside)

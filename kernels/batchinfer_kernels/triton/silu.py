@@ -1,0 +1,101 @@
+"""silu(gate) × up in Triton, alone or together with the rounding to FP8 that a block-scaled product needs next.
+
+silu is rounded to bfloat16 before it is multiplied, as in the reference.
+"""
+
+# T rows, F width, M rows of experts
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
+from batchinfer_kernels.triton.quantize import ROW_BLOCK
+from batchinfer_kernels.triton.tiles import RowTiles
+
+_TILE_VALUES = 4096
+_TILE_ROWS = 16
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Both [T, F] bfloat16, their last dim without gaps; see `reference.silu_mul`."""
+    num_rows, width = gate.shape
+    out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        columns = min(_TILE_VALUES, triton.next_power_of_2(width))
+        rows = _TILE_VALUES // columns
+        _silu_mul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            gate, up, out, num_rows, width, gate.stride(0), up.stride(0), ROWS=rows, COLUMNS=columns
+        )
+    return out
+
+
+def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
+    """The same for the rows of experts, gate beside up in [M, 2 * F]; other rows are neither read nor written.
+
+    Args:
+        out: [M, F] bfloat16, or float8_e4m3fn with `scales`.
+        scales: [M, ceil(F / 128)] float32, written.
+    """
+    width = out.shape[1]
+    _silu_mul_tiles[(tiles.num_programs, triton.cdiv(width, ROW_BLOCK))](
+        gate_up,
+        out,
+        scales,
+        tiles.starts,
+        tiles.ends,
+        tiles.count,
+        width,
+        *((0, 0) if scales is None else scales.stride()),
+        TILE_ROWS=tiles.rows,
+        ROWS=min(tiles.rows, _TILE_ROWS),
+        BLOCK=ROW_BLOCK,
+    )
+
+
+@triton.jit
+def _active(gate, up):
+    """silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
+    wide = gate.to(tl.float32)
+    silu = to_bfloat16(wide / (1.0 + tl.exp(-wide))).to(tl.float32)
+    return to_bfloat16(silu * up.to(tl.float32)).to(tl.float32)
+
+
+@triton.jit
+def _silu_mul(
+    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    is_inside = (rows < num_rows) & (columns < width)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=is_inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns, mask=is_inside, other=0.0)
+    tl.store(out_ptr + rows * width + columns, to_bfloat16(_active(gate, up)), mask=is_inside)
+
+
+@triton.jit
+def _silu_mul_tiles(
+    gate_up_ptr, out_ptr, scales_ptr, starts_ptr, ends_ptr, count_ptr, width, scale_row, scale_block,
+    TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < width
+    for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        start = tl.load(starts_ptr + tile)
+        end = tl.minimum(start + TILE_ROWS, tl.load(ends_ptr + tile))
+        for first in range(start, end, ROWS):
+            rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+            is_inside = (rows < end)[:, None] & is_column[None, :]
+            gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
+            gate = tl.load(gate_at, mask=is_inside, other=0.0)
+            active = _active(gate, tl.load(gate_at + width, mask=is_inside, other=0.0))
+            out_at = out_ptr + rows[:, None] * width + columns[None, :]
+            if scales_ptr is None:
+                tl.store(out_at, to_bfloat16(active), mask=is_inside)
+            else:
+                scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
+                tl.store(out_at, to_e4m3(scaled(active, scales[:, None])), mask=is_inside)
+                tl.store(scales_ptr + rows * scale_row + block * scale_block, scales, mask=rows < end)

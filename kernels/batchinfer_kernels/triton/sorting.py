@@ -1,0 +1,64 @@
+"""The order of (token, expert) entries by expert, in Triton: a stable counting sort in two passes.
+
+The first counts each block's entries per expert and how many of its own expert stand before an entry in its block;
+running sums over the blocks then give every entry its row. Nothing is read on the host.
+"""
+
+# M entries, E experts, B blocks of entries
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 128
+
+
+def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The entry behind each sorted row [M], the row of each entry [M], entries per expert [E]; all int64."""
+    ids_M = ids_M.contiguous()
+    num_blocks = triton.cdiv(len(ids_M), _BLOCK)
+    order_M, place_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
+    counts_EB = torch.zeros(num_experts, num_blocks, dtype=torch.int64, device=ids_M.device)
+    if num_blocks:
+        _count[(num_blocks,)](
+            ids_M, place_M, counts_EB, len(ids_M), num_experts, num_blocks,
+            BLOCK=_BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
+        )  # fmt: skip
+        behind = counts_EB.flatten().cumsum(0)
+        starts = behind - counts_EB.flatten()
+        _place[(num_blocks,)](ids_M, starts, place_M, order_M, len(ids_M), num_blocks, BLOCK=_BLOCK)
+    return order_M, place_M, counts_EB.sum(1)
+
+
+@triton.jit
+def _count(
+    ids_ptr, ranks_ptr, counts_ptr, num_entries, num_experts, num_blocks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    here = tl.arange(0, BLOCK)
+    entries = block * BLOCK + here
+    ids = tl.load(ids_ptr + entries, mask=entries < num_entries, other=-1).to(tl.int32)
+    others = tl.load(ids_ptr + entries, mask=entries < num_entries, other=-1).to(tl.int32)
+    is_before = (others[None, :] == ids[:, None]) & (here[None, :] < here[:, None])
+    ranks = tl.sum(is_before.to(tl.int32), 1)
+    tl.store(ranks_ptr + entries, ranks.to(tl.int64), mask=entries < num_entries)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.sum((ids[None, :] == experts[:, None]).to(tl.int32), 1)
+    at = experts.to(tl.int64) * num_blocks + block
+    tl.store(counts_ptr + at, counts.to(tl.int64), mask=experts < num_experts)
+
+
+@triton.jit
+def _place(ids_ptr, starts_ptr, ranks_ptr, order_ptr, num_entries, num_blocks, BLOCK: tl.constexpr):
+    """Ranks within the block become rows, in place."""
+    block = tl.program_id(0)
+    entries = block * BLOCK + tl.arange(0, BLOCK)
+    is_entry = entries < num_entries
+    ids = tl.load(ids_ptr + entries, mask=is_entry, other=0)
+    rows = tl.load(starts_ptr + ids * num_blocks + block, mask=is_entry, other=0)
+    rows += tl.load(ranks_ptr + entries, mask=is_entry, other=0)
+    tl.store(ranks_ptr + entries, rows, mask=is_entry)
+    tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)

@@ -1,0 +1,99 @@
+"""Compiles every Triton operation for an H200 at DeepSeek-V3's shapes, without one, and prints a line per kernel.
+
+A process of its own, without the interpreter: tensors have shapes and no values, and kernels stop before their launch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.triton import decode, ops, prefill
+
+T, D, F, H, E = 16384, 7168, 2048, 128, 256
+HELD = 9  # experts of a rank
+INT, FLOAT, FP8 = torch.int64, torch.float32, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """What Triton asks of a device's driver before it compiles."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(function, *args, grid, warmup, **options):
+    del warmup
+    kernel = run(function, *args, grid=grid, warmup=True, **options)
+    instructions = sorted({word for word in kernel.asm["ptx"].split() if word.startswith("wgmma.mma_async")})
+    print(
+        json.dumps(
+            {"name": function.__name__, "shared_bytes": kernel.metadata.shared, "matrix_instructions": instructions}
+        )
+    )
+    return kernel
+
+
+def of(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def blocks(*shape):
+    return BlockScaled(of(*shape, dtype=FP8), of(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), dtype=FLOAT))
+
+
+def compile_all():
+    x, counts = of(T, D), of(HELD, dtype=INT)
+    for columns in (24576, 576):
+        for weight in (of(columns, 1536), blocks(columns, 1536)):
+            ops.linear(of(T, 1536), weight, stream=of(T, columns))
+    ops.linear(of(128, D), of(129280, D), wide=True)
+    ops.batched_linear(of(128, H, 128).transpose(0, 1), of(H, 512, 128))
+    for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
+        ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
+        ops.masked_mlp(of(HELD, 4096, D), counts, gate_up, down)
+    ops.router(x, of(3, E, D))
+    ops.rms_norm(x, of(D), 1e-6)
+    ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))
+    angles = of(T, 32, dtype=FLOAT)
+    ops.rope_and_cache(
+        of(T, H, 192), of(T, 576), of(512), 1e-6, angles, angles, of(1000, 64, 576), of(T, dtype=INT), interleaved=True
+    )
+    options = {"topk": 8, "num_groups": 8, "topk_groups": 4, "normalize": True, "scale": 2.5}
+    for method in ("noaux_tc", "group_limited_greedy", "greedy"):
+        ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), method=method, **options)
+    ops.sort_by_expert(of(8 * T, dtype=INT), E)
+    ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
+    ops.add_sums(x, of(T, D, dtype=FLOAT), x)
+    ops.argmax(of(128, 129280, dtype=FLOAT))
+    ops.quantize_fp8_block(of(D, F), (128, 128))
+    ops.dequantize_fp8_block(of(T, D, dtype=FP8), of(T, 56, dtype=FLOAT), torch.bfloat16, (1, 128))
+    decode.mla_decode(
+        of(128, H, 576), of(9000, 64, 576), of(128, 64, dtype=INT), of(128, dtype=INT), of(128, dtype=INT),
+        latent_dim=512, scale=0.1352,
+    )  # fmt: skip
+    tiles = of(128, 4, dtype=torch.int32)  # made from lengths, which these tensors have not
+    prefill._attend(
+        of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
+        0, 512, 0.1352,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    run = JITFunction.run
+    JITFunction.run = compile_only
+    compile_all()

@@ -1,0 +1,374 @@
+"""Stand-ins for deep_gemm and flash_mla, which run on Hopper GPUs only: their names and signatures, in plain PyTorch.
+
+Signatures and checks are those of DeepGEMM 2.6.1 (csrc/apis/gemm.hpp), sgl-deep-gemm 0.1.2 (deep_gemm/__init__.py),
+FlashMLA (flash_mla/flash_mla_interface.py, its first version and that of 2026-04) and sgl-flash-mla 1.0.0, so that a
+wrong keyword is a TypeError here as well. What would be garbage on a GPU is NaN: rows of nobody, and what a kernel
+writes beyond a block. What would go unnoticed there fails here: metadata for other lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import torch
+
+from batchinfer_kernels.reference_fp8 import block_product
+
+FP8 = torch.float8_e4m3fn
+TILE = 128
+
+
+def ceil_div(x, y):
+    return -(-x // y)
+
+
+# ---- deep_gemm
+
+
+def check_k_major(x, dtype):
+    assert x.dtype == dtype
+    assert x.is_contiguous()
+    assert x.shape[-1] % 16 == 0, "a row's address is not a multiple of 16 bytes"
+
+
+def check_result(d, *shape):
+    assert d.dtype == torch.bfloat16
+    assert d.is_contiguous()
+    assert d.shape == shape
+
+
+def check_row_scales(scales, *shape):
+    assert scales.dtype == torch.float32
+    assert scales.shape == (*shape[:-1], ceil_div(shape[-1], 128))
+    # as they come, or with the rows next to each other in memory; anything else is copied slowly
+    by_column = scales.stride(-2) == 1 and scales.stride(-1) == ceil_div(shape[-2], 4) * 4
+    assert scales.is_contiguous() or by_column
+
+
+def check_weight(b, *shape):
+    values, scales = b
+    check_k_major(values, FP8)
+    assert values.shape == shape
+    assert scales.dtype == torch.float32
+    assert scales.is_contiguous()
+    assert scales.shape == (*shape[:-2], ceil_div(shape[-2], 128), ceil_div(shape[-1], 128))
+
+
+def wide_product(a, b):
+    return (a.double() @ b.double().T).bfloat16()
+
+
+def dense_fp8(a, b, d, c, compiled_dims):
+    assert type(a) is tuple
+    assert type(b) is tuple
+    assert c is None, "Hopper's dense FP8 product adds to nothing"
+    assert compiled_dims in ("nk", "")
+    (values, scales), (num_rows, depth) = a, a[0].shape
+    assert num_rows > 0
+    check_k_major(values, FP8)
+    check_row_scales(scales, num_rows, depth)
+    check_weight(b, len(b[0]), depth)
+    check_result(d, num_rows, len(b[0]))
+    d.copy_(block_product(values, scales, *b))
+
+
+def check_contiguous(rows, d, num_columns, grouped_layout, num_groups):
+    assert grouped_layout.dtype == torch.int32
+    assert grouped_layout.is_contiguous()
+    assert grouped_layout.shape == (len(rows),)
+    assert len(rows) % TILE == 0
+    assert int(grouped_layout.max()) < num_groups
+    check_result(d, len(rows), num_columns)
+    for tile in grouped_layout.view(-1, TILE):
+        (is_row,) = torch.where(tile >= 0)
+        assert is_row.tolist() == list(range(len(is_row))), "rows do not begin at the tile's start"
+        assert len(tile[is_row].unique()) <= 1, "a tile has rows of two groups"
+    d.fill_(torch.nan)
+
+
+def contiguous_fp8(a, b, d, grouped_layout):
+    (values, scales), num_groups = a, len(b[0])
+    check_k_major(values, FP8)
+    check_row_scales(scales, *values.shape)
+    check_weight(b, num_groups, b[0].shape[1], values.shape[1])
+    check_contiguous(values, d, b[0].shape[1], grouped_layout, num_groups)
+    for group in range(num_groups):
+        rows = grouped_layout == group
+        d[rows] = block_product(values.view(torch.uint8)[rows].view(FP8), scales[rows], b[0][group], b[1][group]).to(d)
+
+
+def contiguous_bf16(a, b, d, grouped_layout):
+    check_k_major(a, torch.bfloat16)
+    check_k_major(b, torch.bfloat16)
+    check_contiguous(a, d, b.shape[1], grouped_layout, len(b))
+    for group in range(len(b)):
+        rows = grouped_layout == group
+        d[rows] = wide_product(a[rows], b[group])
+
+
+def check_masked(rows, d, num_columns, masked_m, expected_m):
+    num_groups, room, _ = rows.shape
+    assert room % TILE == 0, "the last tile of a block would be written into the next block"
+    assert masked_m.dtype == torch.int32
+    assert masked_m.is_contiguous()
+    assert masked_m.shape == (num_groups,)
+    assert type(expected_m) is int
+    assert 0 < expected_m <= room
+    check_result(d, num_groups, room, num_columns)
+    d.fill_(torch.nan)
+
+
+def masked_fp8(a, b, d, masked_m, expected_m):
+    (values, scales), num_groups = a, len(b[0])
+    check_k_major(values, FP8)
+    check_row_scales(scales, *values.shape)
+    check_weight(b, num_groups, b[0].shape[1], values.shape[2])
+    check_masked(values, d, b[0].shape[1], masked_m, expected_m)
+    for group, count in enumerate(masked_m.tolist()):
+        if count:
+            d[group, :count] = block_product(values[group, :count], scales[group, :count], b[0][group], b[1][group])
+
+
+def masked_bf16(a, b, d, masked_m, expected_m):
+    check_k_major(a, torch.bfloat16)
+    check_k_major(b, torch.bfloat16)
+    check_masked(a, d, b.shape[1], masked_m, expected_m)
+    for group, count in enumerate(masked_m.tolist()):
+        d[group, :count] = wide_product(a[group, :count], b[group])
+
+
+def deep_gemm_upstream():
+    """DeepGEMM 2.6.1."""
+    module = ModuleType("deep_gemm")
+    module.__version__ = "2.6.1"
+
+    def fp8_gemm_nt(
+        a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
+    ):
+        assert (recipe, recipe_a, recipe_b, disable_ue8m0_cast) == (None, None, None, False)
+        dense_fp8(a, b, d, c, compiled_dims)
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        a, b, d, grouped_layout, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
+        disable_ue8m0_cast=False, use_psum_layout=False, ensure_zero_padding=True, expected_m_for_psum_layout=None,
+    ):  # fmt: skip
+        assert (recipe, compiled_dims, use_psum_layout) == (None, "nk", False)
+        contiguous_fp8(a, b, d, grouped_layout)
+
+    def m_grouped_fp8_gemm_nt_masked(
+        a, b, d, masked_m, expected_m, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
+        disable_ue8m0_cast=False,
+    ):  # fmt: skip
+        assert (recipe, compiled_dims) == (None, "nk")
+        masked_fp8(a, b, d, masked_m, expected_m)
+
+    def m_grouped_bf16_gemm_nt_contiguous(
+        a, b, d, grouped_layout, compiled_dims="nk", use_psum_layout=False, ensure_zero_padding=True,
+        expected_m_for_psum_layout=None,
+    ):  # fmt: skip
+        assert (compiled_dims, use_psum_layout) == ("nk", False)
+        contiguous_bf16(a, b, d, grouped_layout)
+
+    def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims="nk"):
+        assert compiled_dims == "nk"
+        masked_bf16(a, b, d, masked_m, expected_m)
+
+    for function in (
+        fp8_gemm_nt,
+        m_grouped_fp8_gemm_nt_contiguous,
+        m_grouped_fp8_gemm_nt_masked,
+        m_grouped_bf16_gemm_nt_contiguous,
+        m_grouped_bf16_gemm_nt_masked,
+    ):
+        setattr(module, function.__name__, function)
+    return module
+
+
+def deep_gemm_sgl():
+    """sgl-deep-gemm 0.1.2: the masked product in FP8 has other names, and the contiguous one fewer parameters."""
+    module = ModuleType("deep_gemm")
+    module.__version__ = "0.1.2"
+
+    def fp8_fp4_gemm_nt(
+        a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="", disable_ue8m0_cast=False
+    ):
+        dense_fp8(a, b, d, c, compiled_dims)
+
+    def m_grouped_fp8_fp4_gemm_nt_contiguous(
+        a, b, d, grouped_layout, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
+        disable_ue8m0_cast=False, use_psum_layout=False, expected_m_for_psum_layout=None,
+    ):  # fmt: skip
+        contiguous_fp8(a, b, d, grouped_layout)
+
+    def m_grouped_fp8_fp4_gemm_nt_masked(
+        a, b, d, masked_m, expected_m, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
+        disable_ue8m0_cast=False,
+    ):  # fmt: skip
+        masked_fp8(a, b, d, masked_m, expected_m)
+
+    def m_grouped_bf16_gemm_nt_contiguous(
+        a, b, d, grouped_layout, compiled_dims="nk", use_psum_layout=False, expected_m_for_psum_layout=None
+    ):
+        contiguous_bf16(a, b, d, grouped_layout)
+
+    def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims="nk"):
+        masked_bf16(a, b, d, masked_m, expected_m)
+
+    module.fp8_gemm_nt = module.fp8_fp4_gemm_nt = fp8_fp4_gemm_nt
+    module.m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
+    module.m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
+    module.fp8_m_grouped_gemm_nt_masked = module.m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
+    module.m_grouped_bf16_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous
+    module.bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
+    return module
+
+
+def deep_gemm_1_0():
+    """The package deep_gemm 1.0.0: its names are others, and its headers are missing."""
+    module = ModuleType("deep_gemm")
+
+    def gemm_fp8_fp8_bf16_nt(lhs, rhs, out):
+        raise AssertionError("Cannot find GEMM include directory")
+
+    module.gemm_fp8_fp8_bf16_nt = gemm_fp8_fp8_bf16_nt
+    module.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = gemm_fp8_fp8_bf16_nt
+    module.m_grouped_gemm_fp8_fp8_bf16_nt_masked = gemm_fp8_fp8_bf16_nt
+    return module
+
+
+# ---- flash_mla
+
+
+def dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal):
+    """csrc/api/dense_decode.h: what it checks, and what it computes."""
+    num_requests, num_queries, _, width = q.shape
+    assert q.dtype == k_cache.dtype == torch.bfloat16
+    assert (width, head_dim_v) == (576, 512)
+    assert k_cache.shape[1:] == (64, 1, width)
+    assert q.is_contiguous()
+    assert k_cache.stride(-1) == 1
+    for index in (block_table, cache_seqlens):
+        assert index.dtype == torch.int32
+        assert index.is_contiguous()
+        assert len(index) == num_requests
+    assert softmax_scale is not None, "its own default is not that of the model"
+    out = torch.zeros(*q.shape[:-1], head_dim_v)
+    for request, count in enumerate(cache_seqlens.tolist()):
+        pages = block_table[request, : ceil_div(count, 64)].long()
+        keys = k_cache[pages].flatten(0, 2)[:count].float()
+        for query in range(num_queries if count else 0):
+            seen = keys[: count - num_queries + query + 1 if causal else count]
+            weights = torch.softmax(q[request, query].float() @ seen.T * softmax_scale, dim=-1)
+            out[request, query] = weights @ seen[:, :head_dim_v]
+    return out.bfloat16(), torch.zeros(num_requests, q.shape[2], num_queries)
+
+
+def flash_mla_first():
+    """The first version: metadata in two tensors."""
+    module = ModuleType("flash_mla")
+    module.__version__, module.num_schedules = "1.0.0", 0
+
+    def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
+        assert cache_seqlens.dtype == torch.int32
+        assert num_heads_k == 1
+        module.num_schedules += 1
+        return cache_seqlens.clone(), torch.tensor([num_heads_per_head_k], dtype=torch.int32)
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale=None,
+        causal=False,
+    ):  # fmt: skip
+        assert torch.equal(tile_scheduler_metadata, cache_seqlens), "metadata of other lengths"
+        assert num_splits.tolist() == [q.shape[1] * q.shape[2]]
+        return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+
+    module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
+    return module
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    config: tuple | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+
+    def use(self, q, k_cache, cache_seqlens, causal):
+        """Made at the first call; later ones must be of the same shapes (checked by the library) and lengths (not)."""
+        config = (*q.shape, *k_cache.shape[1:], causal)
+        if self.config is None:
+            self.config, self.tile_scheduler_metadata = config, cache_seqlens.clone()
+        assert self.config == config, "Your input arguments are inconsistent with sched_meta"
+        assert torch.equal(self.tile_scheduler_metadata, cache_seqlens), "metadata of other lengths"
+
+
+def flash_mla_later():
+    """FlashMLA of 2026-04."""
+    module = ModuleType("flash_mla")
+    module.__version__, module.num_schedules = "1.0.0+9241ae3", 0
+
+    def get_mla_metadata(*args, **kwargs):
+        module.num_schedules += 1
+        return FlashMLASchedMeta(), None
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None,
+        extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+    ):  # fmt: skip
+        assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+        assert num_splits is None
+        assert not is_fp8_kvcache
+        assert indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is None
+        assert topk_length is extra_topk_length is None
+        tile_scheduler_metadata.use(q, k_cache, cache_seqlens, causal)
+        return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+
+    module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
+    return module
+
+
+def flash_mla_sgl(legacy=True):
+    """sgl-flash-mla 1.0.0: dense decode only with use_legacy."""
+    module = ModuleType("flash_mla")
+    module.__version__, module.num_schedules = "1.0.0", 0
+    module.has_legacy = lambda: legacy
+
+    def get_mla_metadata(*args, **kwargs):
+        module.num_schedules += 1
+        return FlashMLASchedMeta(), None
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None, extra_k_cache=None,
+        extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, enable_batch_invariant=False,
+        use_legacy=False, kv_format=None, descale_q=None, descale_k=None,
+    ):  # fmt: skip
+        assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+        assert num_splits is None
+        assert indices is None
+        assert use_legacy, "Sparse attention is required: `indices` must be provided"
+        assert kv_format is descale_q is descale_k is None
+        assert not is_fp8_kvcache
+        assert not enable_batch_invariant
+        tile_scheduler_metadata.use(q, k_cache, cache_seqlens, causal)
+        return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+
+    module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
+    return module
+
+
+def flash_mla_without_hopper():
+    """FlashMLA's release of 2026.09.30: sparse attention on newer GPUs only."""
+    module = ModuleType("flash_mla")
+    module.__version__ = "2026.9.30"
+    module.get_mla_metadata = lambda *args, **kwargs: (FlashMLASchedMeta(), None)
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None, extra_k_cache=None,
+        extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, enable_batch_invariant=False,
+    ):  # fmt: skip
+        raise AssertionError("Sparse attention is required: `indices` must be provided")
+
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache
+    return module
