@@ -29,7 +29,6 @@ from batchinfer_kernels.cpu.packed import Packed, PackedRouter
 class FusedAttention:
     """As mla.Attention, with one call for each of its two steps."""
 
-    config: ModelConfig
     kernel: Any
 
     def project(
@@ -120,7 +119,7 @@ def attention_of(
             out=out,
         )
         if kernel is not None:
-            return FusedAttention(config, kernel)
+            return FusedAttention(kernel)
     return Attention(ops, config, weights, norm_D)
 
 
