@@ -34,6 +34,7 @@ ALLOWED = {
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
     "finish": RUN | {"data", "engine.claims"},
     "report": FILES | {"data"},
+    "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
     "doctor": FILES | {"engine"},
     "balance": BASE,
     "__main__": {"cli"},
@@ -44,6 +45,7 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "data",
     "plan",
     "balance",
+    "sim",
     "report",
     "finish",
 }
