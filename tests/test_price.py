@@ -9,6 +9,7 @@ from batchinfer.records import ConfigError
 from batchinfer.report.price_list import OffPeak, PriceList, read_prices
 from batchinfer.report.what_if import Amounts, price
 from jobs import batchinfer
+from runs import request, session, write_run
 
 LISTS = Path(__file__).parent.parent / "jobs" / "prices"
 # 27 February 2025, 12:00 to 28 February, 12:00 (UTC+8), as published by DeepSeek
@@ -119,6 +120,7 @@ def test_a_bad_price_list_is_named(tmp_path, text, words):
         ([], ["neither cost nor revenue"]),
         ([*DAY, *R1, "--start", "8"], ["--start", "16:30"]),
         (["--hit-tokens", "-1", *DAY[2:], *R1], ["--hit-tokens", "-1"]),
+        ([*DAY, *R1, "--gpu-hour", "-2"], ["gpu_hour", "-2"]),
         (["--prices", "nowhere.toml"], ["nowhere.toml"]),
         (["--run", "nowhere"], ["nowhere"]),
         (["--nodes", "many"], ["many"]),
@@ -131,3 +133,23 @@ def test_bad_input_ends_with_2_and_one_sentence(arguments, words):
     assert "Traceback" not in ended.err
     for word in words:
         assert word in ended.err
+
+
+def test_a_run_is_the_start_and_options_replace_its_numbers(tmp_path):
+    run = write_run(
+        tmp_path / "run",
+        requests=[request(0, 1000, 500, cached_memory_tokens=400)],
+        nodes=[session("s1", 0.0, 7200.0, prefill_s=1.0)],
+    )
+    (run / "job.toml").write_text(
+        '[input]\nfiles = ["a.parquet"]\nprompt = "p"\n[output]\ndir = "."\n[model]\npath = "m"\n'
+        "[sampling]\nmax_tokens = 1\n[pricing]\ngpu_hour = 2.0\ninput_hit = 1.0\ninput_miss = 2.0\noutput = 3.0\n"
+    )
+    figures = json.loads(batchinfer("price", "--run", run, "--json").out)
+    assert figures["cached_tokens"] == 400
+    assert figures["cost_usd"] == pytest.approx(2.0 * figures["gpu_hours"])
+    assert figures["revenue_usd"] == pytest.approx((400 * 1 + 600 * 2 + 500 * 3) / 1e6)
+    cheaper = json.loads(batchinfer("price", "--run", run, "--gpu-hour", "1", "--json").out)
+    assert cheaper["cost_usd"] == pytest.approx(figures["cost_usd"] / 2)
+    larger = json.loads(batchinfer("price", "--run", run, "--nodes", "3", "--gpus-per-node", "8", "--json").out)
+    assert larger["gpu_hours"] == pytest.approx(24 * 2)

@@ -22,7 +22,7 @@ IMBALANCE = (
     "random"
 )
 WHOLE_DAY = (
-    "published is a mean over a day of nodes in service, whatever their load; simulated are full steps. Without hits it "
+    "published is a mean over a day of nodes in use, whatever their load; simulated are full steps; without hits it "
     "is 32,206, about half of DeepSeek's own profile of the same unit"
 )
 

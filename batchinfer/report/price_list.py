@@ -51,8 +51,15 @@ class PriceList:
     date: str = ""
 
     def with_prices(self, **prices: float | None) -> PriceList:
-        """This list with some prices replaced; None leaves one as it is."""
-        return replace(self, **{name: price for name, price in prices.items() if price is not None})
+        """This list with some prices replaced; None leaves one as it is.
+
+        Raises:
+            ConfigError: a value that is no price.
+        """
+        given: dict[str, Any] = {name: price for name, price in prices.items() if price is not None}
+        for name, value in given.items():
+            _number(value, name)
+        return replace(self, **given)
 
     def token_factor(self, *, is_batch: bool, start_minute: float | None, hours: float | None) -> float:
         """What the token prices are multiplied by, 1.0 without any discount.

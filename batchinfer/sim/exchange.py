@@ -71,8 +71,8 @@ def nodes_per_token(model: ModelConfig, num_nodes: int) -> float:
         elsewhere = model.topk_group - chosen_here
         if elsewhere > model.n_group - groups_per_node:
             continue
-        probability = comb(groups_per_node, chosen_here) * comb(model.n_group - groups_per_node, elsewhere)
-        probability /= comb(model.n_group, model.topk_group)
+        ways = comb(groups_per_node, chosen_here) * comb(model.n_group - groups_per_node, elsewhere)
+        probability = ways / comb(model.n_group, model.topk_group)
         missed = _missed(chosen_here * per_group, model.topk_group * per_group, model.num_experts_per_tok)
         hit += probability * (1 - missed)
     return num_nodes * hit
@@ -100,7 +100,7 @@ def prefill_exchange(
     num_nodes = max(1, ep_size // gpu.gpus_per_node)
     if num_nodes == 1:
         rates = np.array(NORMAL_NVLINK_GB_PER_S) * 1e9 * gpu.nvlink_bytes_per_s / REFERENCE.nvlink_bytes_per_s
-        copies = min(ep_size, _touched(ep_size, model.num_experts_per_tok, model.n_routed_experts / ep_size))
+        copies = min(float(ep_size), _touched(ep_size, model.num_experts_per_tok, model.n_routed_experts / ep_size))
     else:
         rates = _normal_rates(ep_size, release) * gpu.network_bytes_per_s / REFERENCE.network_bytes_per_s
         copies = nodes_per_token(model, num_nodes)

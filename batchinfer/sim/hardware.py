@@ -24,13 +24,26 @@ class Accelerator:
 
 
 _CONNECTX7 = 50e9  # 400 Gbit/s, one card per GPU
-_HOPPER = {"fp8_flops": 1979e12, "bf16_flops": 989e12, "num_sms": 132, "network_bytes_per_s": _CONNECTX7}
+
+
+def _hopper(name: str, hbm_bytes_per_s: float, hbm_bytes: float, nvlink_bytes_per_s: float, source: str) -> Accelerator:
+    return Accelerator(
+        name=name,
+        fp8_flops=1979e12,
+        bf16_flops=989e12,
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        hbm_bytes=hbm_bytes,
+        num_sms=132,
+        nvlink_bytes_per_s=nvlink_bytes_per_s,
+        network_bytes_per_s=_CONNECTX7,
+        source=source,
+    )
+
 
 ACCELERATORS = {
     gpu.name: gpu
     for gpu in (
-        Accelerator(
-            **_HOPPER,
+        _hopper(
             name="H800",
             hbm_bytes_per_s=3.35e12,
             hbm_bytes=80e9,
@@ -39,16 +52,14 @@ ACCELERATORS = {
             "FlashMLA's kernel notes (github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md); "
             "network: DeepEP's README (github.com/deepseek-ai/DeepEP)",
         ),
-        Accelerator(
-            **_HOPPER,
+        _hopper(
             name="H100",
             hbm_bytes_per_s=3.35e12,
             hbm_bytes=80e9,
             nvlink_bytes_per_s=450e9,
             source="NVIDIA H100 SXM data sheet; network: one ConnectX-7 of 400 Gbit/s per GPU",
         ),
-        Accelerator(
-            **_HOPPER,
+        _hopper(
             name="H200",
             hbm_bytes_per_s=4.8e12,
             hbm_bytes=141e9,

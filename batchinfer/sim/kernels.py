@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-
-import numpy as np
+from itertools import pairwise
+from math import log
 
 from batchinfer.sim.hardware import REFERENCE, Accelerator
 
+Table = dict[tuple[int, int], tuple[tuple[float, float, float], ...]]
+
 # DeepGEMM's tables (github.com/deepseek-ai/DeepGEMM, README at a6d97a1, February 2025; H800, FP8 in, BF16 out):
 # (N, K) -> ((rows, TFLOP/s, GB/s), ...)
-DENSE = {
+DENSE: Table = {
     (2112, 7168): ((64, 206, 1688), (128, 352, 1509), (4096, 1058, 527)),
     (24576, 1536): ((64, 289, 2455), (128, 535, 2448), (4096, 990, 786)),
     (32768, 512): ((64, 219, 2143), (128, 358, 2103), (4096, 590, 1232)),
@@ -26,14 +28,15 @@ DENSE = {
     (7168, 2048): ((64, 295, 2470), (128, 510, 2277), (4096, 1025, 697)),
 }
 # rows are per group
-GROUPED_CONTIGUOUS = {
+GROUPED_CONTIGUOUS: Table = {
     (4096, 7168): ((4096, 1288, 494), (8192, 1297, 418)),
     (7168, 2048): ((4096, 1093, 743), (8192, 1099, 681)),
 }
-GROUPED_MASKED = {
+GROUPED_MASKED: Table = {
     (4096, 7168): ((256, 932, 2064), (512, 1040, 1288), (1024, 1233, 924)),
     (7168, 2048): ((256, 815, 2047), (512, 916, 1405), (1024, 925, 968)),
 }
+TABLES = {"dense": DENSE, "contiguous": GROUPED_CONTIGUOUS, "masked": GROUPED_MASKED}
 # FlashMLA (github.com/deepseek-ai/FlashMLA, README, April 2025; H800): dense decode over BF16 latents
 MLA_DECODE_FLOPS = 660e12
 MLA_DECODE_BYTES_PER_S = 3000e9
@@ -131,15 +134,21 @@ def _table_s(
 
 
 def _point(kind: str, rows: float, n: int, k: int) -> Point:
+    """Between two rows of the table the time is a power of the number of rows: more rows never take less of it."""
     points = _points(kind, n, k)
-    at = np.log([point.rows for point in points])
-    flops = float(np.interp(np.log(rows), at, [point.flops for point in points]))
-    return Point(rows, flops, float(np.interp(np.log(rows), at, [point.bytes_per_s for point in points])))
+    if rows <= points[0].rows:
+        return points[0]
+    for low, high in pairwise(points):
+        if rows <= high.rows:
+            part = log(rows / low.rows) / log(high.rows / low.rows)
+            flops = low.flops * (high.flops / low.flops) ** part
+            return Point(rows, flops, low.bytes_per_s * (high.bytes_per_s / low.bytes_per_s) ** part)
+    return points[-1]
 
 
 @cache
 def _points(kind: str, n: int, k: int) -> tuple[Point, ...]:
     """The rows of the measured shape that is nearest to n x k in proportion."""
-    table = {"dense": DENSE, "contiguous": GROUPED_CONTIGUOUS, "masked": GROUPED_MASKED}[kind]
-    shape = min(table, key=lambda shape: abs(np.log(shape[0] / n)) + abs(np.log(shape[1] / k)))
+    table = TABLES[kind]
+    shape = min(table, key=lambda shape: abs(log(shape[0] / n)) + abs(log(shape[1] / k)))
     return tuple(Point(rows, tflops * 1e12, gbytes * 1e9) for rows, tflops, gbytes in table[shape])

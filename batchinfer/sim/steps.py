@@ -52,17 +52,7 @@ class Step:
     seconds: float
     by_stage: dict[str, float]  # busy seconds of one GPU by stage, overlapped ones too
     exposed_s: float  # in which nothing computes
-
-    @property
-    def bottleneck(self) -> str:
-        """The stage that takes longest, or the exchange when it is what the computing waits for."""
-        communication = self.by_stage["dispatch"] + self.by_stage["combine"]
-        computing = sum(self.by_stage.values()) - communication
-        if communication > computing:
-            return "exchange"
-        return max(
-            (name for name in self.by_stage if name not in ("dispatch", "combine")), key=self.by_stage.__getitem__
-        )
+    bottleneck: str  # the stage that takes longest, or the exchange when computing waits for it
 
 
 @lru_cache(maxsize=100_000)
@@ -146,4 +136,8 @@ def _step(model: ModelConfig, moe: Stages, dense: Stages, moe_s: float, halves: 
     }
     seconds = num_moe * moe_s + halves * num_dense * dense.compute_s + head_s
     computing = sum(by_stage.values()) - by_stage["dispatch"] - by_stage["combine"]
-    return Step(seconds, by_stage, max(0.0, seconds - computing))
+    if by_stage["dispatch"] + by_stage["combine"] > computing:
+        bottleneck = "exchange"
+    else:
+        bottleneck = max((name for name in by_stage if name not in ("dispatch", "combine")), key=by_stage.__getitem__)
+    return Step(seconds, by_stage, max(0.0, seconds - computing), bottleneck)
