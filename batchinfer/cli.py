@@ -261,6 +261,23 @@ def price(
 
 
 @cli.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def simulate(spec: Path, as_json: bool) -> None:
+    """The cluster on paper: what the job of SPEC (a .toml file) would take on GPUs that are not here.
+
+    Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
+    nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
+    """
+    from batchinfer.sim.answer import answer
+    from batchinfer.sim.spec import load_spec
+    from batchinfer.sim.table import format_answer
+
+    figures = answer(load_spec(spec))
+    click.echo(json.dumps(figures, indent=1) if as_json else format_answer(figures))
+
+
+@cli.command()
 @click.option("--stats", is_flag=True, help="The tables of a run folder and their columns instead.")
 @click.option("--json", "as_json", is_flag=True, help="The job file's JSON Schema.")
 def schema(stats: bool, as_json: bool) -> None:
