@@ -176,6 +176,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
         "batchinfer.kv.upkeep",
+        "batchinfer.sim.answer, batchinfer.sim.table, batchinfer.report.what_if",
     ],
 )
 def test_commands_that_compute_nothing_start_without_torch(modules):

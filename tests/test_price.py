@@ -153,3 +153,6 @@ def test_a_run_is_the_start_and_options_replace_its_numbers(tmp_path):
     assert cheaper["cost_usd"] == pytest.approx(figures["cost_usd"] / 2)
     larger = json.loads(batchinfer("price", "--run", run, "--nodes", "3", "--gpus-per-node", "8", "--json").out)
     assert larger["gpu_hours"] == pytest.approx(24 * 2)
+    alone = batchinfer("price", "--run", run, "--hours", "5")
+    assert alone.code == 2
+    assert "--hours alone" in alone.err

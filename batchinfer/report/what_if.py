@@ -58,15 +58,16 @@ def with_changes(amounts: Amounts, **changes: float | None) -> Amounts:
     """The amounts with some replaced (the what-if); None leaves one as it is.
 
     Raises:
-        ConfigError: a negative or infinite amount.
+        ConfigError: a negative or infinite amount, or a part of what a run's accelerator-hours are made of.
     """
     for name, value in changes.items():
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number that is at least 0")
     given = {name: value for name, value in changes.items() if value is not None}
-    partly = {"nodes", "gpus_per_node"} & set(given)
-    if partly and amounts.gpu_hours is not None and len(partly) == 1:
-        raise ConfigError("--nodes and --gpus-per-node belong together; give both to replace what the run held")
+    held = {"nodes", "gpus_per_node", "hours"} & set(given)
+    if held and amounts.gpu_hours is not None and not {"nodes", "gpus_per_node"} <= held:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(held))
+        raise ConfigError(f"{names} alone cannot replace what the run held; give --nodes and --gpus-per-node, too")
     return replace(amounts, **given)
 
 

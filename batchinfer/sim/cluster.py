@@ -69,7 +69,6 @@ class History:
     num_prefill_steps: int
     prefill_limits: dict[str, float]  # seconds of prefill steps by what limited them
     decode_limits: dict[str, float]
-    kv_token_steps: float  # sum over decode steps of KV tokens attended to
     first_token_s: np.ndarray  # [N] end of prefill
     finished_s: np.ndarray  # [N]
 
@@ -166,7 +165,7 @@ class _Events:
         self.events: list[tuple[float, int, str, int]] = []
         self.num_events = 0
         self.busy: dict[tuple[str, int], list[list[float]]] = {}
-        self.history = History(0.0, [], 0.0, 0.0, 0, {}, {}, 0.0, np.zeros(len(workload)), np.zeros(len(workload)))
+        self.history = History(0.0, [], 0.0, 0.0, 0, {}, {}, np.zeros(len(workload)), np.zeros(len(workload)))
         self.in_prefill: dict[int, tuple[int, int]] = {}
         self.wake_s: float | None = None
 
@@ -294,7 +293,6 @@ class _Events:
             total = self.prompts[request] + self.outputs[request]
             unit.kv_tokens -= total + (unit.steps - end_step)
             unit.reserved -= total
-        self.history.kv_token_steps += mean_kv * num_steps
         self.history.decode_busy_s += turn_s
         self.history.decode_limits[step.bottleneck] = self.history.decode_limits.get(step.bottleneck, 0.0) + turn_s
         self._was_busy(("decode", unit.index), now, now + turn_s)
