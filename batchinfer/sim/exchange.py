@@ -6,7 +6,7 @@ expert straight to its GPU.
 
 from __future__ import annotations
 
-from math import comb, log
+from math import ceil, comb, log
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -97,7 +97,7 @@ def prefill_exchange(
     """
     if ep_size == 1:
         return ExchangeTimes(0.0, 0.0)
-    num_nodes = max(1, ep_size // gpu.gpus_per_node)
+    num_nodes = ceil(ep_size / gpu.gpus_per_node)
     if num_nodes == 1:
         rates = np.array(NORMAL_NVLINK_GB_PER_S) * 1e9 * gpu.nvlink_bytes_per_s / REFERENCE.nvlink_bytes_per_s
         copies = min(float(ep_size), _touched(ep_size, model.num_experts_per_tok, model.n_routed_experts / ep_size))
