@@ -14,6 +14,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.handover import Outbox
 from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.page_room import measured_room
 from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
@@ -105,7 +106,19 @@ def make_worker(
     # parcels under way take as much as the decode ranks' pages at most
     num_shares = around.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     host_share = int(free_memory_bytes() * MEMORY_SHARE) // num_shares
-    budget = cluster.page_bytes or host_share
+    if cluster.page_bytes:
+        budget = cluster.page_bytes
+    elif model.device.type == "cuda":
+        budget = measured_room(
+            model,
+            prefill_tokens=cluster.prefill_tokens,
+            decode_requests=cluster.decode_requests,
+            largest_tokens=around.largest_tokens,
+            runs_prefill=place.runs_prefill,
+            runs_decode=place.runs_decode,
+        )
+    else:
+        budget = host_share
     # unset: no more than two full decode batches of the largest request, which leaves room for shared prefixes
     useful = (
         around.most_tokens

@@ -14,6 +14,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.agreement import Agreed, Kind, Wish, agree
 from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows, take_token
 from batchinfer.engine.decode import DecodeBatch, joined
+from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
 from batchinfer.engine.handover import AdoptionQueue, Outbox
 from batchinfer.engine.layout import RankPlace
@@ -73,7 +74,9 @@ class RankWorker:
         self._place = place
         self._mesh = mesh or Mesh.alone()
         self._overlap = overlap
-        self._pages = model.new_pages(num_pages)
+        has_graphs = place.runs_decode and model.can_be_recorded
+        self._pages = model.new_pages(num_pages + has_graphs)  # the last one belongs to no request then
+        graphs = DecodeGraphs(model, self._pages, filler_page=num_pages) if has_graphs else None
         self._pool = PagePool(num_pages)
         self._stored = open_store(self._pages) if open_store is not None and place.runs_prefill else None
         self._queue = PrefillQueue(
@@ -84,7 +87,7 @@ class RankWorker:
             share_prefixes=share_prefixes,
             stored=self._stored,
         )
-        self._decode = DecodeBatch(tokenizer.eos_token_ids)
+        self._decode = DecodeBatch(tokenizer.eos_token_ids, graphs)
         self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
         self._outbox = outbox
         self._place_experts = place_experts
