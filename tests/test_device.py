@@ -7,12 +7,15 @@ the host that was not put on the device.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from batchinfer.engine.batch import prefill_step
-from batchinfer.engine.device import rank_device
+from batchinfer.engine.device import device_name, rank_device
+from batchinfer.engine.load import _numerics as numerics
+from batchinfer.engine.local_ranks import LocalRanks, RankEnvironment
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.model.mla import PrefillSpan
 from batchinfer.model.step import StepInput, StepTensors
@@ -145,6 +148,32 @@ def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):
     assert rank_device("triton", 0) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert rank_device("auto", 0) == rank_device("hopper", 0) == torch.device("cpu")
+
+
+def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
+
+    def places():
+        return [one.place for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
+
+    assert places() == [0, 1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert places()[0] == 3
+    environment = RankEnvironment(5, "host", 1, "token", 3)
+    for name, value in environment.variables([0]).items():
+        monkeypatch.setenv(name, value)
+    assert RankEnvironment.read() == environment
+
+
+def test_stored_kv_names_the_gpu_that_computed_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU X {device.index}")
+    model = SimpleNamespace(device=torch.device("cuda", 1), kernels="kernels of some version")
+    assert numerics(model).startswith(f"GPU X 1, CUDA {torch.version.cuda}, torch ")
+    assert numerics(model).endswith("kernels of some version")
+    assert device_name(model.device) == "GPU X 1"
+    assert device_name(torch.device("cpu")) == "cpu"
 
 
 def test_exchanges_between_cpus_are_refused_for_ranks_on_gpus():

@@ -465,6 +465,7 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
     assert [getattr(ops, name) for name in OPS] == [getattr(hopper, name) for name in OPS]
     assert "hopper-deep_gemm-0.1.2" in ops.names
     assert "hopper-flash_mla-1.0.0" in ops.names
+    assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
     assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
     assert backend.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
     with pytest.raises(backend.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
@@ -491,6 +492,8 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
         chosen = {backend.select(op, dtype=torch.bfloat16, device=device).name for op in backend.ops()}
         assert chosen <= names, device
         assert {row.candidate for row in backend.explain(device=device) if row.chosen} <= names | {"reference"}
+    assert not Ops.select("auto", torch.bfloat16, device="cuda").reads_on_host
+    assert Ops.select("reference", torch.bfloat16, device="cuda").reads_on_host
     for choice, device in (("cpu", "cuda"), ("triton", "cpu"), ("hopper", "cpu")):
         with pytest.raises(ModelError, match=f"backend '{choice}': .* it is for .*, not for {device} tensors"):
             Ops.select(choice, torch.bfloat16, device=device)
