@@ -9,9 +9,11 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.engine import page_room
 from batchinfer.engine.decode_graphs import DecodeGraphs, filled_up, graph_size
 from batchinfer.engine.page_room import RESERVE_SHARE, largest_steps, measured_room, room_for_pages
 from batchinfer.engine.worker import RankWorker
+from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepInput
 from batchinfer.model.transformer import StepOutput, Transformer
 from paths import RANDOM_MODEL
@@ -143,7 +145,7 @@ def test_the_largest_steps_run_within_their_pages(model, sizes):
 @pytest.mark.parametrize(("runs_prefill", "runs_decode"), [(True, True), (True, False), (False, True)])
 def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch, runs_prefill, runs_decode):
     """The steps run here; what a GPU would say of its memory is made up."""
-    calls, ran = [], []
+    calls, ran, drawn = [], [], []
     gib = 2**30
     facts = {"memory_allocated": 3 * gib, "max_memory_allocated": 7 * gib, "mem_get_info": (60 * gib, 140 * gib)}
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *facts):
@@ -154,7 +156,12 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
         ran.append("prefill" if step.prefill else "decode")
         return forward(step, pages)
 
+    def noted_sample(logits, rows, *others):
+        drawn.append(int((rows.temperature > 0).sum()))
+        return sample(logits, rows, *others)
+
     monkeypatch.setattr(model, "forward", noted_forward)
+    monkeypatch.setattr(page_room, "sample", noted_sample)
     room = measured_room(
         model,
         prefill_tokens=70,
@@ -165,6 +172,7 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
     )
     assert room == 60 * gib - 4 * gib - int(RESERVE_SHARE * 140 * gib)
     assert ran == ["prefill"] * runs_prefill + ["decode"] * runs_decode
+    assert drawn == [5] * len(ran)
     assert calls.index("synchronize") < calls.index("max_memory_allocated") < calls.index("mem_get_info")
 
 

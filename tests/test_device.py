@@ -34,9 +34,9 @@ def mlp_that_reads_nothing(x, num_rows_E, gate_up, down, tokens_M=None, scales=N
     return x.new_empty(len(x) if tokens_M is None else len(tokens_M), x.shape[-1])
 
 
-@pytest.fixture(scope="module")
-def meta_model():
-    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device=META)
+@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "fp8"])
+def meta_model(request):
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, eight_bit=request.param, device=META)
     return Transformer(
         model.config,
         model.weights,

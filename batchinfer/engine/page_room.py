@@ -7,10 +7,12 @@ all of the GPU   | weights, libraries | KV pages           | largest step | rese
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.mla import PrefillSpan
+from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import StepInput
 from batchinfer.model.transformer import Transformer
 
@@ -40,7 +42,8 @@ def measured_room(
     before = torch.cuda.memory_allocated(device)
     for step, runs in zip(steps, (runs_prefill, runs_decode), strict=True):
         if runs:
-            model.forward(step, pages)
+            logits = model.forward(step, pages).logits
+            sample(logits, _drawn_rows(len(logits)), np.zeros(len(logits), dtype=np.int64), model.argmax)
     torch.cuda.synchronize(device)
     working = torch.cuda.max_memory_allocated(device) - before
     del pages
@@ -65,8 +68,9 @@ def largest_steps(
 ) -> tuple[tuple[StepInput, StepInput], int]:
     """A prefill step and a decode step as large as they get, and how many pages they need.
 
-    In prefill the last tokens of a prompt that is as long as possible; in decode requests that all are. What they
-    attend to is garbage: the pages of their own tokens, again and again.
+    In prefill the last tokens of a prompt that is as long as possible, with logits of as many as could be the last ones
+    of short prompts; in decode requests that all are that long. What they attend to is garbage: the pages of their own
+    tokens, again and again.
     """
     num_pages = -(-max(prefill_tokens, decode_requests) // PAGE_TOKENS)
     context = max(largest_tokens, prefill_tokens)
@@ -75,7 +79,7 @@ def largest_steps(
         tokens=_tokens(prefill_tokens, vocab_size),
         positions=torch.arange(context - prefill_tokens, context),
         slots=torch.arange(prefill_tokens),
-        logit_rows=torch.tensor([prefill_tokens - 1]),
+        logit_rows=torch.arange(max(0, prefill_tokens - decode_requests), prefill_tokens),
         prefill=(PrefillSpan(0, prefill_tokens, context, page_ids),),
     )
     decode = StepInput(
@@ -87,6 +91,18 @@ def largest_steps(
         kv_tokens=torch.full((decode_requests,), largest_tokens),
     )
     return (prefill, decode), num_pages
+
+
+def _drawn_rows(count: int) -> SamplingRows:
+    """Rows whose tokens are drawn behind every filter, which takes several times the memory of their logits."""
+    return SamplingRows(
+        temperature=np.ones(count),
+        top_k=np.full(count, 1000),
+        top_p=np.full(count, 0.9),
+        min_p=np.full(count, 0.01),
+        key=np.zeros(count, dtype=np.uint64),
+        num_logprobs=np.full(count, 20),
+    )
 
 
 def _tokens(count: int, vocab_size: int) -> torch.Tensor:
