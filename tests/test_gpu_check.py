@@ -15,9 +15,11 @@ import hopper_stand_ins as stand_ins
 from batchinfer_kernels import backend, hopper
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.triton import ops as triton_ops
+from cuda_stand_ins import CpuAsCard, events_on_the_cpu
 from triton_device import needs_triton
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+import accelerator
 import candidates
 import check
 import exact
@@ -153,6 +155,22 @@ def test_rates_come_from_operands_and_times():
     assert row.tflops == pytest.approx(2048e-12)
     assert row.gb_s == pytest.approx(896e-9)
     assert row.share == pytest.approx(0.896)
+
+
+def test_times_are_medians_and_limits_come_from_them(monkeypatch):
+    events_on_the_cpu(monkeypatch)
+    for name, small in {"_MATRIX": 64, "_COPY_BYTES": 2**16, "_FLUSH_BYTES": 2**16}.items():
+        monkeypatch.setattr(accelerator, name, small)
+    card = CpuAsCard(CPU, runs=3)
+    calls = []
+    assert card.seconds(lambda: calls.append(1)) > 0
+    assert len(calls) == 3
+    seconds = iter([1e-6, 2e-6, 4e-6])
+    monkeypatch.setattr(CpuAsCard, "seconds", lambda self, run: (run(), next(seconds))[1])
+    limits = card.limits()
+    assert limits.bf16_tflops == pytest.approx(2 * 64**3 / 1e6)
+    assert limits.fp8_tflops == pytest.approx(64**3 / 1e6)
+    assert limits.copy_gb_s == pytest.approx(2 * 2**16 / 4e3)
 
 
 def test_the_shapes_are_those_of_the_published_table():

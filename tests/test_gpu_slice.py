@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchinfer.model.ops import Ops
 from batchinfer_kernels import reference, reference_rows
 from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
+from cuda_stand_ins import CpuAsCard, events_on_the_cpu
 from triton_device import needs_triton
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+import share as shares
 import slice as slice_script
 from copies import CopyDispatcher
 from schedule import decode_tasks, finish_s, prefill_tasks
@@ -48,7 +51,8 @@ def test_schedules_lie_between_their_bounds(tasks, stages, num_layers):
     for dispatch_s, combine_s in ((0.1, 0.1), (1.0, 2.0), (50.0, 70.0)):
         exchange = 2 * num_layers * (dispatch_s + combine_s)
         finish = finish_s(tasks(num_layers, stages, dispatch_s, combine_s))
-        assert max(computing, exchange) < finish <= computing + exchange
+        assert max(computing, exchange) <= finish <= computing + exchange
+        assert finish > exchange, "the first dispatch waits for the first attention"
         assert len({task.name for task in tasks(num_layers, stages, dispatch_s, combine_s)}) == num_layers * (
             2 * (len(stages) + 2)
         )
@@ -140,6 +144,33 @@ def test_the_rehearsal_runs_both_units(capsys):
         assert figures["is_finite"]
         assert figures["whole_s"] is figures["half_s"] is figures["overlapped_s"] is None
     assert any("3 layers, all distinct" in note for note in document["notes"])
+
+
+def test_all_figures_of_a_card_come_together(monkeypatch):
+    """What a rehearsal leaves out: capture, events and figures; with stand-ins for CUDA and operations in plain PyTorch."""
+    events_on_the_cpu(monkeypatch)
+    ops = Ops.select("reference", torch.bfloat16, eight_bit=True)
+    monkeypatch.setattr(shares, "usable_ops", lambda: (ops, "all from the reference"))
+    plain = {"quantize_fp8_block": reference.quantize_fp8_block, "sum_per_token": reference_rows.sum_per_token}
+    monkeypatch.setattr(shares, "function", lambda name, op: plain[op])
+    card = CpuAsCard(torch.device("cpu"), runs=2)
+    share = Share(DECODE, config_of(TINY), card.device)
+    pages = share.model.new_pages(8)
+    decode = slice_script.run_decode(share, pages, torch.arange(8).view(4, 2), 70, card)
+    prefill = slice_script.run_prefill(Share(PREFILL, config_of(TINY), card.device), 4, 20, card)
+    for figures, names in (
+        (decode, {"DENSE", "ATTN-0", "ATTN-1", "DISPATCH", "SHARED", "MLP", "COMBINE", "LOGITS"}),
+        (prefill, {"DENSE", "ATTN", "DISPATCH", "SHARED", "MLP", "COMBINE", "LOGITS"}),
+    ):
+        assert figures.is_finite
+        assert set(figures.stage_s) == names
+        assert sum(figures.stage_s.values()) <= figures.half_s
+        assert figures.overlapped_s >= 2 * figures.half_s - 1e-9
+        assert 0 < figures.exposed_s <= figures.exchange_s
+        lines = slice_script.describe(figures).splitlines()
+        assert lines[1].split()[:4] == ["micro-batch", "of", "half", f"{1e3 * figures.half_s:.2f}"]
+        assert sum("tokens/s per GPU" in line for line in lines) == 3
+    assert decode.exchange_s == pytest.approx(2 * 561e-6 * 4 / 128)
 
 
 @needs_triton

@@ -129,7 +129,7 @@ class Stepper:
             with torch.cuda.graph(graph):
                 run()
             self._run = graph.replay
-        self._run()
+            self._run()
         accelerator.wait()
 
     @property
