@@ -110,10 +110,12 @@ def run_all(cases: list[Case], accelerator: Accelerator, limits: Limits | None) 
             if reason is not None:
                 skipped[f"{name} {case.op}"] = reason
                 continue
-            rows.append(run_case(case, name, accelerator, limits))
+            row = run_case(case, name, accelerator, limits)
+            rows.append(row)
             accelerator.release()
-            print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            # a run that is ended early leaves at least these lines
+            words = row.failure or f"error {row.error:.1e}, {_number(row.ms, 3)} ms, {_number(row.tflops)} TFLOP/s"
+            print(f"{row.op}, {row.candidate}, {row.shape}: {words}", file=sys.stderr, flush=True)
     return rows, skipped
 
 

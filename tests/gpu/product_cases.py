@@ -50,7 +50,7 @@ def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             words = "fp8 {} groups of {} x {} x {}".format(*shape)
             cases.append(Case(op, words, partial(_grouped, *shape), BOTH, table.get(shape)))
     for num_experts in (2, 9):  # of a GPU in decode and in prefill
-        for fp8 in (True, False):
+        for fp8 in (num_experts == 2,) if is_tiny else (True, False):
             name = f"{'fp8' if fp8 else 'bf16'} {num_experts} experts"
             rows = tokens if num_experts == 9 else decode_rows * 4
             cases += [

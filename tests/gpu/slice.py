@@ -182,7 +182,7 @@ def overlapped(figures: Figures, num_layers: int, dispatch_s: float, combine_s: 
     rest_s = max(0.0, stretch * 2 * figures.half_s - computing_s)  # dense layers, logits, sums into the stream
     tasks = (decode_tasks if is_decode else prefill_tasks)(num_layers, per_layer, dispatch_s, combine_s)
     finish = finish_s(tasks)
-    figures.overlapped_s, figures.exposed_s = finish + rest_s, finish - computing_s
+    figures.overlapped_s, figures.exposed_s = finish + rest_s, max(0.0, finish - computing_s)
 
 
 def run_decode(
@@ -280,35 +280,50 @@ def _why_not(options: argparse.Namespace) -> str | None:
     return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
 
 
-def measure(options: argparse.Namespace, accelerator: Accelerator) -> tuple[list[str], list[Figures]]:
-    """What is held, and the figures of every batch size."""
+def measure(
+    options: argparse.Namespace, accelerator: Accelerator, say: Callable[[str], object]
+) -> tuple[list[str], list[Figures]]:
+    """What is held, and the figures of every batch size; each is said as soon as it is known."""
     from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
 
     config = config_of(TINY if options.rehearse else DEEPSEEK_V3)
     kv_tokens, requests = (70, [4]) if options.rehearse else (_KV_TOKENS, sorted(options.requests))
-    notes, figures = [], []
+    notes: list[str] = []
+    figures: list[Figures] = []
+
+    def note(words: str) -> None:
+        notes.append(words)
+        say(words)
+
+    def add(one: Figures) -> None:
+        figures.append(one)
+        say(describe(one))
+
     if not options.prefill:
         share = Share(DECODE, config, accelerator.device)
-        notes += [_hold(share), f"operations: {share.origin}"]
+        note(_hold(share))
+        note(f"operations: {share.origin}")
         per_request = -(-kv_tokens // PAGE_TOKENS)
         page_bytes = config.kv_bytes_per_token(2) * PAGE_TOKENS
         fitting = [count for count in requests if accelerator.fits(count * per_request * page_bytes)]
-        notes += [f"{count} requests do not fit this card" for count in requests if count not in fitting]
+        for count in requests[len(fitting) :]:
+            note(f"{count} requests of {kv_tokens} tokens do not fit this card")
         if fitting:
             pages = share.model.new_pages(fitting[-1] * per_request)
             for layer_pages in pages:
                 layer_pages.normal_()
             table = torch.arange(fitting[-1] * per_request, device=accelerator.device).view(-1, per_request)
-            notes.append(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
-            figures += [run_decode(share, pages, table[:count], kv_tokens, accelerator) for count in fitting]
-            del pages
+            note(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
+            for count in fitting:
+                add(run_decode(share, pages, table[:count], kv_tokens, accelerator))
+            del pages, layer_pages
         del share
         accelerator.release()
     if not options.decode:
         share = Share(PREFILL, config, accelerator.device)
-        notes.append(_hold(share))
+        note(_hold(share))
         prompt_tokens, num_prompts = (20, 4) if options.rehearse else (_PROMPT_TOKENS, _BATCH_TOKENS // _PROMPT_TOKENS)
-        figures.append(run_prefill(share, num_prompts, prompt_tokens, accelerator))
+        add(run_prefill(share, num_prompts, prompt_tokens, accelerator))
     return notes, figures
 
 
@@ -322,16 +337,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{reason}.", file=sys.stderr)
         return UNUSABLE
     accelerator = Accelerator(torch.device("cpu" if options.rehearse else "cuda"), _RUNS)
+    described = accelerator.describe()
+    say: Callable[[str], object] = (lambda words: None) if options.json else lambda words: print(words, flush=True)
+    say(", ".join(f"{name} {value}" for name, value in described.items()))
+    if options.rehearse:
+        say("A rehearsal: a tiny model in Triton's interpreter; no times are taken.")
     with torch.inference_mode():
-        notes, figures = measure(options, accelerator)
+        notes, figures = measure(options, accelerator, say)
     if options.json:
-        document = {"machine": accelerator.describe(), "notes": notes, "figures": [asdict(one) for one in figures]}
-        print(json.dumps(document, indent=1))
-    else:
-        print(", ".join(f"{name} {value}" for name, value in accelerator.describe().items()))
-        if options.rehearse:
-            print("A rehearsal: a tiny model in Triton's interpreter; no times are taken.")
-        print("\n".join([*notes, *map(describe, figures)]))
+        print(json.dumps({"machine": described, "notes": notes, "figures": [asdict(one) for one in figures]}, indent=1))
     wrong = [one for one in figures if not one.is_finite]
     for one in wrong:
         print(f"{one.unit}, {one.tokens} tokens: results are not finite.", file=sys.stderr)
