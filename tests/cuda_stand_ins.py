@@ -1,15 +1,22 @@
-"""Stand-ins for CUDA's events and graphs on a machine without a GPU, so that code around them can run: host clocks."""
+"""Stand-ins for CUDA's events and graphs and for Hopper's libraries on a CPU, so that what is around them can run."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import torch
 
+import hopper_stand_ins as stand_ins
+from batchinfer_kernels import hopper
+from batchinfer_kernels import hopper_libraries as libraries
+from batchinfer_kernels.triton import ops as triton_ops
+
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+import candidates
 from accelerator import Accelerator
 
 
@@ -63,3 +70,19 @@ def events_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
+
+
+def hopper_on_the_cpu(monkeypatch, behind):
+    """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's.
+
+    Args:
+        behind: gives what runs where a library does not take the operands.
+    """
+    for module in (stand_ins.deep_gemm_sgl(), stand_ins.flash_mla_sgl()):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    libraries.decode_parameters.cache_clear()
+    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "_other", lambda op: getattr(triton_ops, op))
+    monkeypatch.setattr(hopper, "_behind", behind)
+    monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import zipfile
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 import torch
 
-import hopper_stand_ins as stand_ins
-from batchinfer_kernels import backend, hopper
+from batchinfer_kernels import backend
 from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.triton import ops as triton_ops
-from cuda_stand_ins import CpuAsCard, events_on_the_cpu
+from cuda_stand_ins import CpuAsCard, events_on_the_cpu, hopper_on_the_cpu
+from paths import ROOT
 from triton_device import needs_triton
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
@@ -32,15 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def hopper_libraries(monkeypatch):
-    """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's."""
-    for module in (stand_ins.deep_gemm_sgl(), stand_ins.flash_mla_sgl()):
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    libraries.decode_parameters.cache_clear()
-    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
-    monkeypatch.setattr(hopper, "_other", lambda op: getattr(triton_ops, op))
-    monkeypatch.setattr(hopper, "_behind", behind_is_called)
-    monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))
+    hopper_on_the_cpu(monkeypatch, behind=behind_is_called)
     yield
     libraries.decode_parameters.cache_clear()
 
@@ -119,6 +111,22 @@ def test_without_a_gpu_it_says_what_to_do(capsys):
     assert error.count("\n") == 1
     assert "needs a Hopper GPU" in error
     assert "--rehearse" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_for_all_of_it_stops_where_there_is_no_gpu(tmp_path):
+    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--quick", str(tmp_path / "results")]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == check.UNUSABLE, done.stderr
+    assert "needs a Hopper GPU" in (tmp_path / "results" / "check.txt").read_text()
+    assert not (tmp_path / "results" / "slice.txt").exists()
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [*command, str(tmp_path / "empty")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == check.UNUSABLE
+    assert "has no *.whl files" in done.stderr
 
 
 def test_an_unknown_operation_is_named(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 
 from batchinfer.model.ops import Ops
-from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels import hopper, reference, reference_rows
 from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
-from cuda_stand_ins import CpuAsCard, events_on_the_cpu
+from batchinfer_kernels.triton import ops as triton_ops
+from cuda_stand_ins import CpuAsCard, events_on_the_cpu, hopper_on_the_cpu
+from paths import ROOT
 from triton_device import needs_triton
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+import exact
 import share as shares
 import slice as slice_script
 from copies import CopyDispatcher
@@ -146,6 +150,21 @@ def test_the_rehearsal_runs_both_units(capsys):
     assert any("3 layers, all distinct" in note for note in document["notes"])
 
 
+@needs_triton
+def test_a_decode_step_gives_deep_gemm_the_layouts_that_it_takes(monkeypatch):
+    """The same model with and without deep_gemm's products (stand-ins that check operands)."""
+    results = []
+    for with_libraries in (False, True):
+        if with_libraries:
+            hopper_on_the_cpu(monkeypatch, behind=lambda op: getattr(triton_ops, op))
+        share = Share(DECODE, config_of(TINY), torch.device("cpu"))
+        assert (share.ops.masked_mlp is hopper.masked_mlp) == with_libraries
+        assert ("masked_mlp" in share.origin) == with_libraries
+        step = slice_script.decode_step(share, torch.arange(4).view(2, 2), 70)
+        results.append(share.model.forward(step, share.model.new_pages(4)).logits)
+    assert exact.error("diff", results[1], results[0].double()) < 1e-2
+
+
 def test_all_figures_of_a_card_come_together(monkeypatch):
     """What a rehearsal leaves out: capture, events, figures; on stand-ins for CUDA and plain operations."""
     events_on_the_cpu(monkeypatch)
@@ -183,6 +202,18 @@ def test_a_share_holds_the_published_number_of_experts_once():
         assert held["shared experts"] == pytest.approx(config.num_moe_layers * (expert + scales) / 1e9, rel=0.01)
         assert held["routed experts"] == pytest.approx(unit.num_slots * held["shared experts"])
         assert held["embedding and head"] == pytest.approx((2 * 200 + 1) * 256 * 2 / 1e9)
+
+
+def test_the_model_can_be_imported_where_nothing_is_installed():
+    code = (
+        "import importlib.metadata as metadata, sys\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import batchinfer\n"
+        "print(batchinfer.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0+source\n"
 
 
 def test_the_model_is_deepseek_v3():

@@ -16,6 +16,7 @@ Exit codes: 0 done, 1 a result was not finite, 2 no such GPU or a wrong option.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -276,6 +277,8 @@ def _why_not(options: argparse.Namespace) -> str | None:
             unpack_wheels(options.wheels)
     except WheelError as error:
         return f"--wheels: {error}"
+    if importlib.util.find_spec("safetensors") is None:
+        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels"
     reason = None if options.rehearse else why_no_hopper()
     return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
 

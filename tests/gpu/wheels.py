@@ -1,4 +1,7 @@
-"""Wheels brought along in a folder, unpacked onto sys.path: for machines that have nothing to install from."""
+"""Wheels brought along in a folder, unpacked onto sys.path: for machines that have nothing to install from.
+
+python tests/gpu/wheels.py FOLDER TARGET       unpack them into a folder, for PYTHONPATH
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ class WheelError(RuntimeError):
     """The folder cannot be used; the message says why."""
 
 
-def unpack_wheels(folder: Path) -> list[str]:
-    """Unpack every wheel of `folder` into a temporary folder, which goes to the front of sys.path and away at the end.
+def unpack_into(target: Path, folder: Path) -> list[str]:
+    """Unpack every wheel of `folder` into `target`, which then works as an entry of sys.path.
 
     Neither dependencies nor tags are looked at: that they fit this Python and this torch is for the caller to know.
 
@@ -29,9 +32,7 @@ def unpack_wheels(folder: Path) -> list[str]:
     """
     wheels = sorted(folder.glob("*.whl")) if folder.is_dir() else []
     if not wheels:
-        raise WheelError(f"{folder} has no *.whl files; name a folder that has, or leave --wheels out")
-    target = Path(tempfile.mkdtemp(prefix="wheels-"))
-    atexit.register(shutil.rmtree, target, ignore_errors=True)
+        raise WheelError(f"{folder} has no *.whl files; name a folder that has, or leave it out")
     for wheel in wheels:
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -42,5 +43,23 @@ def unpack_wheels(folder: Path) -> list[str]:
         for part in _PARTS:
             if (data / part).is_dir():
                 shutil.copytree(data / part, target, dirs_exist_ok=True)
-    sys.path.insert(0, str(target))
     return [wheel.name for wheel in wheels]
+
+
+def unpack_wheels(folder: Path) -> list[str]:
+    """`unpack_into` a temporary folder, which goes to the front of sys.path, and away when the process ends."""
+    target = Path(tempfile.mkdtemp(prefix="wheels-"))
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    names = unpack_into(target, folder)
+    sys.path.insert(0, str(target))
+    return names
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python tests/gpu/wheels.py FOLDER TARGET")
+    try:
+        print("unpacked " + ", ".join(unpack_into(Path(sys.argv[2]), Path(sys.argv[1]))))
+    except WheelError as error:
+        print(f"{error}.", file=sys.stderr)
+        sys.exit(2)
