@@ -4,6 +4,9 @@ A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, 
 (prefill, decode) -> finish (outputs in input order, statistics) -> report.
 """
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-__version__ = version("batchinfer")
+try:
+    __version__ = version("batchinfer")
+except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
+    __version__ = "0+source"

@@ -1,0 +1,123 @@
+"""The device that the GPU scripts run on: what it is, how long something takes on it, and its measured limits.
+
+Times are between CUDA events, with the L2 cache overwritten before each run, and the median of several runs. The
+rehearsal runs on the CPU, in Triton's interpreter, and takes no times.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+_FLUSH_BYTES = 2**30  # some ten times the L2 cache, and long enough for the host to start what comes next
+_HOPPER = (9, 0)
+_MATRIX = 8192
+_COPY_BYTES = 4 * 2**30
+_VERSIONS = ("torch", "triton", "deep_gemm", "sgl-deep-gemm", "flash_mla", "sgl-flash-mla", "apache-tvm-ffi")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this card does at best in this run: large products and a large copy (bytes read and written)."""
+
+    bf16_tflops: float
+    fp8_tflops: float
+    copy_gb_s: float
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A Hopper GPU, or the CPU in a rehearsal.
+
+    Args:
+        device: where tensors go.
+        runs: how often something is timed.
+    """
+
+    device: torch.device
+    runs: int = 20
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return self.device.type == "cpu"
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median seconds of one call on the device, from a cold L2 cache; its first call must have happened."""
+        assert not self.is_rehearsal, "a rehearsal takes no times"
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.runs)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if not self.is_rehearsal:
+            torch.cuda.synchronize()
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether the card has room for this much and a tenth of its memory besides."""
+        if self.is_rehearsal:
+            return True
+        free, total = torch.cuda.mem_get_info()
+        return num_bytes < free - total // 10
+
+    def release(self) -> None:
+        """Give memory that nothing uses any more back to the card."""
+        if not self.is_rehearsal:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def limits(self) -> Limits:
+        """Measure the card: 8192 × 8192 × 8192 products in bfloat16 and FP8, a copy of 4 GiB."""
+        x, y = (torch.randn(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        one = torch.ones((), device=self.device)
+        x8, y8 = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn).t()
+
+        def fp8_product() -> torch.Tensor:
+            return torch._scaled_mm(x8, y8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        for warm_up in (lambda: x @ y, fp8_product, lambda: target.copy_(source)):
+            warm_up()
+        flops = 2 * _MATRIX**3 / 1e12
+        return Limits(
+            flops / self.seconds(lambda: x @ y),
+            flops / self.seconds(fp8_product),
+            2 * _COPY_BYTES / 1e9 / self.seconds(lambda: target.copy_(source)),
+        )
+
+    def describe(self) -> dict[str, str]:
+        """Device and versions of what is installed."""
+        described = {"device": "CPU, in Triton's interpreter", "python": platform.python_version()}
+        if not self.is_rehearsal:
+            properties = torch.cuda.get_device_properties(self.device)
+            described["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            described["cuda"] = str(torch.version.cuda)
+        for package in _VERSIONS:
+            try:
+                described[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                described[package] = "none"
+        return described
+
+
+def why_no_hopper() -> str | None:
+    """Why this machine has no GPU for these scripts, or None."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability != _HOPPER:
+        return f"the GPU {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not 9.0"
+    return None

@@ -1,0 +1,157 @@
+"""Checks of latent attention and of what writes its pages, at DeepSeek-V3's widths."""
+
+# T tokens, B requests, H heads, A query width, C latent width, W latent and rotary width, P pages of a request
+
+from __future__ import annotations
+
+from functools import partial
+
+import exact
+import torch
+from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
+from published import MLA_DECODE
+
+from batchinfer_kernels import reference
+
+_KV_TOKENS = 4989  # mean of the published day of DeepSeek-V3/R1's service
+
+
+def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
+    """Decode (equal and mixed lengths), prefill, and positions with the write to the pages."""
+    both = ("hopper", "triton")
+    if is_tiny:
+        decode, prompts, tokens = [(3, 70)], (2, 70), 37
+    else:
+        decode, prompts, tokens = [(128, 4096), (128, _KV_TOKENS), (32, 32768)], (4, 4096), 16384
+        if is_quick:
+            decode, prompts = decode[1:2], (1, 4096)
+    cases = []
+    for is_mixed in (False, True):
+        for num_requests, kv_tokens in decode[:1] if is_mixed else decode:
+            words = f"{num_requests} x {dims.heads} heads, KV {kv_tokens}{', mixed' if is_mixed else ''}"
+            make = partial(_decode, dims, num_requests, kv_tokens, is_mixed)
+            cases.append(Case("mla_decode", words, make, both, None if is_tiny else MLA_DECODE))
+    words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
+    return [
+        *cases,
+        Case("mla_prefill", words, partial(_prefill, dims, *prompts)),
+        Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
+    ]
+
+
+def _pages(dims: Dims, num_requests: int, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages of one layer in any order, and which are whose, [B, P]."""
+    per_request = -(-num_tokens // exact.PAGE)
+    pages = normal(num_requests * per_request, exact.PAGE, dims.width, device=device, seed=3)
+    order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(4)).to(device)
+    return pages, order.view(num_requests, per_request)
+
+
+def _decode(dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, device: torch.device) -> Work:
+    lengths = [kv_tokens] * num_requests
+    if is_mixed:
+        lengths = [max(1, kv_tokens * (place + 1) // num_requests) for place in range(num_requests)]
+    pages, table = _pages(dims, num_requests, kv_tokens, device)
+    q = normal(num_requests, dims.heads, dims.width, device=device)
+    kv_tokens_B = torch.tensor(lengths, device=device)
+    positions = kv_tokens_B - 1
+    schedule: dict = {}  # as from a step's second layer on
+
+    def run(function: Function, requests: slice) -> torch.Tensor:
+        operands = (q[requests], pages, table[requests], kv_tokens_B[requests], positions[requests])
+        return function(*operands, latent_dim=dims.latent, scale=SCALE)
+
+    def timed(function: Function) -> torch.Tensor:
+        operands = (q, pages, table, kv_tokens_B, positions)
+        return function(*operands, latent_dim=dims.latent, scale=SCALE, schedule=schedule)
+
+    return Work(
+        run=run,
+        expected=lambda: exact.decode(q, pages, table, lengths, dims.latent, SCALE),
+        measure="relative",
+        parts=parts_of(num_requests),
+        flops=2 * sum(lengths) * dims.heads * (dims.width + dims.latent),
+        num_bytes=2 * sum(lengths) * dims.width + bytes_of(q) + 2 * num_requests * dims.heads * dims.latent,
+        timed=timed,
+    )
+
+
+def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device) -> Work:
+    pages, table = _pages(dims, num_prompts, num_tokens, device)
+    q = normal(num_prompts * num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
+    kv_b = weight(dims.heads, dims.nope + dims.value, dims.latent, device=device, fp8=False)
+    assert isinstance(kv_b, torch.Tensor)
+    lengths = torch.full((num_prompts,), num_tokens)  # on the host, as a step has them
+    positions = torch.arange(num_tokens, device=device).repeat(num_prompts)
+
+    def of_tokens(whole: torch.Tensor, prompts: slice) -> torch.Tensor:
+        return whole.unflatten(0, (num_prompts, -1))[prompts].flatten(0, 1)
+
+    def run(function: Function, prompts: slice) -> torch.Tensor:
+        own = lengths[prompts]
+        operands = (of_tokens(q, prompts), pages, table[prompts], own, own, of_tokens(positions, prompts), kv_b)
+        return function(*operands, v_dim=dims.value, scale=SCALE)
+
+    q_BTHA = q.unflatten(0, (num_prompts, -1))
+    seen = num_prompts * num_tokens * (num_tokens + 1) // 2
+    up_projection = 2 * num_prompts * num_tokens * dims.latent * dims.heads * (dims.nope + dims.value)
+    return Work(
+        run=run,
+        expected=lambda: exact.prefill(q_BTHA, pages, table, kv_b, dims.value, SCALE).flatten(0, 1),
+        measure="relative",
+        parts=(slice(0, 1), slice(num_prompts - 1, num_prompts)),
+        flops=2 * seen * dims.heads * (dims.nope + dims.rotary + dims.value) + up_projection,
+        num_bytes=bytes_of(q, kv_b)
+        + 2 * num_prompts * num_tokens * dims.width
+        + 2 * num_prompts * num_tokens * dims.heads * dims.value,
+        take=of_tokens,
+    )
+
+
+def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
+    q = normal(num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
+    latents = normal(num_tokens, dims.width, device=device, seed=1)
+    norm = normal(dims.latent, device=device, seed=2)
+    angles = normal(num_tokens, dims.rotary // 2, device=device, seed=3, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    num_pages = -(-num_tokens // exact.PAGE)
+    slots = torch.randperm(num_pages * exact.PAGE, generator=torch.Generator().manual_seed(4))[:num_tokens].to(device)
+    pages = torch.zeros(num_pages, exact.PAGE, dims.width, dtype=torch.bfloat16, device=device)
+
+    def call(function: Function, turned: torch.Tensor, rows: slice) -> torch.Tensor:
+        operands = (latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows])
+        return function(turned, *operands, interleaved=True)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        """Queries and latents of each token."""
+        pages.zero_()
+        turned = call(function, q[rows].clone(), rows)
+        written = pages.view(-1, dims.width)[slots[rows]]
+        return torch.cat([turned.flatten(1), written], dim=-1)
+
+    def expected() -> torch.Tensor:
+        """The reference's formulas with float64 operands."""
+        plain, rotary = q.double().split([dims.nope, dims.rotary], dim=-1)
+        latent, key = latents.double().split([dims.latent, dims.rotary], dim=-1)
+        turned = torch.cat([plain, _turned(rotary, cos, sin)], dim=-1)
+        normed = reference.rms_norm(latent, norm.double(), 1e-6)
+        return torch.cat([turned.flatten(1), normed, _turned(key[:, None], cos, sin)[:, 0]], dim=-1)
+
+    scratch = q.clone()
+    rotary_bytes = bytes_of(q) * dims.rotary // (dims.nope + dims.rotary)
+    return Work(
+        run=run,
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_tokens),
+        flops=0,
+        num_bytes=2 * rotary_bytes + 2 * bytes_of(latents) + bytes_of(cos, sin),
+        timed=lambda function: call(function, scratch, slice(None)),
+    )
+
+
+def _turned(x_THR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Neighbouring pairs turned, in float64."""
+    pairs = torch.view_as_complex(x_THR.unflatten(-1, (-1, 2)).contiguous())
+    angle = torch.complex(cos.double(), sin.double())[:, None]
+    return torch.view_as_real(pairs * angle).flatten(-2)

@@ -1,0 +1,255 @@
+"""Checks of matrix products and experts at DeepSeek-V3's shapes."""
+
+# T rows, N columns of the result, K depth, G groups (experts), M rows of a group, D hidden, F intermediate
+
+from __future__ import annotations
+
+from functools import partial
+
+import candidates
+import exact
+import published
+import torch
+from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
+
+from batchinfer_kernels import reference
+from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+
+BOTH = ("hopper", "triton")
+_TILE = 128  # groups of single products are whole tiles, as in the published table
+
+
+def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
+    """Dense, batched and grouped products, and experts of both layouts."""
+    if is_tiny:
+        dense, contiguous, masked = [(3, 128, 256)], [(2, _TILE, 128, 256)], [(2, _TILE, 128, 256)]
+        tokens, decode_rows = 40, 5
+    else:
+        dense, contiguous, masked = (list(table) for table in (published.DENSE, published.CONTIGUOUS, published.MASKED))
+        # the projections that this project has apart (2112 = 1536 + 576 columns), the dense layers' MLP, and one row
+        dense += [(128, 1536, 7168), (128, 576, 7168), (4096, 36864, 7168), (4096, 7168, 18432), (1, 24576, 1536)]
+        if is_quick:
+            dense, contiguous, masked = dense[6:12:2] + dense[12:18:2], contiguous[:2], masked[2:4]
+        tokens, decode_rows = 4096, 128
+    cases = [
+        Case(
+            "linear",
+            f"fp8 {num_rows} x {num_columns} x {depth}",
+            partial(_linear, num_rows, num_columns, depth, True),
+            BOTH,
+            published.DENSE.get((num_rows, num_columns, depth)),
+        )
+        for num_rows, num_columns, depth in dense
+    ]
+    for op, table, shapes in (
+        (candidates.CONTIGUOUS, published.CONTIGUOUS, contiguous),
+        (candidates.MASKED, published.MASKED, masked),
+    ):
+        for shape in shapes:
+            words = "fp8 {} groups of {} x {} x {}".format(*shape)
+            cases.append(Case(op, words, partial(_grouped, *shape), BOTH, table.get(shape)))
+    for num_experts in (2, 9):  # of a GPU in decode and in prefill
+        for fp8 in (num_experts == 2,) if is_tiny else (True, False):
+            name = f"{'fp8' if fp8 else 'bf16'} {num_experts} experts"
+            rows = tokens if num_experts == 9 else decode_rows * 4
+            cases += [
+                Case("grouped_mlp", f"{name}, {rows} rows", partial(_experts, dims, num_experts, rows, fp8), BOTH),
+                Case(
+                    "masked_mlp",
+                    f"{name}, {rows} rows",
+                    partial(_masked_experts, dims, num_experts, rows, fp8),
+                    BOTH,
+                ),
+            ]
+    return [
+        *cases,
+        Case(
+            "linear",
+            f"bf16 {decode_rows} x {dims.vocabulary} x {dims.hidden}",
+            partial(_linear, decode_rows, dims.vocabulary, dims.hidden, False),
+        ),
+        Case(
+            "batched_linear",
+            f"{dims.heads} of {decode_rows} x {dims.latent} x {dims.nope}",
+            partial(_batched, dims.heads, decode_rows, dims.latent, dims.nope),
+        ),
+        Case(
+            "batched_linear",
+            f"{dims.heads} of {decode_rows} x {dims.value} x {dims.latent}",
+            partial(_batched, dims.heads, decode_rows, dims.value, dims.latent),
+        ),
+        Case("router", f"{tokens} x {dims.experts} x {dims.hidden}", partial(_router, dims, tokens)),
+        Case("pack_router", f"{dims.experts} x {dims.hidden}", partial(_pack_router, dims)),
+        Case("pack", f"fp8 {dims.hidden} x {dims.expert}", partial(_pack, dims)),
+    ]
+
+
+def _linear(num_rows: int, num_columns: int, depth: int, fp8: bool, device: torch.device) -> Work:
+    x, held = normal(num_rows, depth, device=device), weight(num_columns, depth, device=device, fp8=fp8)
+    return Work(
+        run=lambda function, rows: function(x[rows], held),
+        expected=lambda: exact.linear(x, held),
+        measure="diff" if fp8 else "relative",
+        parts=parts_of(num_rows),
+        flops=2 * num_rows * num_columns * depth,
+        num_bytes=bytes_of(x, held) + 2 * num_rows * num_columns,
+        is_fp8=fp8,
+    )
+
+
+def _batched(num_batches: int, num_rows: int, num_columns: int, depth: int, device: torch.device) -> Work:
+    x = normal(num_rows, num_batches, depth, device=device)  # as attention has them: heads within tokens
+    held = weight(num_batches, num_columns, depth, device=device, fp8=False)
+    assert isinstance(held, torch.Tensor)
+    return Work(
+        run=lambda function, rows: function(x[rows].transpose(0, 1), held).transpose(0, 1),
+        expected=lambda: torch.bmm(x.transpose(0, 1).double(), held.double().mT).transpose(0, 1),
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=2 * num_batches * num_rows * num_columns * depth,
+        num_bytes=bytes_of(x, held) + 2 * num_batches * num_rows * num_columns,
+    )
+
+
+def _grouped(num_groups: int, num_rows: int, num_columns: int, depth: int, device: torch.device) -> Work:
+    x = normal(num_groups * num_rows, depth, device=device)
+    values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
+    x_GMK, scales = values.unflatten(0, (num_groups, -1)), scales.unflatten(0, (num_groups, -1)).contiguous()
+    held = weight(num_groups, num_columns, depth, device=device, fp8=True)
+    assert isinstance(held, BlockScaled)
+
+    def run(function: Function, groups: slice) -> torch.Tensor:
+        return function(x_GMK[groups], scales[groups], BlockScaled(held.values[groups], held.scales[groups]))
+
+    def expected() -> torch.Tensor:
+        return torch.cat([exact.linear(x[group * num_rows :][:num_rows], held[group]) for group in range(num_groups)])
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="diff",
+        parts=(slice(0, 1), slice(num_groups // 2, num_groups)),
+        flops=2 * num_groups * num_rows * num_columns * depth,
+        num_bytes=bytes_of(values, scales, held) + 2 * num_groups * num_rows * num_columns,
+        take=lambda whole, groups: whole.unflatten(0, (num_groups, -1))[groups].flatten(0, 1),
+        is_fp8=True,
+    )
+
+
+def _counts(num_experts: int, num_rows: int) -> list[int]:
+    """Uneven rows of two or more experts: the first one has half more than its share, the last one what is left."""
+    share = num_rows // num_experts
+    counts = [share * 3 // 2, *[share * 9 // 10] * (num_experts - 2)]
+    return [*counts, num_rows - sum(counts)]
+
+
+def _experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: torch.device) -> Work:
+    gate_up = weight(num_experts, 2 * dims.expert, dims.hidden, device=device, fp8=fp8)
+    down = weight(num_experts, dims.hidden, dims.expert, device=device, fp8=fp8, seed=100)
+    counts, x = _counts(num_experts, num_rows), normal(num_rows, dims.hidden, device=device)
+    expert_M = torch.arange(num_experts, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    num_rows_E = torch.tensor(counts, device=device)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        return function(x[rows], torch.bincount(expert_M[rows], minlength=num_experts), gate_up, down)
+
+    return Work(
+        run=run,
+        expected=lambda: exact.experts(x, counts, gate_up, down),
+        measure="diff" if fp8 else "relative",
+        parts=parts_of(num_rows),
+        flops=6 * num_rows * dims.hidden * dims.expert,
+        num_bytes=bytes_of(gate_up, down, x, x),
+        timed=lambda function: function(x, num_rows_E, gate_up, down),
+        is_fp8=fp8,
+    )
+
+
+def _masked_experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: torch.device) -> Work:
+    gate_up = weight(num_experts, 2 * dims.expert, dims.hidden, device=device, fp8=fp8)
+    down = weight(num_experts, dims.hidden, dims.expert, device=device, fp8=fp8, seed=100)
+    counts = _counts(num_experts, num_rows)
+    room = -(-max(counts) // _TILE) * _TILE
+    x_ECD = normal(num_experts, room, dims.hidden, device=device)
+    num_rows_E = torch.tensor(counts, device=device)
+    is_row_EC = torch.arange(room, device=device) < num_rows_E[:, None]
+    x_ECD[~is_row_EC] = torch.nan
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(room)
+        filled_E = (num_rows_E - start).clamp(0, stop - start)
+        y_ECD = function(x_ECD[:, rows].contiguous(), filled_E, gate_up, down, expected_rows=num_rows // num_experts)
+        return torch.where(is_row_EC[:, rows, None], y_ECD, 0)
+
+    def expected() -> torch.Tensor:
+        y_ECD = torch.zeros(x_ECD.shape, dtype=torch.float64, device=device)
+        y_ECD[is_row_EC] = exact.experts(x_ECD[is_row_EC], counts, gate_up, down)
+        return y_ECD
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="diff" if fp8 else "relative",
+        parts=parts_of(room),
+        flops=6 * num_rows * dims.hidden * dims.expert,
+        num_bytes=bytes_of(gate_up, down) + 4 * num_rows * dims.hidden,
+        take=lambda whole, rows: whole[:, rows],
+        timed=lambda function: function(
+            x_ECD, num_rows_E, gate_up, down, expected_rows=max(1, num_rows // num_experts)
+        ),
+        is_fp8=fp8,
+    )
+
+
+def _router(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    x = normal(num_rows, dims.hidden, device=device)
+    weight_ED = normal(dims.experts, dims.hidden, device=device, seed=1, dtype=torch.float32) / dims.hidden**0.5
+    packed: list[torch.Tensor] = []  # once, as a model does
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        if not packed:
+            packed.append(candidates.function("triton", "pack_router")(weight_ED))
+        return function(x[rows], packed[0])
+
+    return Work(
+        run=run,
+        expected=lambda: x.double() @ weight_ED.double().T,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=2 * num_rows * dims.experts * dims.hidden,
+        num_bytes=bytes_of(x, weight_ED) + 4 * num_rows * dims.experts,
+    )
+
+
+def _pack_router(dims: Dims, device: torch.device) -> Work:
+    weight_ED = normal(dims.experts, dims.hidden, device=device, dtype=torch.float32)
+    return Work(
+        run=lambda function, rows: function(weight_ED[rows]).double().sum(0),
+        expected=weight_ED.double,
+        measure="relative",
+        parts=parts_of(dims.experts),
+        flops=0,
+        num_bytes=2.5 * bytes_of(weight_ED),
+        timed=lambda function: function(weight_ED),
+    )
+
+
+def _pack(dims: Dims, device: torch.device) -> Work:
+    plain = weight(dims.hidden, dims.expert, device=device, fp8=False)
+    assert isinstance(plain, torch.Tensor)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        packed = function(plain[rows], eight_bit=True)
+        assert isinstance(packed, BlockScaled)
+        return packed.values
+
+    return Work(
+        run=run,
+        expected=lambda: reference.pack(plain.cpu(), eight_bit=True).values,
+        measure="unequal",
+        parts=(slice(0, 128),),
+        flops=0,
+        num_bytes=1.5 * bytes_of(plain),
+        timed=lambda function: run(function, ALL),
+    )

@@ -1,0 +1,204 @@
+"""Checks of the operations between the products: norms, gate, order and sums of rows, rounding, the largest logit."""
+
+# T tokens, D hidden, E experts, K experts per token, M = T * K entries
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of
+
+from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+
+
+def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
+    """Each at the tokens of a prefill batch and, where it is part of decode, of a decode step."""
+    tokens = (37,) if is_tiny else (16384,) if is_quick else (128, 16384)
+    cases = []
+    for num_rows in tokens:
+        cases += [
+            Case("rms_norm", f"{num_rows} x {dims.hidden}", partial(_norm, num_rows, dims.hidden)),
+            Case("silu_mul", f"{num_rows} x {dims.dense}", partial(_silu, num_rows, dims.dense)),
+            Case("gate", f"{num_rows} x {dims.experts}", partial(_gate, dims, num_rows)),
+            Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
+            Case("sum_per_token", f"{num_rows} x {dims.topk} x {dims.hidden}", partial(_sums, dims, num_rows)),
+            Case("add_sums", f"{num_rows} x {dims.hidden}", partial(_add, dims, num_rows)),
+            Case("quantize_fp8_block", f"{num_rows} x {dims.hidden}, rows", partial(_quantize, num_rows, dims.hidden)),
+            Case("dequantize_fp8_block", f"{num_rows} x {dims.hidden}", partial(_dequantize, num_rows, dims.hidden)),
+        ]
+    last = tokens[0] if is_tiny else 128
+    return [*cases, Case("argmax", f"{last} x {dims.vocabulary}", partial(_argmax, last, dims.vocabulary))]
+
+
+def _norm(num_rows: int, width: int, device: torch.device) -> Work:
+    x, scale = 3 * normal(num_rows, width, device=device), normal(width, device=device, seed=1)
+    return Work(
+        run=lambda function, rows: function(x[rows], scale, 1e-6),
+        expected=lambda: reference.rms_norm(x.double(), scale.double(), 1e-6),
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=2 * bytes_of(x),
+    )
+
+
+def _silu(num_rows: int, width: int, device: torch.device) -> Work:
+    gate, up = normal(num_rows, 2 * width, device=device).chunk(2, dim=-1)
+    return Work(
+        run=lambda function, rows: function(gate[rows], up[rows]),
+        expected=lambda: F.silu(gate.double()) * up.double(),
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=3 * bytes_of(up),
+    )
+
+
+def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    logits = 2 * normal(num_rows, dims.experts, device=device, dtype=torch.float32)
+    bias = 0.1 * normal(dims.experts, device=device, seed=1, dtype=torch.float32)
+    options = {
+        "method": "noaux_tc",
+        "topk": dims.topk,
+        "num_groups": dims.groups,
+        "topk_groups": dims.topk_groups,
+        "normalize": True,
+        "scale": 2.5,
+    }
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        """[T, E] weights, zero where an expert is not chosen; [T, E + 1]: how many are."""
+        ids, weights = function(logits[rows], bias.to(logits.device), **options)
+        dense = torch.zeros(len(ids), dims.experts, device=ids.device).scatter_(1, ids, weights)
+        return torch.cat([dense, (dense != 0).sum(1, keepdim=True)], dim=1)
+
+    def expected() -> torch.Tensor:
+        ids, weights = reference.gate(logits.cpu(), bias.cpu(), **options)
+        dense = torch.zeros(num_rows, dims.experts).scatter_(1, ids, weights)
+        return torch.cat([dense, torch.full((num_rows, 1), dims.topk)], dim=1).to(device)
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(logits) + 12 * num_rows * dims.topk,
+        timed=lambda function: function(logits, bias, **options),
+    )
+
+
+def _ids(dims: Dims, num_rows: int, device: torch.device) -> torch.Tensor:
+    """[M] experts of the tokens, all different within one."""
+    scores = normal(num_rows, dims.experts, device=device, dtype=torch.float32)
+    return scores.topk(dims.topk, dim=-1).indices.flatten()
+
+
+def _sort(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    ids_M = _ids(dims, num_rows, device)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        return torch.cat(function(ids_M[rows], dims.experts))
+
+    return Work(
+        run=run,
+        expected=lambda: torch.cat(reference_rows.sort_by_expert(ids_M.cpu(), dims.experts)),
+        measure="unequal",
+        parts=(ALL,),  # what comes out depends on all entries; a second run must give the same
+        flops=0,
+        num_bytes=3 * bytes_of(ids_M),
+        timed=lambda function: function(ids_M, dims.experts),
+    )
+
+
+def _sums(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    _, place_M, _ = reference_rows.sort_by_expert(_ids(dims, num_rows, device), dims.experts)
+    sorted_MD = normal(num_rows * dims.topk, dims.hidden, device=device)
+    weights = normal(num_rows, dims.topk, device=device, seed=1, dtype=torch.float32).abs()
+    places_TK = place_M.view(num_rows, dims.topk)
+
+    def expected() -> torch.Tensor:
+        total = torch.zeros(num_rows, dims.hidden, dtype=torch.float64, device=device)
+        for k in range(dims.topk):
+            total += sorted_MD[places_TK[:, k]].double() * weights[:, k, None].double()
+        return total
+
+    return Work(
+        run=lambda function, rows: function(sorted_MD, places_TK[rows].flatten(), weights[rows]),
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(sorted_MD) + 4 * num_rows * dims.hidden,
+    )
+
+
+def _add(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    hidden, shared = normal(num_rows, dims.hidden, device=device), normal(num_rows, dims.hidden, device=device, seed=1)
+    sums = normal(num_rows, dims.hidden, device=device, seed=2, dtype=torch.float32)
+    return Work(
+        run=lambda function, rows: function(hidden[rows], sums[rows], shared[rows]),
+        expected=lambda: hidden.double() + sums.double() + shared.double(),
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(hidden, hidden, shared, sums),
+    )
+
+
+def _quantize(num_rows: int, width: int, device: torch.device) -> Work:
+    x = normal(num_rows, width, device=device)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        """Values and scales as bytes, row by row."""
+        values, scales = function(x[rows], ROW_BLOCK)
+        return torch.cat([values.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)
+
+    return Work(
+        run=run,
+        expected=lambda: run(lambda rows, block: reference.quantize_fp8_block(rows.cpu(), block), ALL),
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=1.5 * bytes_of(x),
+        timed=lambda function: function(x, ROW_BLOCK),
+    )
+
+
+def _dequantize(num_rows: int, width: int, device: torch.device) -> Work:
+    values, scales = reference.quantize_fp8_block(normal(num_rows, width, device=device), ROW_BLOCK)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        return function(values[rows], scales[rows], torch.bfloat16, ROW_BLOCK)
+
+    return Work(
+        run=run,
+        expected=lambda: reference.dequantize_fp8_block(values.cpu(), scales.cpu(), torch.bfloat16, ROW_BLOCK),
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=3 * bytes_of(values),
+    )
+
+
+def _argmax(num_rows: int, width: int, device: torch.device) -> Work:
+    logits = normal(num_rows, width, device=device, dtype=torch.float32)
+    logits[0, 7] = torch.nan
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        """[S, 2]: the largest (0 where the row is not finite), and whether it is finite."""
+        largest, is_finite = function(logits[rows])
+        return torch.stack([torch.where(is_finite, largest, 0), is_finite.long()], dim=1)
+
+    return Work(
+        run=run,
+        expected=lambda: run(lambda rows: reference_rows.argmax(rows.cpu()), ALL),
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(logits),
+        timed=lambda function: function(logits),
+    )

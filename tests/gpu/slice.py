@@ -1,0 +1,359 @@
+"""What one GPU would do in DeepSeek-V3's published deployment units: its exact share, timed on one Hopper GPU.
+
+    decode     EP144: 61 layers, attention, 1 shared and 2 routed experts, KV of 4,989 tokens per request
+    prefill    EP32: 1 shared and 9 routed experts, 16,384 tokens in prompts of 4,096
+
+Weights are random, in FP8. Rows come as balanced routing over all GPUs would send them; dispatch and combine are local
+copies of the same bytes (copies.py). Added to the measured times are published times of the exchange, once not hidden
+and once under the published schedules (schedule.py). docs/hopper.md explains the lines.
+
+    python tests/gpu/slice.py [--wheels FOLDER] [--decode | --prefill] [--requests 64 128 256] [--json]
+    python tests/gpu/slice.py --rehearse       on the CPU, a tiny model, Triton's interpreter, no times
+
+Exit codes: 0 done, 1 a result was not finite, 2 no such GPU or a wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
+
+import torch  # noqa: E402
+from accelerator import Accelerator, why_no_hopper  # noqa: E402
+from schedule import decode_tasks, finish_s, prefill_tasks  # noqa: E402
+from stages import StageEvents  # noqa: E402
+from wheels import WheelError, unpack_wheels  # noqa: E402
+
+from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput  # noqa: E402
+from batchinfer.parallel.overlap import run_to_end  # noqa: E402
+
+OK, FAILED, UNUSABLE = 0, 1, 2
+_RUNS = 10
+_KV_TOKENS, _PROMPT_TOKENS, _BATCH_TOKENS = 4989, 4096, 16384
+_HIT_SHARE = 0.563  # of input tokens, open-infra-index day 6
+# github.com/deepseek-ai/DeepEP docs/legacy.md, H800 with 400 Gb/s InfiniBand. Low latency, EP128, 128 tokens per rank:
+_DISPATCH_US, _COMBINE_US, _TOKENS = 192, 369, 128
+# Normal mode, EP32: GB/s per rank, counted as if each token went to all 4 nodes; 24 of 132 SMs are busy with it.
+_DISPATCH_GB_S, _COMBINE_GB_S, _NODES = 58, 57, 4
+_COMPUTE_SMS, _SMS = 108, 132
+
+
+@dataclass
+class Figures:
+    """Times of one batch size; seconds are None in a rehearsal.
+
+    Args:
+        stages: names and how often they came in the micro-batch, then their seconds there.
+        whole_s: the batch in one piece.
+        half_s: one of its two micro-batches.
+        exchange_s: published seconds of the exchanges of the whole batch.
+        overlapped_s: two micro-batches under the published schedule.
+        exposed_s: of these, seconds in which rows are waited for.
+    """
+
+    unit: str
+    tokens: int
+    stages: dict[str, int]
+    is_finite: bool
+    stage_s: dict[str, float] = field(default_factory=dict)
+    whole_s: float | None = None
+    half_s: float | None = None
+    exchange_s: float | None = None
+    overlapped_s: float | None = None
+    exposed_s: float | None = None
+
+
+def decode_step(share: Any, table: torch.Tensor, kv_tokens: int) -> StepInput:
+    """The next token of each request; its latent goes behind the `kv_tokens` - 1 before it."""
+    num_requests, device = len(table), table.device
+    last = kv_tokens - 1
+    tokens = torch.arange(num_requests, device=device) % share.config.vocab_size
+    return StepInput(
+        tokens=tokens,
+        positions=torch.full((num_requests,), last, device=device),
+        slots=table[:, last // PAGE_TOKENS] * PAGE_TOKENS + last % PAGE_TOKENS,
+        logit_rows=torch.arange(num_requests, device=device),
+        page_table=table,
+        kv_tokens=torch.full((num_requests,), kv_tokens, device=device),
+    )
+
+
+def prefill_step(share: Any, num_prompts: int, prompt_tokens: int, device: torch.device) -> StepInput:
+    """Whole prompts, none of it computed before.
+
+    No logits are asked for: a step needs those of a prompt's last token alone, so that the last layer makes little
+    more than latents, here as there.
+    """
+    per_prompt = -(-prompt_tokens // PAGE_TOKENS)
+    pages = torch.arange(num_prompts * per_prompt).view(num_prompts, per_prompt)
+    positions = torch.arange(prompt_tokens, device=device)
+    slots = torch.cat(
+        [ids.to(device)[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS for ids in pages]
+    )
+    spans = tuple(
+        PrefillSpan(place * prompt_tokens, prompt_tokens, prompt_tokens, ids) for place, ids in enumerate(pages)
+    )
+    tokens = torch.arange(len(slots), device=device) % share.config.vocab_size
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return StepInput(tokens, positions.repeat(num_prompts), slots, none, prefill=spans)
+
+
+class Stepper:
+    """One step that can be run again and again: as a captured graph in decode, call by call in prefill."""
+
+    def __init__(self, share: Any, step: StepInput, pages: torch.Tensor, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.stages = StageEvents(is_timed=not accelerator.is_rehearsal)
+
+        def run() -> None:
+            self.stages.events.clear()
+            self.output = run_to_end(share.model.forward_points(step, pages, self.stages))
+
+        run()  # compiles
+        self._run: Callable[[], Any] = run
+        if step.page_table is not None and not accelerator.is_rehearsal:
+            run()  # what compiles or is allocated once is done before the capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            self._run = graph.replay
+            self._run()
+        accelerator.wait()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all logits are."""
+        return bool(torch.isfinite(self.output.logits).all())
+
+    def seconds(self) -> tuple[float, dict[str, float]]:
+        """Median seconds of the step and of each stage in it."""
+        steps: list[float] = []
+        stages: dict[str, list[float]] = {}
+        for _ in range(self.accelerator.runs):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self._run()
+            end.record()
+            torch.cuda.synchronize()
+            steps.append(start.elapsed_time(end) / 1e3)
+            for name, seconds in self.stages.seconds().items():
+                stages.setdefault(name, []).append(seconds)
+        return statistics.median(steps), {name: statistics.median(values) for name, values in stages.items()}
+
+
+def decode_exchange_s(num_tokens: int) -> tuple[float, float]:
+    """Published seconds of one layer's dispatch and combine, in proportion to the tokens of a rank."""
+    return tuple(1e-6 * us * num_tokens / _TOKENS for us in (_DISPATCH_US, _COMBINE_US))  # type: ignore[return-value]
+
+
+def prefill_exchange_s(num_tokens: int, hidden: int) -> tuple[float, float]:
+    """Published rates applied to the bytes of a rank: FP8 with a scale per 128 values there, bfloat16 back."""
+    values = num_tokens * _NODES * hidden / 1e9
+    return values * (1 + 4 / 128) / _DISPATCH_GB_S, values * 2 / _COMBINE_GB_S
+
+
+def overlapped(figures: Figures, num_layers: int, dispatch_s: float, combine_s: float, *, is_decode: bool) -> None:
+    """Fill in what two micro-batches take under the published schedule.
+
+    What packing and copying take here counts as computing, although part of it is in the published times too. In
+    prefill computing has 108 of 132 SMs.
+    """
+    assert figures.half_s is not None
+    stretch = 1.0 if is_decode else _SMS / _COMPUTE_SMS
+    stages = {name: seconds / num_layers for name, seconds in figures.stage_s.items()}
+    before = "ATTN-1" if is_decode else "ATTN"
+    stages[before] += stages.pop("DISPATCH", 0.0)
+    stages["MLP"] += stages.pop("COMBINE", 0.0)
+    names = ("ATTN-0", "ATTN-1", "SHARED", "MLP") if is_decode else ("ATTN", "SHARED", "MLP")
+    per_layer = {name: stretch * stages[name] for name in names}
+    computing_s = 2 * num_layers * sum(per_layer.values())
+    rest_s = max(0.0, stretch * 2 * figures.half_s - computing_s)  # dense layers, logits, sums into the stream
+    tasks = (decode_tasks if is_decode else prefill_tasks)(num_layers, per_layer, dispatch_s, combine_s)
+    finish = finish_s(tasks)
+    figures.overlapped_s, figures.exposed_s = finish + rest_s, max(0.0, finish - computing_s)
+
+
+def run_decode(
+    share: Any, pages: torch.Tensor, table: torch.Tensor, kv_tokens: int, accelerator: Accelerator
+) -> Figures:
+    """One batch size of decode: in one piece, and as two micro-batches of half of it."""
+    half = Stepper(share, decode_step(share, table[: len(table) // 2], kv_tokens), pages, accelerator)
+    figures = Figures(share.unit.name, len(table), dict(half.stages.names()), half.is_finite)
+    if accelerator.is_rehearsal:
+        return figures
+    figures.half_s, figures.stage_s = half.seconds()
+    del half
+    figures.whole_s, _ = Stepper(share, decode_step(share, table, kv_tokens), pages, accelerator).seconds()
+    num_layers = share.config.num_moe_layers
+    figures.exchange_s = num_layers * sum(decode_exchange_s(len(table)))
+    overlapped(figures, num_layers, *decode_exchange_s(len(table) // 2), is_decode=True)
+    return figures
+
+
+def run_prefill(share: Any, num_prompts: int, prompt_tokens: int, accelerator: Accelerator) -> Figures:
+    """A batch of prefill as two micro-batches of half its prompts."""
+    half_prompts, device = num_prompts // 2, accelerator.device
+    pages = share.model.new_pages(half_prompts * -(-prompt_tokens // PAGE_TOKENS))
+    half = Stepper(share, prefill_step(share, half_prompts, prompt_tokens, device), pages, accelerator)
+    is_finite = bool(torch.isfinite(pages).all())
+    figures = Figures(share.unit.name, num_prompts * prompt_tokens, dict(half.stages.names()), is_finite)
+    if accelerator.is_rehearsal:
+        return figures
+    figures.half_s, figures.stage_s = half.seconds()
+    figures.whole_s = 2 * figures.half_s
+    num_layers = share.config.num_moe_layers - 1  # the last one has next to nothing to do
+    exchange = prefill_exchange_s(half_prompts * prompt_tokens, share.config.hidden_size)
+    figures.exchange_s = 2 * num_layers * sum(exchange)
+    overlapped(figures, num_layers, *exchange, is_decode=False)
+    return figures
+
+
+def describe(figures: Figures) -> str:
+    """Lines for a reader."""
+    title = f"{figures.unit}, {figures.tokens:,} tokens per step"
+    if figures.half_s is None or figures.whole_s is None:
+        counted = ", ".join(f"{name} {count}" for name, count in figures.stages.items())
+        return f"{title}\n  stages of a micro-batch and how often they ran: {counted}"
+    assert figures.exchange_s is not None
+    assert figures.overlapped_s is not None
+    assert figures.exposed_s is not None
+    staged_s = sum(figures.stage_s.values())
+    stages = {**figures.stage_s, "the rest": figures.half_s - staged_s}
+    lines = [title, f"  {'micro-batch of half':<34}{1e3 * figures.half_s:9.2f} ms"]
+    lines += [f"    {name:<32}{1e3 * seconds:9.2f} ms" for name, seconds in stages.items()]
+    hidden = 1 - figures.exposed_s / figures.exchange_s
+    for words, seconds in (
+        ("computing and copies alone", figures.whole_s),
+        ("published exchange after it", figures.whole_s + figures.exchange_s),
+        (f"published schedule, {hidden:.0%} hidden", figures.overlapped_s),
+    ):
+        rate = figures.tokens / seconds
+        hits = (
+            f", {rate / (1 - _HIT_SHARE):,.0f} with {_HIT_SHARE:.1%} hits" if figures.unit.startswith("prefill") else ""
+        )
+        lines.append(f"  {words:<34}{1e3 * seconds:9.2f} ms  {rate:,.0f} tokens/s per GPU{hits}")
+    return "\n".join(lines)
+
+
+def _hold(share: Any) -> str:
+    held = share.gigabytes()
+    parts = ", ".join(f"{part} {size:.3g}" for part, size in held.items())
+    layers = share.config.num_hidden_layers
+    return f"{share.unit.name}: {layers} layers, all distinct; {sum(held.values()):.3g} GB of weights ({parts})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Time one GPU's share of DeepSeek-V3's deployment units.")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--decode", action="store_true", help="decode alone")
+    only.add_argument("--prefill", action="store_true", help="prefill alone")
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 128, 192, 256], help="per GPU, even numbers")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU in Triton's interpreter, a tiny model")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
+    return parser
+
+
+def _why_not(options: argparse.Namespace) -> str | None:
+    """Why the slice cannot run with these options here, or None."""
+    odd = [count for count in options.requests if count < 2 or count % 2]
+    if odd:
+        return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests"
+    try:
+        if options.wheels is not None:
+            unpack_wheels(options.wheels)
+    except WheelError as error:
+        return f"--wheels: {error}"
+    if importlib.util.find_spec("safetensors") is None:
+        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels"
+    reason = None if options.rehearse else why_no_hopper()
+    return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
+
+
+def measure(
+    options: argparse.Namespace, accelerator: Accelerator, say: Callable[[str], object]
+) -> tuple[list[str], list[Figures]]:
+    """What is held, and the figures of every batch size; each is said as soon as it is known."""
+    from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
+
+    config = config_of(TINY if options.rehearse else DEEPSEEK_V3)
+    kv_tokens, requests = (70, [4]) if options.rehearse else (_KV_TOKENS, sorted(options.requests))
+    notes: list[str] = []
+    figures: list[Figures] = []
+
+    def note(words: str) -> None:
+        notes.append(words)
+        say(words)
+
+    def add(one: Figures) -> None:
+        figures.append(one)
+        say(describe(one))
+
+    if not options.prefill:
+        share = Share(DECODE, config, accelerator.device)
+        note(_hold(share))
+        note(f"operations: {share.origin}")
+        per_request = -(-kv_tokens // PAGE_TOKENS)
+        page_bytes = config.kv_bytes_per_token(2) * PAGE_TOKENS
+        fitting = [count for count in requests if accelerator.fits(count * per_request * page_bytes)]
+        for count in requests[len(fitting) :]:
+            note(f"{count} requests of {kv_tokens} tokens do not fit this card")
+        if fitting:
+            pages = share.model.new_pages(fitting[-1] * per_request)
+            for layer_pages in pages:
+                layer_pages.normal_()
+            table = torch.arange(fitting[-1] * per_request, device=accelerator.device).view(-1, per_request)
+            note(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
+            for count in fitting:
+                add(run_decode(share, pages, table[:count], kv_tokens, accelerator))
+            del pages, layer_pages
+        del share
+        accelerator.release()
+    if not options.decode:
+        share = Share(PREFILL, config, accelerator.device)
+        note(_hold(share))
+        prompt_tokens, num_prompts = (20, 4) if options.rehearse else (_PROMPT_TOKENS, _BATCH_TOKENS // _PROMPT_TOKENS)
+        add(run_prefill(share, num_prompts, prompt_tokens, accelerator))
+    return notes, figures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the script; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    if options.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    reason = _why_not(options)
+    if reason is not None:
+        print(f"{reason}.", file=sys.stderr)
+        return UNUSABLE
+    accelerator = Accelerator(torch.device("cpu" if options.rehearse else "cuda"), _RUNS)
+    described = accelerator.describe()
+    say: Callable[[str], object] = (lambda words: None) if options.json else lambda words: print(words, flush=True)
+    say(", ".join(f"{name} {value}" for name, value in described.items()))
+    if options.rehearse:
+        say("A rehearsal: a tiny model in Triton's interpreter; no times are taken.")
+    with torch.inference_mode():
+        notes, figures = measure(options, accelerator, say)
+    if options.json:
+        print(json.dumps({"machine": described, "notes": notes, "figures": [asdict(one) for one in figures]}, indent=1))
+    wrong = [one for one in figures if not one.is_finite]
+    for one in wrong:
+        print(f"{one.unit}, {one.tokens} tokens: results are not finite.", file=sys.stderr)
+    return FAILED if wrong or not figures else OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
