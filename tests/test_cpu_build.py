@@ -99,10 +99,11 @@ def test_a_compiler_that_fails_is_the_reason_and_is_asked_again_next_time(tmp_pa
 
 
 @pytest.mark.usefixtures("supported")
-def test_a_library_that_cannot_be_loaded_is_a_reason(tmp_path):
-    reason = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "echo nonsense > $out")))
-    assert ".so" in reason
-    assert "\n" not in reason
+def test_a_library_that_cannot_be_loaded_is_built_once_more_then_a_reason(tmp_path):
+    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "echo nonsense > $out"))).splitlines()
+    assert sum("building it again" in line for line in said) == 1
+    assert ".so" in said[-1]
+    assert num_calls(tmp_path) == 2 * NUM_COMMANDS
 
 
 @pytest.mark.usefixtures("supported")
@@ -165,16 +166,6 @@ def test_a_damaged_library_is_built_again(tmp_path):
     assert last == built.read_bytes()
     assert num_calls(tmp_path) == NUM_COMMANDS
     assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
-
-
-@pytest.mark.usefixtures("supported", "cpp")
-def test_a_library_that_stays_damaged_is_a_reason(tmp_path):
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
-    (folder / build.library().name).write_bytes(b"not a library")
-    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "touch $out")))
-    assert said.splitlines()[-1] not in ("", "None")
-    assert num_calls(tmp_path) == NUM_COMMANDS
 
 
 def test_nothing_is_built_for_float32(tmp_path):
