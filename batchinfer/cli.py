@@ -207,6 +207,76 @@ def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
         _print_query(list(runs), sql, as_json=as_json)
 
 
+def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(name, type=float, metavar="NUMBER", help=text)
+
+
+@cli.command()
+@click.option("--run", "run_folder", metavar="RUN", type=click.Path(path_type=Path), help="Start from this run.")
+@click.option("--prices", "price_file", metavar="FILE", type=click.Path(path_type=Path), help="A price list (.toml).")
+@_number_option("--hit-tokens", "Input tokens served from a cache.")
+@_number_option("--miss-tokens", "Input tokens computed.")
+@_number_option("--output-tokens", "Output tokens.")
+@_number_option("--nodes", "Mean nodes held.")
+@_number_option("--gpus-per-node", "Accelerators of a node.")
+@_number_option("--hours", "How long they are held.")
+@_number_option("--gpu-hour", "$ per accelerator-hour.")
+@_number_option("--price-hit", "$ per million hit tokens.")
+@_number_option("--price-miss", "$ per million miss tokens.")
+@_number_option("--price-output", "$ per million output tokens.")
+@click.option("--batch", is_flag=True, help="With the list's batch discount.")
+@click.option("--start", metavar="HH:MM", help="Begin at this time (UTC): the list's off-peak hours count.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def price(
+    run_folder: Path | None,
+    price_file: Path | None,
+    gpu_hour: float | None,
+    price_hit: float | None,
+    price_miss: float | None,
+    price_output: float | None,
+    batch: bool,
+    start: str | None,
+    as_json: bool,
+    **changes: float | None,
+) -> None:
+    """Cost, revenue and margins from numbers or from a run; options replace single numbers of a RUN.
+
+    \b
+    The published day of DeepSeek-V3/R1 at R1's list prices:
+      batchinfer price --prices jobs/prices/deepseek-r1.toml --hit-tokens 342e9 --miss-tokens 266e9 \\
+          --output-tokens 168e9 --nodes 226.75 --gpus-per-node 8 --hours 24
+    """
+    from batchinfer.report import what_if
+    from batchinfer.report.price_list import PriceList, minute_of_day, read_prices
+
+    amounts, prices = what_if.Amounts(), PriceList()
+    if run_folder is not None:
+        amounts, prices = what_if.amounts_of_run(run_folder)
+    if price_file is not None:
+        prices = read_prices(price_file)
+    prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
+    start_minute = None if start is None else minute_of_day(start, "--start")
+    figures = what_if.price(what_if.with_changes(amounts, **changes), prices, is_batch=batch, start_minute=start_minute)
+    click.echo(json.dumps(figures, indent=1) if as_json else what_if.format_price(figures, prices))
+
+
+@cli.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def simulate(spec: Path, as_json: bool) -> None:
+    """The cluster on paper: what the job of SPEC (a .toml file) would take on GPUs that are not here.
+
+    Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
+    nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
+    """
+    from batchinfer.sim.answer import answer
+    from batchinfer.sim.spec import load_spec
+    from batchinfer.sim.table import format_answer
+
+    figures = answer(load_spec(spec))
+    click.echo(json.dumps(figures, indent=1) if as_json else format_answer(figures))
+
+
 @cli.command()
 @click.option("--stats", is_flag=True, help="The tables of a run folder and their columns instead.")
 @click.option("--json", "as_json", is_flag=True, help="The job file's JSON Schema.")

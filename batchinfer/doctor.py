@@ -38,7 +38,8 @@ def examine(*, bench: bool) -> str:
         f"dtype fp8   {_eight_bits()}",
         "",
         "kernels     (chosen ones marked *)",
-        *_kernel_lines(),
+        *_kernel_lines("cpu"),
+        *(["", "kernels on a GPU", *_kernel_lines("cuda")] if torch.cuda.is_available() else []),
         "",
         "exchanges   (of rows between ranks: cluster.exchange)",
         *(f"    {name:<22} {reason or 'can run'}" for name, reason in explain_exchanges().items()),
@@ -60,10 +61,10 @@ def rows_are_invariant() -> bool:
     return True
 
 
-def _kernel_lines() -> list[str]:
+def _kernel_lines(device: str) -> list[str]:
     return [
         f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason or ''}".rstrip()
-        for row in backend.explain()
+        for row in backend.explain(device=device)
     ]
 
 

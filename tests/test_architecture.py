@@ -34,6 +34,7 @@ ALLOWED = {
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
     "finish": RUN | {"data", "engine.claims"},
     "report": FILES | {"data"},
+    "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
     "doctor": FILES | {"engine", "parallel"},
     "balance": BASE,
     "__main__": {"cli"},
@@ -44,6 +45,7 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "data",
     "plan",
     "balance",
+    "sim",
     "report",
     "finish",
 }
@@ -175,6 +177,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
         "batchinfer.kv.upkeep",
+        "batchinfer.sim.answer, batchinfer.sim.table, batchinfer.report.what_if",
     ],
 )
 def test_commands_that_compute_nothing_start_without_torch(modules):

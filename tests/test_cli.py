@@ -9,7 +9,7 @@ import torch
 
 from jobs import batchinfer, start, write_job, write_questions, write_shard
 
-COMMANDS = ("plan", "work", "finish", "run", "report", "schema", "doctor", "kv")
+COMMANDS = ("plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv")
 
 
 def test_help_names_every_command_and_the_exit_codes():

@@ -152,6 +152,31 @@ def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
     assert [path.name for path in folder.iterdir()] == [built.name]
 
 
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_damaged_library_is_built_again(tmp_path):
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    (folder / built.name).write_bytes(built.read_bytes()[:1000])
+    again = start(ASK, tmp_path, CXX=write_compiler(tmp_path, f"cp {built} $out"))
+    said, last = answer(again).splitlines()[0], (folder / built.name).read_bytes()
+    assert "cannot be loaded" in said
+    assert "building it again" in said
+    assert last == built.read_bytes()
+    assert num_calls(tmp_path) == NUM_COMMANDS
+    assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_library_that_stays_damaged_is_a_reason(tmp_path):
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    (folder / build.library().name).write_bytes(b"not a library")
+    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "touch $out")))
+    assert said.splitlines()[-1] not in ("", "None")
+    assert num_calls(tmp_path) == NUM_COMMANDS
+
+
 def test_nothing_is_built_for_float32(tmp_path):
     code = "import torch, batchinfer_kernels.backend as b; b.select('linear', dtype=torch.float32); print('imported')"
     assert answer(start(code, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))) == "imported"

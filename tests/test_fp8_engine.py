@@ -95,7 +95,7 @@ def row_format(tmp_path, answers_of_ranks, **parts):
     job = load_job(write_job(tmp_path, **parts))
     asked = []
     mesh = SimpleNamespace(agree=lambda values: asked.append(list(values)) or answers_of_ranks)
-    return load._row_format(job, mesh).dtype, asked
+    return load._row_format(job, mesh, torch.device("cpu")).dtype, asked
 
 
 def test_rows_travel_in_fp8_where_all_ranks_hold_their_experts_in_fp8(tmp_path):

@@ -20,10 +20,12 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import load_weights
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer.records import ModelError
 from batchinfer_kernels import backend, hopper, reference, reference_mla
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.block_scaled import to_blocks
 from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels.triton import probe as triton_probe
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
 from paths import ROOT
@@ -344,12 +346,13 @@ def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
         for _ in range(3):
             requests.decode_step([0, 1])
         logits.append(torch.stack([requests.all_logits(i)[-3:] for i in (0, 1)]))
-    assert flash_mla.num_schedules == 3, "one per step, not one per layer"
+    # one per step, not one per layer; in prefill, too, whose last layer works like decode
+    assert flash_mla.num_schedules == 1 + 3
     assert {name: calls.count(name) for name in OPS} == {
         "linear": 4 * (3 * 4 + 2 + 2 * 2 + 1),
         "grouped_mlp": 4 * 2,
         "masked_mlp": 0,
-        "mla_decode": 3 * 3,
+        "mla_decode": 1 + 3 * 3,
     }
     assert (logits[0] - logits[1]).norm() <= 0.05 * logits[1].norm()
 
@@ -417,7 +420,7 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
             assert reason is None
         else:
             assert re.search(expected, reason), reason
-    rows = {row.op: row for row in backend.explain() if row.candidate == "hopper"}
+    rows = {row.op: row for row in backend.explain(device="cuda") if row.candidate == "hopper"}
     assert set(rows) == set(OPS)
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op == "mla_decode" else deep_gemm) is None)
@@ -458,15 +461,42 @@ def test_a_cpu_user_pays_nothing(monkeypatch):
 
 def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
-    ops = Ops.select("auto", torch.bfloat16, eight_bit=True)
+    ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
     assert [getattr(ops, name) for name in OPS] == [getattr(hopper, name) for name in OPS]
     assert "hopper-deep_gemm-0.1.2" in ops.names
     assert "hopper-flash_mla-1.0.0" in ops.names
-    assert Ops.select("auto", torch.float32).linear is reference.linear
-    assert backend.behind("linear", "hopper", torch.bfloat16).name != "hopper"
+    assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
+    assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
+    assert backend.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
+    with pytest.raises(backend.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
+        backend.select("linear", "hopper", torch.bfloat16)
     machine(available=False)
     with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU that this torch can use"):
-        backend.select("linear", "hopper", torch.bfloat16)
+        backend.select("linear", "hopper", torch.bfloat16, "cuda")
+
+
+def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):
+    """Also on a machine where all of them can run."""
+    machine()
+    monkeypatch.setattr(triton_probe, "why_not", lambda: None)
+    monkeypatch.setattr(triton_probe, "interprets", lambda: False)
+    listed = {
+        op: tuple(
+            replace(candidate, probe=lambda: None, probe_auto=lambda: None) if candidate.name == "triton" else candidate
+            for candidate in candidates
+        )
+        for op, candidates in backend._CANDIDATES.items()
+    }
+    monkeypatch.setattr(backend, "_CANDIDATES", listed)
+    for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", {"hopper", "triton"}), ("meta", {"reference"})):
+        chosen = {backend.select(op, dtype=torch.bfloat16, device=device).name for op in backend.ops()}
+        assert chosen <= names, device
+        assert {row.candidate for row in backend.explain(device=device) if row.chosen} <= names | {"reference"}
+    assert not Ops.select("auto", torch.bfloat16, device="cuda").reads_on_host
+    assert Ops.select("reference", torch.bfloat16, device="cuda").reads_on_host
+    for choice, device in (("cpu", "cuda"), ("triton", "cpu"), ("hopper", "cpu")):
+        with pytest.raises(ModelError, match=f"backend '{choice}': .* it is for .*, not for {device} tensors"):
+            Ops.select(choice, torch.bfloat16, device=device)
 
 
 def test_all_implementations_take_what_the_reference_takes():

@@ -20,7 +20,7 @@ from batchinfer_kernels.triton import ops, probe
 from jobs import answers, batchinfer, write_job, write_questions
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL, SAMPLE_MODEL
-from triton_device import needs_triton
+from triton_device import DEVICE, needs_triton
 
 COMPILE = Path(__file__).with_name("compile_triton.py")
 SHARED_BYTES = 227 * 1024  # of one Hopper multiprocessor for one block of threads
@@ -85,7 +85,7 @@ def logits_of(prompt, **options):
 
 @needs_triton
 def test_triton_by_name_is_triton_for_every_operation():
-    chosen = Ops.select("triton", torch.bfloat16)
+    chosen = Ops.select("triton", torch.bfloat16, device=DEVICE)
     runs = [getattr(chosen, field.name) for field in fields(Ops) if field.name != "eight_bit"]
     assert all(run.__module__ == ops.__name__ for run in runs)
     assert f"triton.ops-{probe.version()}" in chosen.names
@@ -108,7 +108,7 @@ def test_without_a_gpu_triton_is_refused_with_the_reason_and_never_imported():
         "from batchinfer_kernels import backend\n"
         "backend.explain()\n"
         "assert 'triton' not in sys.modules\n"
-        "backend.select('linear', 'triton')\n"
+        "backend.select('linear', 'triton', device='cuda')\n"
     )
     ended = run_python("-c", code)
     assert ended.returncode == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.decode_table import DecodeTable
 from batchinfer.engine.sequence import Sequence
 from batchinfer.model.sampling import sample
@@ -28,8 +29,9 @@ class DecodeStep:
 class DecodeBatch:
     """The running sequences of a rank."""
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], graphs: DecodeGraphs | None = None) -> None:
         self._table = DecodeTable(eos_token_ids)
+        self._graphs = graphs  # None: every step is started operation by operation
 
     @property
     def num_running(self) -> int:
@@ -51,17 +53,26 @@ class DecodeBatch:
             in_pairs: run two micro-batches in turn.
         """
         table = self._table
-        halves = table.halves() if in_pairs else (slice(None),)
-        points = [
-            model.forward_points(table.next_step(rows), pages, MicroBatchSpans(log, micro_batch))
-            for micro_batch, rows in enumerate(halves)
-        ]
-        output = joined(run_decode_pair(*points) if in_pairs else (run_to_end(points[0]),))
+        if self._graphs is not None and self.num_running and not in_pairs:
+            with MicroBatchSpans(log).compute("DECODE"):
+                output = self._graphs.run(table.next_step(slice(None)))
+        else:
+            output = self._run_points(model, pages, log, in_pairs=in_pairs)
         kv_tokens = table.kv_tokens
         finished = (
             table.accept(sample(output.logits, table.sampling, table.num_new, model.argmax)) if self.num_running else []
         )
         return DecodeStep(finished, output, kv_tokens)
+
+    def _run_points(self, model: Transformer, pages: torch.Tensor, log: SpanLog, *, in_pairs: bool) -> StepOutput:
+        """The step of all sequences, operation by operation."""
+        table = self._table
+        halves = table.halves() if in_pairs else (slice(None),)
+        points = [
+            model.forward_points(table.next_step(rows), pages, MicroBatchSpans(log, micro_batch))
+            for micro_batch, rows in enumerate(halves)
+        ]
+        return joined(run_decode_pair(*points) if in_pairs else (run_to_end(points[0]),))
 
 
 def joined(outputs: tuple[StepOutput, ...]) -> StepOutput:

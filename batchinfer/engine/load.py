@@ -14,6 +14,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.handover import Outbox
 from batchinfer.engine.layout import RankPlace
+from batchinfer.engine.page_room import measured_room
 from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
@@ -42,8 +43,8 @@ class Surroundings:
     model_digests: dict[str, str]  # of weights and config.json, see fingerprint.py
 
 
-def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transformer:
-    """Load this rank's share: everything but the routed experts in other ranks' slots.
+def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None, device: torch.device) -> Transformer:
+    """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
     Args:
         slots: where the experts stand; None: in order.
@@ -55,7 +56,7 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transfo
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     eight_bit = job.model.dtype == "fp8"
     if mesh.size == 1:
-        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, backend=backend)
+        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend)
     config = load_model_config(folder)
     if slots is None:
         placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
@@ -68,17 +69,18 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None) -> Transfo
         eight_bit=eight_bit,
         dispatchers=mesh.dispatchers(
             placements,
-            _row_format(job, mesh),
+            _row_format(job, mesh, device),
             max_tokens=max(job.cluster.prefill_tokens, job.cluster.decode_requests),
             hidden=config.hidden_size,
             topk=config.num_experts_per_tok,
         ),
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
+        device=device,
         backend=backend,
     )
 
 
-def _row_format(job: JobConfig, mesh: Mesh) -> RowFormat:
+def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
     """How rows travel to the experts: in FP8 where the experts of all ranks are in FP8, else in the model's dtype.
 
     Rounding to FP8 before the journey or after it gives the same bits, on one rank and on many. Integers of 8 bits are
@@ -86,8 +88,8 @@ def _row_format(job: JobConfig, mesh: Mesh) -> RowFormat:
     """
     if job.model.dtype != "fp8":
         return RowFormat(job.model.dtype)
-    ops = Ops.select(job.cluster.backend, DTYPES["fp8"], eight_bit=True)
-    all_hold_fp8 = all(holds for (holds,) in mesh.agree([ops.holds_fp8("cpu")]))
+    ops = Ops.select(job.cluster.backend, DTYPES["fp8"], eight_bit=True, device=device)
+    all_hold_fp8 = all(holds for (holds,) in mesh.agree([ops.holds_fp8(device)]))
     return RowFormat("fp8" if all_hold_fp8 else "bfloat16")
 
 
@@ -103,7 +105,20 @@ def make_worker(
     page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
     # parcels under way take as much as the decode ranks' pages at most
     num_shares = around.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
-    budget = cluster.page_bytes or int(free_memory_bytes() * MEMORY_SHARE) // num_shares
+    host_share = int(free_memory_bytes() * MEMORY_SHARE) // num_shares
+    if cluster.page_bytes:
+        budget = cluster.page_bytes
+    elif model.device.type == "cuda":
+        budget = measured_room(
+            model,
+            prefill_tokens=cluster.prefill_tokens,
+            decode_requests=cluster.decode_requests,
+            largest_tokens=around.largest_tokens,
+            runs_prefill=place.runs_prefill,
+            runs_decode=place.runs_decode,
+        )
+    else:
+        budget = host_share
     # unset: no more than two full decode batches of the largest request, which leaves room for shared prefixes
     useful = (
         around.most_tokens
@@ -119,6 +134,8 @@ def make_worker(
     outbox = None
     if not place.runs_decode or place.group_size > 1:
         share = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
+        if model.device.type != "cpu":
+            share = min(share, host_share)  # parcels lie in the host's memory, of which there may be less
         outbox = Outbox(share, None if around.parcel_folder is None else around.parcel_folder / f"rank-{place.rank}")
 
     def open_store(pages: torch.Tensor) -> StoredPrefixes:
@@ -169,7 +186,10 @@ def _open_store(job: JobConfig, model: Transformer, pages: torch.Tensor, around:
 
 
 def _numerics(model: Transformer) -> str:
-    """What decides the bits of a latent beside model and dtype: processor, library and kernels."""
+    """What decides the bits of a latent beside model and dtype: processor or GPU, library and kernels."""
+    if model.device.type == "cuda":
+        gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
+        return f"{gpu}, torch {torch.__version__}, {model.kernels}"
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{_processor()} {instructions}, torch {torch.__version__}, {model.kernels}"
 

@@ -22,16 +22,21 @@ _MALLOC = (
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """How a rank process finds its controller and its cores; the token shows that it belongs there."""
+    """How a rank process finds its controller and its cores; the token shows that it belongs there.
+
+    place: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
+    """
 
     rank: int
     host: str
     port: int
     token: str
+    place: int = 0
 
     def variables(self, cores: list[int]) -> dict[str, str]:
         """As environment variables, which only the same user can read."""
         values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
+        values["PLACE"] = self.place
         values["CORES"] = ",".join(map(str, cores))
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
@@ -43,10 +48,11 @@ class RankEnvironment:
             ConfigError: it was started by hand.
         """
         try:
-            number, host, port, token = (os.environ[_PREFIX + name] for name in ("NUMBER", "HOST", "PORT", "TOKEN"))
+            names = ("NUMBER", "HOST", "PORT", "TOKEN", "PLACE")
+            number, host, port, token, place = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
-        return cls(int(number), host, int(port), token)
+        return cls(int(number), host, int(port), token, int(place))
 
     @staticmethod
     def take_cores() -> None:
@@ -65,7 +71,11 @@ class LocalRanks:
     """
 
     def __init__(self, ranks: range, host: str, port: int, token: str, *, one_host: bool) -> None:
-        self._environments = [RankEnvironment(rank, host, port, token) for rank in ranks]
+        # torchrun starts several of these on a host, with one rank each
+        first = int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._environments = [
+            RankEnvironment(rank, host, port, token, place) for place, rank in enumerate(ranks, first)
+        ]
         self.one_host = one_host
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -17,12 +17,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.channel import Channel, ChannelClosedError, Message
 from batchinfer.engine.channel_feed import ChannelFeed
+from batchinfer.engine.device import device_name, rank_device
 from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, load_model, make_worker
@@ -57,15 +56,15 @@ def main() -> NoReturn:
             "host": socket.gethostname(),
         }
     )
-    code = _run(channel, messages, environment.rank)
+    code = _run(channel, messages, environment)
     channel.close()
     _end(code)
 
 
-def _run(channel: Channel, messages: queue.Queue[Message], rank: int) -> int:
+def _run(channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, messages, rank)
+        feed = _work(channel, messages, environment)
         feed.send_experts()
         channel.send({"type": "bye"})
         return ExitCode.OK
@@ -80,7 +79,7 @@ def _run(channel: Channel, messages: queue.Queue[Message], rank: int) -> int:
         return ExitCode.INTERNAL
 
 
-def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> ChannelFeed:
+def _work(channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment) -> ChannelFeed:
     message = messages.get()
     store = None
     if message["type"] == "open_store":
@@ -89,7 +88,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
         message = messages.get()
     assert message["type"] == "join", message
     job = JobConfig.model_validate_json(message["job"])
-    place = rank_places(job.cluster)[rank]
+    place = rank_places(job.cluster)[environment.rank]
     if store is None and place.group_size > 1:
         store = find_store(message["store_host"], message["store_port"], job.cluster.collective_seconds)
     seat = Seat(
@@ -99,15 +98,15 @@ def _work(channel: Channel, messages: queue.Queue[Message], rank: int) -> Channe
         one_host=message["group_on_one_host"],
         timeout_s=job.cluster.collective_seconds,
     )
-    device = torch.device("cpu")
+    device = rank_device(job.cluster.backend, environment.place)
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
-    model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots))
+    model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots), device)
     if mesh.size == 1:
         warm_up(model, job.cluster.prefill_tokens)
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
-    channel.send({"type": "ready", "device": str(device), "exchange": mesh.kind, "moe_layers": moe_layers})
+    channel.send({"type": "ready", "device": device_name(device), "exchange": mesh.kind, "moe_layers": moe_layers})
 
     started = messages.get()
     if started["type"] == "leave":

@@ -14,6 +14,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.agreement import Agreed, Kind, Wish, agree
 from batchinfer.engine.batch import Chunk, prefill_step, sampling_rows, take_token
 from batchinfer.engine.decode import DecodeBatch, joined
+from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
 from batchinfer.engine.handover import AdoptionQueue, Outbox
 from batchinfer.engine.layout import RankPlace
@@ -29,6 +30,7 @@ from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, Span, SpanLog
 from batchinfer.records import Completion, ConfigError, RequestKey
+from batchinfer_kernels.transfer import wait_for
 
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 WAIT_S = 0.5  # a rank with nothing to do looks at its messages at once, at the other ranks this often
@@ -72,7 +74,9 @@ class RankWorker:
         self._place = place
         self._mesh = mesh or Mesh.alone()
         self._overlap = overlap
-        self._pages = model.new_pages(num_pages)
+        has_graphs = place.runs_decode and model.can_be_recorded
+        self._pages = model.new_pages(num_pages + has_graphs)  # the last one belongs to no request then
+        graphs = DecodeGraphs(model, self._pages, filler_page=num_pages) if has_graphs else None
         self._pool = PagePool(num_pages)
         self._stored = open_store(self._pages) if open_store is not None and place.runs_prefill else None
         self._queue = PrefillQueue(
@@ -83,7 +87,7 @@ class RankWorker:
             share_prefixes=share_prefixes,
             stored=self._stored,
         )
-        self._decode = DecodeBatch(tokenizer.eos_token_ids)
+        self._decode = DecodeBatch(tokenizer.eos_token_ids, graphs)
         self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
         self._outbox = outbox
         self._place_experts = place_experts
@@ -91,6 +95,7 @@ class RankWorker:
         self._prefill_tokens = prefill_tokens
         self._decode_requests = decode_requests
         self._num_steps = 0
+        self._num_expert_rows = model.num_expert_rows  # after the latest step
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if traced else Counter()
         self._between_steps = SpanLog()
         self._leave = False
@@ -234,12 +239,13 @@ class RankWorker:
 
     def _prefill(self, agreed: Agreed) -> tuple[StepReport, list[Handover]]:
         """One prefill step; returns its report, and the requests that another rank is to decode."""
-        start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
+        start_s, log = time.time(), SpanLog()
         # a rank may take part for the others' sake alone
         chunks, copies = self._queue.next_step(self._num_to_admit) if self._may_prefill else ([], {})
         computing_s = time.time()
         output, complete = self._run_prefill(chunks, copies, log, in_pairs=agreed.in_pairs)
         if self._stored is not None:
+            wait_for(self._model.device)
             self._stored.note_step(chunks, time.time() - computing_s)
         self._queue.end_step()
         if complete:
@@ -269,7 +275,6 @@ class RankWorker:
             start_s,
             output,
             log,
-            rows_before,
             num_requests=len(chunks),
             new_tokens=sum(chunk.end - chunk.start for chunk in chunks),
             # tokens found in memory are counted where the sequence's own prefill begins
@@ -302,7 +307,7 @@ class RankWorker:
         return self._model.forward_points(prefill_step(chunks, copies), self._pages, spans)
 
     def _decode_once(self, agreed: Agreed) -> StepReport:
-        start_s, log, rows_before = time.time(), SpanLog(), self._model.num_expert_rows
+        start_s, log = time.time(), SpanLog()
         count = self._decode.num_running
         step = self._decode.step(self._model, self._pages, log, in_pairs=agreed.in_pairs)
         completions = self._finish(step.finished, time.time())
@@ -311,7 +316,6 @@ class RankWorker:
             start_s,
             step.output,
             log,
-            rows_before,
             num_requests=count,
             new_tokens=count,
             cached_tokens=0,
@@ -320,10 +324,9 @@ class RankWorker:
         )
         return StepReport(record, completions, spans=self._traced(log, "decode"))
 
-    def _record(
-        self, agreed: Agreed, start_s: float, output: StepOutput, log: SpanLog, rows_before: int, **counts: int
-    ) -> StepRecord:
+    def _record(self, agreed: Agreed, start_s: float, output: StepOutput, log: SpanLog, **counts: int) -> StepRecord:
         kind = agreed.kind.value
+        rows_before, self._num_expert_rows = self._num_expert_rows, self._model.num_expert_rows
         self.expert_tokens[kind] += output.expert_counts.cpu().numpy()
         self._num_steps += 1
         return StepRecord(
@@ -333,7 +336,7 @@ class RankWorker:
             duration_s=time.time() - start_s,
             pages_used=self._pool.num_used,
             micro_batches=2 if agreed.in_pairs else 1,
-            expert_rows=self._model.num_expert_rows - rows_before,
+            expert_rows=self._num_expert_rows - rows_before,
             comm_s=log.communication_s() if self._mesh.size > 1 else 0.0,
             hidden_comm_s=log.hidden_communication_s() if self._mesh.size > 1 else 0.0,
             **counts,

@@ -7,6 +7,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from batchinfer_kernels.transfer import to_host
+
 
 def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int) -> np.ndarray:
     """Copy pages out of the pool.
@@ -21,7 +23,7 @@ def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int)
     content = torch.empty((len(page_ids), pages.shape[0], *pages.shape[2:]), dtype=pages.dtype, device=pages.device)
     for place, page in enumerate(page_ids):
         content[place].copy_(pages[:, page])
-    return content.cpu().view(torch.uint8).numpy().reshape(num_blocks, -1)
+    return to_host(content)[0].view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
 def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int], *, skip_pages: int = 0) -> None:

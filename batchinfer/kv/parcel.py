@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.records import PeerLostError
+from batchinfer_kernels.transfer import host_buffer, put_pages, take_pages
 
 _LENGTH = struct.Struct("=q")
 
@@ -56,7 +57,7 @@ def pack_parcel(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) 
     Raises:
         OSError: no room.
     """
-    content = pages[:, torch.tensor(page_ids, device=pages.device)].transpose(0, 1).contiguous().cpu()
+    content = take_pages(pages, page_ids)
     header = json.dumps({"shape": list(content.shape), "dtype": str(pages.dtype)}).encode()
     if file is None:
         descriptor = os.memfd_create("batchinfer-kv")
@@ -90,12 +91,10 @@ def unpack_parcel(path: str, pages: torch.Tensor, page_ids: list[int], *, first_
                 raise PeerLostError(f"the KV parcel {path} holds {header}, not {shape} of {pages.dtype}")
             num_bytes = parcel_bytes(pages, 1)
             source.seek(first_page * num_bytes, os.SEEK_CUR)
-            content = bytearray((len(page_ids) - first_page) * num_bytes)
-            if source.readinto(content) != len(content):
+            content = host_buffer((len(page_ids) - first_page) * num_bytes, pages.device)
+            if source.readinto(content.numpy().data) != len(content):
                 raise PeerLostError(f"the KV parcel {path} is cut short")
     except (OSError, ValueError, struct.error) as error:
         raise PeerLostError(f"cannot read the KV parcel {path}: {error}") from None
-    if content:
-        values = torch.frombuffer(content, dtype=pages.dtype).view(len(page_ids) - first_page, *shape[1:])
-        ids = torch.tensor(page_ids[first_page:], device=pages.device)
-        pages[:, ids] = values.transpose(0, 1).to(pages.device)
+    if len(content):
+        put_pages(pages, page_ids[first_page:], content.view(pages.dtype).view(-1, *shape[1:]))

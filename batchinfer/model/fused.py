@@ -29,7 +29,6 @@ from batchinfer_kernels.cpu.packed import Packed, PackedRouter
 class FusedAttention:
     """As mla.Attention, with one call for each of its two steps."""
 
-    config: ModelConfig
     kernel: Any
 
     def project(
@@ -69,8 +68,11 @@ class FusedMixture(MoeMlp):
         self._kernel = kernel
         self._stays_here = isinstance(dispatcher, LocalDispatcher) and dispatcher.row_format is None
 
-    def route(self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
+    def route(
+        self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
+    ) -> Routing:
         """See MoeMlp."""
+        assert is_counted_T is None, "on a CPU no batch is filled up"
         x_TD, ids_TK, weights_TK, counts_E = self._kernel.route(hidden_TD)
         expert_counts_E.copy_(counts_E)
         return Routing(x_TD, ids_TK, weights_TK)
@@ -120,7 +122,7 @@ def attention_of(
             out=out,
         )
         if kernel is not None:
-            return FusedAttention(config, kernel)
+            return FusedAttention(kernel)
     return Attention(ops, config, weights, norm_D)
 
 

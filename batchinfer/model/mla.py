@@ -51,6 +51,7 @@ class AttentionStep:
         None  # [N] int64 slots: prompts that branch inside a page take the common part over
     )
     copy_to: torch.Tensor | None = None
+    is_counted: torch.Tensor | None = None  # [T] int64, 0 for rows that only fill a batch up; None: all are counted
     schedule: dict[str, Any] = field(default_factory=dict)  # what decode attention keeps from one layer to the next
 
     @property

@@ -66,8 +66,10 @@ class MoeMlp:
         self.weights = weights
         self.norm_D = norm_D
         self.dispatcher = dispatcher
-        self.num_local_rows = 0  # (token, expert) rows computed so far, those counted on a device not among them
-        self._num_masked_rows: torch.Tensor | None = None  # not yet in num_local_rows
+        self.num_local_rows = 0  # (token, expert) rows computed so far, those counted on the device not among them
+        # [] int64 of rows whose number only the device knows, or that a captured graph computes: its memory stays
+        self.num_device_rows = torch.zeros((), dtype=torch.int64, device=norm_D.device)
+        self.counts_on_device = norm_D.device.type != "cpu"
 
     def points(
         self,
@@ -108,11 +110,14 @@ class MoeMlp:
         routed_TD = spans.receive("COMBINE", future)
         return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
 
-    def route(self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor) -> Routing:
+    def route(
+        self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
+    ) -> Routing:
         """Norm the stream and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
             expert_counts_E: [E] int64, receives how many of these tokens each expert got.
+            is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
         """
         x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
@@ -126,29 +131,28 @@ class MoeMlp:
             normalize=self.config.norm_topk_prob,
             scale=self.config.routed_scaling_factor,
         )
-        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts))
+        counted_M = None if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
+        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts, counted_M))
         return Routing(x_TD, ids_TK, weights_TK)
 
     @property
     def num_expert_rows(self) -> int:
         """(token, expert) rows computed so far."""
-        if self._num_masked_rows is not None:
-            self.num_local_rows += int(self._num_masked_rows)
-            self._num_masked_rows = None
-        return self.num_local_rows
+        return self.num_local_rows + (int(self.num_device_rows) if self.counts_on_device else 0)
 
     def _routed_experts(self, received: ExpertInput) -> torch.Tensor:
         """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
         x, weights, scales = received.x, self.weights, received.scales
-        if received.layout == "contiguous":
+        # adding up on the device, and reading the sum when somebody asks (after the step), does not make the host wait
+        self.counts_on_device |= received.layout == "masked"
+        if self.counts_on_device:
+            self.num_device_rows += received.num_rows_E.sum()
+        else:
             self.num_local_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
+        if received.layout == "contiguous":
             return self.ops.grouped_mlp(
                 x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M, scales=scales
             )
-        # only the device knows how many rows are filled; adding them up there, and reading the sum when somebody asks
-        # (after the step), does not make the host wait here
-        num_rows = received.num_rows_E.sum()
-        self._num_masked_rows = num_rows if self._num_masked_rows is None else self._num_masked_rows + num_rows
         return self.ops.masked_mlp(
             x,
             received.num_rows_E,

@@ -39,19 +39,31 @@ class Ops:
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property
+    def reads_on_host(self) -> bool:
+        """Whether an operation of a decode step waits for values of the device: a CUDA graph cannot hold it then."""
+        return backend.reads_on_host(self.grouped_mlp) or backend.reads_on_host(self.masked_mlp)
+
+    @property
     def names(self) -> str:
         """Where the implementations come from: those that give the same bits have the same names."""
         return " ".join(sorted({backend.origin(getattr(self, name)) for name in _op_names()}))
 
     @classmethod
-    def select(cls, choice: str = backend.AUTO, dtype: torch.dtype | None = None, *, eight_bit: bool = False) -> Ops:
-        """The best implementation that runs here ("auto"), or the one named for all operations.
+    def select(
+        cls,
+        choice: str = backend.AUTO,
+        dtype: torch.dtype | None = None,
+        *,
+        eight_bit: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Ops:
+        """The best implementation for tensors of this device ("auto"), or the one named for all operations.
 
         Raises:
-            ModelError: the named one does not exist or cannot run here, with its reason.
+            ModelError: the named one does not exist or cannot run there, with its reason.
         """
         try:
-            chosen = {name: backend.select(name, choice, dtype) for name in _op_names()}
+            chosen = {name: backend.select(name, choice, dtype, device) for name in _op_names()}
         except backend.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
         return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)

@@ -10,6 +10,7 @@ import torch
 
 from batchinfer.records import Sampling
 from batchinfer_kernels import reference_rows
+from batchinfer_kernels.transfer import in_one_copy, to_host
 
 # S rows of logits, V vocabulary
 
@@ -82,21 +83,23 @@ def sample(
         positions: [S] index of the new token in its output, from 0.
         argmax: gives the largest logit of each row, the first among equals, and whether the row is finite.
     """
-    tokens, is_finite = (values.numpy() for values in argmax(logits_SV))
+    tokens, is_finite = (values.numpy() for values in to_host(*argmax(logits_SV)))
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
         chosen = rows.take(drawn)
         probs = filtered_probs(
-            logits_SV[torch.from_numpy(drawn)], chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
+            logits_SV[_on(drawn, logits_SV)], chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
         )
-        tokens[drawn] = _draw(probs, torch.from_numpy(uniforms(chosen.key, np.asarray(positions)[drawn]))).numpy()
+        uniform_S = _on(uniforms(chosen.key, np.asarray(positions)[drawn]), logits_SV)
+        tokens[drawn] = to_host(_draw(probs, uniform_S))[0].numpy()
     num_logprobs = int(rows.num_logprobs.max(initial=-1))
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
     logprobs_SV = torch.log_softmax(logits_SV.double(), dim=-1)
     top = torch.topk(logprobs_SV, min(num_logprobs, logprobs_SV.shape[-1]), dim=-1)
-    of_tokens = logprobs_SV.gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
-    return Sampled(tokens, is_finite, of_tokens.tolist(), top.indices.tolist(), top.values.tolist())
+    of_tokens = logprobs_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0]
+    lists = (values.tolist() for values in to_host(of_tokens, top.indices, top.values))
+    return Sampled(tokens, is_finite, *lists)
 
 
 def filtered_probs(
@@ -111,13 +114,13 @@ def filtered_probs(
     Args:
         logits_SV: [S, V]; all parameters [S], temperature > 0.
     """
-    temperature_S, top_k_S, top_p_S, min_p_S = map(torch.from_numpy, (temperature, top_k, top_p, min_p))
+    temperature_S, top_k_S, top_p_S, min_p_S = _on(np.stack([temperature, top_k, top_p, min_p]), logits_SV)
     # the largest logit is taken off first, so that no temperature, however small, makes infinity out of it
     below_best = logits_SV.double() - logits_SV.double().amax(dim=-1, keepdim=True)
     probs = torch.softmax(below_best / temperature_S[:, None], dim=-1)
     if (top_k > 0).any() or (top_p < 1).any():
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        rank = torch.arange(probs.shape[-1])
+        rank = torch.arange(probs.shape[-1], device=probs.device)
         limit = torch.where(top_k_S > 0, top_k_S, probs.shape[-1])
         ordered = ordered * (rank < limit[:, None])
         before = torch.cumsum(ordered, dim=-1) - ordered
@@ -137,6 +140,12 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
         state = (state ^ (state >> np.uint64(27))) * _MIX_2
         state ^= state >> np.uint64(31)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """The values on the device of `like`; on the CPU they share their memory."""
+    tensor = torch.from_numpy(values)
+    return tensor if like.is_cpu else in_one_copy([tensor], like.device)[0]
 
 
 def _draw(probs_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:

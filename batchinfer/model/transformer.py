@@ -19,6 +19,7 @@ from batchinfer.model.fused import FusedAttention, attention_of, mixture_of
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
+from batchinfer.model.step import StepInput, StepTensors
 from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.overlap import run_to_end
@@ -30,24 +31,6 @@ from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One step: prefill chunks (`prefill`), or the next tokens of many requests (`page_table` and `kv_tokens` given).
-
-    A rank without work takes part with no tokens. All tensors are on the model's device.
-    """
-
-    tokens: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64, page id * 64 + offset: where this token's latent goes, all different
-    logit_rows: torch.Tensor  # [S] int64, rows whose logits are wanted; may be empty
-    prefill: tuple[PrefillSpan, ...] = ()  # covers all rows in order
-    page_table: torch.Tensor | None = None  # [B, P] int64, pages of each request in order; padding: any valid page
-    kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
-    copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
-    copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +90,7 @@ class DecoderLayer:
             yield Point.QUERIES
             with spans.compute("ATTN-1"):
                 hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
-                routing = self.mlp.route(hidden_TD, expert_counts_E)
+                routing = self.mlp.route(hidden_TD, expert_counts_E, step.is_counted)
             return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=Point.DISPATCH))
         with spans.compute("ATTN"):
             hidden_TD = self._attended(hidden_TD, step, pages, wanted)
@@ -169,7 +152,7 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit)
+        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             # a row is rounded once, not once per expert
@@ -211,7 +194,18 @@ class Transformer:
 
     def forward(self, step: StepInput, pages: torch.Tensor) -> StepOutput:
         """Run one step to its end; `pages` (from `new_pages`) get the latents of its tokens."""
-        return run_to_end(self.forward_points(step, pages))
+        return self.run(StepTensors.of(step, self.device), pages)
+
+    def run(self, step: StepTensors, pages: torch.Tensor) -> StepOutput:
+        """As `forward`; the step is on the device already, where nothing but these tensors decides what happens."""
+        return run_to_end(self.points(step, pages))
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a CUDA graph can hold a decode step: on a GPU, with nothing in it that the host has to look at."""
+        dispatchers = [layer.mlp.dispatcher for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
+        stays_here = all(isinstance(dispatcher, LocalDispatcher) for dispatcher in dispatchers)
+        return self.device.type == "cuda" and stays_here and not self._ops.reads_on_host
 
     def forward_points(
         self, step: StepInput, pages: torch.Tensor, spans: MicroBatchSpans | None = None
@@ -221,14 +215,19 @@ class Transformer:
         Args:
             spans: receives what was done when.
         """
+        return (yield from self.points(StepTensors.of(step, self.device), pages, spans))
+
+    def points(
+        self, step: StepTensors, pages: torch.Tensor, spans: MicroBatchSpans | None = None
+    ) -> Generator[Point, None, StepOutput]:
+        """See `forward_points`; the step is on the device already."""
         config = self.config
         spans = spans or MicroBatchSpans(SpanLog())
-        assert not step.prefill or step.page_table is None, "a step is either prefill or decode"
         attention_step = self._attention_step(step)
         expert_counts = torch.zeros(self.num_moe_layers, config.n_routed_experts, dtype=torch.int64, device=self.device)
         rows_of_counts = iter(expert_counts)
         hidden_TD = self.weights.embedding[step.tokens]
-        wanted = None if attention_step.is_decode else _wanted_rows(step.logit_rows, attention_step)
+        wanted = None if step.chunk_of_row is None else _wanted_rows(step.logit_rows, step.chunk_of_row, attention_step)
         for layer, layer_pages in zip(self._layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self._layers[-1] else None
@@ -242,7 +241,10 @@ class Transformer:
     @property
     def num_expert_rows(self) -> int:
         """(token, expert) rows that this rank's experts have computed so far."""
-        return sum(layer.mlp.num_expert_rows for layer in self._layers if isinstance(layer.mlp, MoeMlp))
+        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
+        on_device = [mlp.num_device_rows for mlp in mixtures if mlp.counts_on_device]
+        of_device = int(torch.stack(on_device).sum()) if on_device else 0
+        return of_device + sum(mlp.num_local_rows for mlp in mixtures)
 
     def _build_layer(self, layer: int) -> DecoderLayer:
         weights = self.weights.layers[layer]
@@ -253,32 +255,26 @@ class Transformer:
             mlp = DenseMlp(self._ops, self.config, weights.mlp, weights.mlp_norm)
         return DecoderLayer(attention_of(self._ops, self.config, weights.attention, weights.input_norm), mlp)
 
-    def _attention_step(self, step: StepInput) -> AttentionStep:
-        """The parts of a step that attention uses, with the rotary angles all layers share."""
+    def _attention_step(self, step: StepTensors) -> AttentionStep:
+        """The parts of a step that layers use, with the rotary angles all of them share."""
         cos, sin = rope_cos_sin(step.positions, self._frequencies, self.config.rope)
-        page_table, kv_tokens, chunk_tokens = step.page_table, step.kv_tokens, None
-        if page_table is None:
-            page_table = _padded([span.page_ids for span in step.prefill])
-            kv_tokens = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
-            chunk_tokens = torch.tensor([span.num_tokens for span in step.prefill], dtype=torch.int64)
         return AttentionStep(
             cos,
             sin,
             step.positions,
             step.slots,
-            page_table.contiguous(),  # once for all layers
-            kv_tokens,
-            chunk_tokens,
+            step.page_table,
+            step.kv_tokens,
+            step.chunk_tokens,
             step.copy_from,
             step.copy_to,
+            step.is_counted,
         )
 
 
-def _wanted_rows(rows_S: torch.Tensor, step: AttentionStep) -> WantedRows:
+def _wanted_rows(rows_S: torch.Tensor, chunk_of_row_S: torch.Tensor, step: AttentionStep) -> WantedRows:
     """The part of a prefill step that its last layer has to finish."""
-    assert step.chunk_tokens is not None
     assert step.page_table is not None
-    chunks_S = torch.searchsorted(step.chunk_tokens.cumsum(0), rows_S.to(step.chunk_tokens.device), right=True)
     positions_S = step.positions[rows_S]
     own_step = replace(
         step,
@@ -286,7 +282,7 @@ def _wanted_rows(rows_S: torch.Tensor, step: AttentionStep) -> WantedRows:
         sin=step.sin[rows_S],
         positions=positions_S,
         slots=step.slots[rows_S],
-        page_table=step.page_table[chunks_S],
+        page_table=step.page_table[chunk_of_row_S],
         kv_tokens=positions_S + 1,
         chunk_tokens=None,
     )
@@ -303,11 +299,3 @@ def _fitting(backend: str, config: ModelConfig) -> str:
             f"{config.kv_lora_rank}. Use backend 'auto'."
         )
     return "reference" if backend == AUTO else backend
-
-
-def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
-    """[B, P] int64: page ids as rows of one table, zeros behind them."""
-    table = torch.zeros(len(page_ids), max((len(ids) for ids in page_ids), default=0), dtype=torch.int64)
-    for row, ids in zip(table, page_ids, strict=True):
-        row[: len(ids)] = ids
-    return table

@@ -108,7 +108,7 @@ def load_weights(
 
     Args:
         dtype: of everything but the router, which stays float32.
-        ops: the operations to pack the weights for; None leaves them as they are.
+        ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
         expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
             stand there twice); None for all of them.
 

@@ -17,6 +17,7 @@ from batchinfer.parallel.dispatch import ExpertInput, sort_by_expert, sum_per_to
 from batchinfer.parallel.exchange import Exchange, PendingRows
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer_kernels.transfer import in_one_copy
 
 
 @dataclass(slots=True)
@@ -38,7 +39,9 @@ class AllToAllHandle:
         parts = [rows.split(sizes) for rows, sizes in zip(received.rows, self.sizes, strict=True)]
         rows_NB = torch.cat([part for slot_parts in zip(*parts, strict=True) for part in slot_parts])
         x_ND, scales = self.row_format.unpack(rows_NB, self.num_values)
-        num_rows_S = torch.tensor([sum(sizes) for sizes in zip(*self.sizes, strict=True)], device=x_ND.device)
+        num_rows_S = torch.tensor([sum(sizes) for sizes in zip(*self.sizes, strict=True)])
+        if not x_ND.is_cpu:
+            (num_rows_S,) = in_one_copy([num_rows_S], x_ND.device)
         return ExpertInput(x_ND, scales, "contiguous", num_rows_S)
 
 
@@ -85,10 +88,11 @@ class AllToAllDispatcher:
         placement, num_values = self._placement, x.shape[1]
         slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank)
         order_M, place_M, num_rows_S = sort_by_expert(slot_M, placement.num_slots, x.dtype)
-        counts = num_rows_S.view(placement.num_ranks, -1).tolist()
+        counts = num_rows_S.view(placement.num_ranks, -1)
         rows = self._exchange.buffer(len(order_M), self._row_format.row_bytes(num_values))
         torch.index_select(self._row_format.pack(x), 0, order_M // topk_ids.shape[1], out=rows)
-        return AllToAllHandle(self._exchange.start(rows, counts), self._row_format, num_values, place_M, topk_weights)
+        pending = self._exchange.start(rows, counts if rows.is_cuda else counts.tolist())
+        return AllToAllHandle(pending, self._row_format, num_values, place_M, topk_weights)
 
     def combine(self, y: torch.Tensor, handle: AllToAllHandle) -> AllToAllFuture:
         """Start sending each result back to the rank it came from."""

@@ -154,7 +154,7 @@ def sort_by_expert(
     expert_M: torch.Tensor, num_experts: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, k) entries: the entry behind each row [M], the row of each entry [M], rows per expert [E]."""
-    return backend.select("sort_by_expert", dtype=dtype).run(expert_M, num_experts)
+    return backend.select("sort_by_expert", dtype=dtype, device=expert_M.device).run(expert_M, num_experts)
 
 
 def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -163,12 +163,17 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
     Args:
         place_M: the sorted row of each (token, k) entry.
     """
-    return backend.select("sum_per_token", dtype=sorted_MD.dtype).run(sorted_MD, place_M, weights_TK)
+    run = backend.select("sum_per_token", dtype=sorted_MD.dtype, device=sorted_MD.device).run
+    return run(sorted_MD, place_M, weights_TK)
 
 
-def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it)."""
-    if expert_M.device.type == "cpu":
+def count_rows(expert_M: torch.Tensor, num_experts: int, counted_M: torch.Tensor | None = None) -> torch.Tensor:
+    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it).
+
+    Args:
+        counted_M: [M] int64, what each entry counts; None: 1.
+    """
+    if expert_M.device.type == "cpu" and counted_M is None:
         return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)
-    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))
+    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M) if counted_M is None else counted_M)

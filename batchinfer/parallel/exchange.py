@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from batchinfer.parallel.streams import TravelStream
 from batchinfer.records import PeerLostError
 
+Counts = list[list[int]] | torch.Tensor
 MAX_UNDER_WAY = 2
 
 
@@ -29,12 +31,12 @@ class ReceivedRows:
 
     rows: per rank [its rows, row bytes] uint8.
     counts: per rank the C counts it sent along for this rank.
-    arrived_s: Unix time when the last row was here.
+    arrived_s: Unix time when the last row was here; None on a GPU, which works on while the host goes ahead.
     """
 
     rows: list[torch.Tensor]
     counts: list[list[int]]
-    arrived_s: float
+    arrived_s: float | None
 
 
 class PendingRows(Protocol):
@@ -59,12 +61,13 @@ class Exchange(Protocol):
         """[num_rows, row_bytes] uint8 to be filled and given to the next `start`."""
         ...
 
-    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> PendingRows:
+    def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """Start sending.
 
         Args:
             rows: [M, row bytes] from `buffer`, those for rank 0 first.
-            counts: for each of the R ranks C >= 1 counts that add up to its rows; the same C on all ranks.
+            counts: for each of the R ranks C >= 1 counts that add up to its rows; the same C on all ranks. Rows on a
+                GPU may come with a tensor [R, C] int64 there, which this call does not wait for.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -79,6 +82,8 @@ class Exchange(Protocol):
 class DistributedExchange:
     """Over a process group of torch.distributed, by a thread of its own: counts first, then the rows.
 
+    On a GPU that thread has a stream of its own, too: the caller's goes on computing while rows travel.
+
     Args:
         group: its size, rank and deadline count; gloo for CPU tensors, NCCL for GPU tensors.
         device: where rows live.
@@ -88,6 +93,7 @@ class DistributedExchange:
         self.rank, self.size = group.rank(), group.size()
         self._group = group
         self._device = torch.device(device)
+        self._stream = TravelStream(self._device) if self._device.type == "cuda" else None
         # one thread keeps the collectives in order, as they must be
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
 
@@ -95,23 +101,33 @@ class DistributedExchange:
         """See Exchange."""
         return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=self._device)
 
-    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> _FutureRows:
+    def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
-        return _FutureRows(self._lane.submit(self._all_to_all, rows, counts))
+        if self._stream is None:
+            return _FutureRows(self._lane.submit(self._all_to_all, rows, counts))
+        ready = self._stream.depart([rows, counts] if isinstance(counts, torch.Tensor) else [rows])
+        return _StreamedRows(self._lane.submit(self._travel, self._stream, ready, rows, counts), self._stream)
 
     def close(self) -> None:
         """See Exchange; does not wait for a collective that is stuck."""
         self._lane.shutdown(wait=False, cancel_futures=True)
 
-    def _all_to_all(self, rows: torch.Tensor, counts: list[list[int]]) -> ReceivedRows:
+    def _travel(
+        self, stream: TravelStream, ready: torch.cuda.Event, rows: torch.Tensor, counts: Counts
+    ) -> tuple[ReceivedRows, torch.cuda.Event]:
+        with stream.travelling(ready):
+            received = self._all_to_all(rows, counts)
+            return replace(received, arrived_s=None), stream.arrived()
+
+    def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
         try:
-            sent_RC = torch.tensor(counts, dtype=torch.int64, device=self._device)
+            sent_RC = torch.as_tensor(counts, dtype=torch.int64, device=self._device)
             received_RC = torch.empty_like(sent_RC)
             dist.all_to_all_single(received_RC, sent_RC, group=self._group)
-            received_counts = received_RC.tolist()
+            sent_counts, received_counts = torch.stack([sent_RC, received_RC]).tolist()
             sizes = [sum(count) for count in received_counts]
             received = torch.empty(sum(sizes), rows.shape[1], dtype=torch.uint8, device=self._device)
-            dist.all_to_all_single(received, rows, sizes, [sum(count) for count in counts], group=self._group)
+            dist.all_to_all_single(received, rows, sizes, [sum(count) for count in sent_counts], group=self._group)
         except RuntimeError as error:
             raise PeerLostError(f"the exchange between ranks failed: {(str(error).splitlines() or [''])[0]}") from error
         return ReceivedRows(list(received.split(sizes)), received_counts, time.time())
@@ -123,3 +139,16 @@ class _FutureRows:
 
     def wait(self) -> ReceivedRows:
         return self.future.result()
+
+
+@dataclass(slots=True)
+class _StreamedRows:
+    """Rows that are complete on the computing stream once it has passed `wait`; the host waits for counts alone."""
+
+    future: Future[tuple[ReceivedRows, torch.cuda.Event]] = field(repr=False)
+    stream: TravelStream
+
+    def wait(self) -> ReceivedRows:
+        received, arrived = self.future.result()
+        self.stream.arrive(received.rows, arrived)
+        return received

@@ -59,6 +59,7 @@ class Mesh:
         size: int,
         exchange: Exchange | None,
         *,
+        agreements: Exchange | None = None,
         kind: str = "local",
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
@@ -67,6 +68,7 @@ class Mesh:
         self.size = size
         self.kind = kind
         self._exchange = exchange
+        self._agreements = agreements or exchange  # on the host: agreeing never waits for a GPU
         self._group = group
         self._device = torch.device(device)
 
@@ -103,7 +105,8 @@ class Mesh:
         assert group is not None
         rows_device = device if kind == "nccl" else torch.device("cpu")
         exchange = DistributedExchange(group, rows_device)
-        return cls(seat.rank, seat.size, exchange, kind=kind, group=group, device=device)
+        agreements = DistributedExchange(group) if rows_device.type == "cuda" else exchange
+        return cls(seat.rank, seat.size, exchange, agreements=agreements, kind=kind, group=group, device=device)
 
     def agree(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank; each rank gives the same number of them.
@@ -111,11 +114,11 @@ class Mesh:
         Raises:
             PeerLostError: a rank has ended or did not answer.
         """
-        if self._exchange is None:
+        if self._agreements is None:
             return [list(values)]
-        rows = self._exchange.buffer(self.size, 8 * len(values))
+        rows = self._agreements.buffer(self.size, 8 * len(values))
         rows.view(torch.int64)[:] = torch.tensor(list(values))
-        received = self._exchange.start(rows, [[1]] * self.size).wait()
+        received = self._agreements.start(rows, [[1]] * self.size).wait()
         return [row.view(torch.int64)[0].tolist() for row in received.rows]
 
     def dispatchers(
@@ -145,6 +148,8 @@ class Mesh:
         """Leave the group."""
         if self._exchange is not None:
             self._exchange.close()
+        if self._agreements is not None and self._agreements is not self._exchange:
+            self._agreements.close()
 
 
 def explain_exchanges() -> dict[str, str | None]:
@@ -168,6 +173,11 @@ def _choose(seat: Seat, device: torch.device) -> str:
     if seat.exchange == "shared" and not can_share:
         raise ConfigError(
             "cluster.exchange is 'shared', but the ranks are on several hosts (or not on Linux); use 'auto'"
+        )
+    if seat.exchange in ("shared", "gloo") and device.type == "cuda":
+        raise ConfigError(
+            f"cluster.exchange is {seat.exchange!r}, which moves rows between CPUs, but the ranks compute on GPUs; use "
+            "'auto', or set cluster.backend to 'cpu' or 'reference'"
         )
     if seat.exchange in ("nccl", *deepep.KINDS) and device.type != "cuda":
         raise ConfigError(f"cluster.exchange is {seat.exchange!r}, which needs GPUs, but there is none; use 'auto'")

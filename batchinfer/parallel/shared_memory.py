@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from batchinfer.parallel.exchange import MAX_UNDER_WAY, ReceivedRows
+from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, ReceivedRows
 from batchinfer.records import PeerLostError
 
 # sequence number, sender's Unix time in ns, region bytes, offset of the first row, row bytes, number of counts
@@ -102,8 +102,9 @@ class SharedMemoryExchange:
             _replace(region, max(_SMALLEST_REGION, 2 * num_rows * row_bytes))
         return region.view(0, num_rows, row_bytes)
 
-    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> _SharedRows:
+    def start(self, rows: torch.Tensor, counts: Counts) -> _SharedRows:
         """See Exchange."""
+        assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel through shared memory"
         sequence, row_bytes = self._sequence, rows.shape[1]
         region = self._own[sequence % _NUM_REGIONS]
         self._sequence += 1

@@ -1,9 +1,9 @@
 """Which implementation of an operation runs here, and why; asked by the model when it is built and by `doctor`.
 
 Each operation lists its candidates from the fastest to the plainest. A probe returns None where the candidate can
-run, else the reason why it cannot. "auto" takes the first that can, less those made for another dtype. A choice made by
-name never falls back where the operation has a candidate of that name; operations that have none (no C++ version was
-written, say) do what "auto" does.
+run, else the reason why it cannot. "auto" takes the first that can, less those made for another dtype or device. A
+choice made by name never falls back where the operation has a candidate of that name; operations that have none (no C++
+version was written, say) do what "auto" does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe as triton_probe
 
 AUTO = "auto"
+CPU = "cpu"  # a type of devices, and the name of the C++ candidates
+GPU = "cuda"
+Device = torch.device | str
 
 
 class BackendError(RuntimeError):
@@ -36,6 +39,7 @@ class Candidate:
 
     `dtype` is the only one that it is made for: "auto" passes it over, and does not probe it, for others.
     `probe_auto` says why "auto" passes it over although it can run.
+    `device_types` are those of the devices whose tensors it takes; None: any.
     """
 
     op: str
@@ -44,10 +48,20 @@ class Candidate:
     probe: Callable[[], str | None]
     dtype: torch.dtype | None = None
     probe_auto: Callable[[], str | None] = _always
+    device_types: Callable[[], tuple[str, ...]] | None = None
 
-    def why_not_auto(self) -> str | None:
-        """Why "auto" does not take it, or None."""
-        return self.probe() or self.probe_auto()
+    def takes(self, device: Device) -> bool:
+        """Whether tensors of this device are for it."""
+        return self.device_types is None or torch.device(device).type in self.device_types()
+
+    def why_not(self, device: Device) -> str | None:
+        """Why it cannot run for tensors of this device, or None."""
+        reason = self.probe()
+        if reason is None and not self.takes(device):
+            reason = (
+                f"it is for {'GPUs' if self.name != CPU else 'the CPU'}, not for {torch.device(device).type} tensors"
+            )
+        return reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +80,16 @@ def _candidates(function: Callable, faster: tuple[Candidate, ...]) -> tuple[Cand
     return (*(candidate for candidate in faster if candidate.op == op), plain)
 
 
+def _on_gpu() -> tuple[str, ...]:
+    return (GPU,)
+
+
+def _on_cpu() -> tuple[str, ...]:
+    return (CPU,)
+
+
 _HOPPER = tuple(
-    Candidate(function.__name__, hopper.NAME, function, probe, dtype=torch.bfloat16)
+    Candidate(function.__name__, hopper.NAME, function, probe, dtype=torch.bfloat16, device_types=_on_gpu)
     for function, probe in (
         (hopper.linear, hopper_libraries.why_not_deep_gemm),
         (hopper.grouped_mlp, hopper_libraries.why_not_deep_gemm),
@@ -84,6 +106,7 @@ _TRITON = tuple(
         triton_probe.why_not,
         dtype=torch.bfloat16,
         probe_auto=triton_probe.why_not_auto,
+        device_types=triton_probe.device_types,
     )
     for function in (
         triton_ops.pack,
@@ -105,13 +128,20 @@ _TRITON = tuple(
         triton_ops.mla_decode,
     )
 ) + tuple(
-    Candidate(function.__name__, "triton", function, triton_probe.why_not, probe_auto=triton_probe.why_not_auto)
+    Candidate(
+        function.__name__,
+        "triton",
+        function,
+        triton_probe.why_not,
+        probe_auto=triton_probe.why_not_auto,
+        device_types=triton_probe.device_types,
+    )
     for function in (triton_ops.quantize_fp8_block, triton_ops.dequantize_fp8_block)
 )
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
-    Candidate(function.__name__, "cpu", function, cpu_build.why_not, dtype=torch.bfloat16)
+    Candidate(function.__name__, CPU, function, cpu_build.why_not, dtype=torch.bfloat16, device_types=_on_cpu)
     for function in (
         cpu_ops.pack,
         cpu_ops.pack_router,
@@ -165,39 +195,51 @@ def ops() -> tuple[str, ...]:
     return tuple(_CANDIDATES)
 
 
-def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None) -> Candidate:
+def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None, device: Device = CPU) -> Candidate:
     """The candidate of `op` to use: the first that can run ("auto"), or the one named.
 
     A name that other operations know and this one does not is as good as "auto" here.
 
     Args:
         dtype: of the model; without it "auto" takes what is good for any.
+        device: of the model; "auto" neither takes nor probes what is made for others.
 
     Raises:
-        BackendError: no such operation or candidate, or the named one cannot run here (with its reason).
+        BackendError: no such operation or candidate, or the named one cannot run here or there (with its reason).
     """
     if op not in _CANDIDATES:
         raise BackendError(f"there is no operation {op!r}; known are {', '.join(_CANDIDATES)}.")
     listed = _CANDIDATES[op]
     for candidate in listed:
         if candidate.name == choice:
-            reason = candidate.probe()
+            reason = candidate.why_not(device)
             if reason is not None:
                 raise BackendError(f"{op}: {choice} cannot run here: {reason}.")
             return candidate
     if choice != AUTO and choice not in _all_names():
         names = ", ".join([AUTO, *(candidate.name for candidate in listed)])
         raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
-    fitting = (candidate for candidate in listed if candidate.dtype in (None, dtype))
-    return next(candidate for candidate in fitting if candidate.why_not_auto() is None)
+    return _first(listed, dtype, device)
 
 
-def behind(op: str, name: str, dtype: torch.dtype) -> Candidate:
+def behind(op: str, name: str, dtype: torch.dtype, device: Device = CPU) -> Candidate:
     """The first candidate of `op` after the one named that can run: where that one's operations send what it lacks."""
     listed = _CANDIDATES[op]
-    first = next(place for place, candidate in enumerate(listed) if candidate.name == name) + 1
-    fitting = (candidate for candidate in listed[first:] if candidate.dtype in (None, dtype))
-    return next(candidate for candidate in fitting if candidate.why_not_auto() is None)
+    place = next(place for place, candidate in enumerate(listed) if candidate.name == name)
+    return _first(listed[place + 1 :], dtype, device)
+
+
+def _first(listed: tuple[Candidate, ...], dtype: torch.dtype | None, device: Device) -> Candidate:
+    """What "auto" takes of these."""
+    fitting = (candidate for candidate in listed if candidate.dtype in (None, dtype) and candidate.takes(device))
+    return next(candidate for candidate in fitting if (candidate.probe() or candidate.probe_auto()) is None)
+
+
+def reads_on_host(run: Callable) -> bool:
+    """Whether an operation of a decode step may wait for values of its device: how many rows each expert has."""
+    if run.__module__ == hopper.__name__:
+        run = behind(run.__name__, hopper.NAME, torch.bfloat16, GPU).run  # takes what the library does not
+    return run in (reference.grouped_mlp, reference.masked_mlp)
 
 
 def origin(run: Callable) -> str:
@@ -213,14 +255,14 @@ def origin(run: Callable) -> str:
     return module
 
 
-def explain(choice: str = AUTO) -> list[Choice]:
-    """Every candidate of every operation, whether it is used under `choice`, for which dtype, and why (not)."""
+def explain(choice: str = AUTO, device: Device = CPU) -> list[Choice]:
+    """Every candidate of every operation, whether it is used there under `choice`, for which dtype, and why (not)."""
     rows = []
     for op, listed in _CANDIDATES.items():
-        general = select(op, choice)
+        general = select(op, choice, device=device)
         for candidate in listed:
-            special = candidate.dtype is not None and select(op, choice, candidate.dtype) is candidate
-            reason = candidate.why_not_auto() or "can run, another one is preferred"
+            special = candidate.dtype is not None and select(op, choice, candidate.dtype, device) is candidate
+            reason = candidate.why_not(device) or candidate.probe_auto() or "can run, another one is preferred"
             if candidate is general:
                 reason = "in use"
             elif special:

@@ -299,11 +299,11 @@ def _behind(op: str) -> Callable[..., torch.Tensor]:
     """What runs an operation here when its library does not take the operands."""
     from batchinfer_kernels import backend
 
-    return backend.behind(op, NAME, torch.bfloat16).run
+    return backend.behind(op, NAME, torch.bfloat16, backend.GPU).run
 
 
 def _other(op: str) -> Callable[..., Any]:
     """The best implementation of an operation that is not in here."""
     from batchinfer_kernels import backend
 
-    return backend.select(op, dtype=torch.bfloat16).run
+    return backend.select(op, dtype=torch.bfloat16, device=backend.GPU).run

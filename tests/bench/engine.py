@@ -67,15 +67,28 @@ def body_flops(size: str) -> tuple[float, float, float]:
     return body, 2.0 * hidden * c["vocab_size"], 2.0 * layers * heads * (nope + rope + value)
 
 
+def last_layer_flops(size: str) -> float:
+    """FLOP of the last layer that a prompt token is spared when nobody wants its logits: all but its latents."""
+    c = SIZES[size]
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    attention = hidden * c["q_lora_rank"] + c["q_lora_rank"] * heads * (nope + rope)
+    attention += c["kv_lora_rank"] * heads * (nope + value) + heads * value * hidden
+    experts = 3 * hidden * c["moe_intermediate_size"] * (c["num_experts_per_tok"] + 1) + hidden * c["n_routed_experts"]
+    return 2.0 * (attention + experts)
+
+
 def ideal_flops(size: str, requests: list[tuple[list[int], int]]) -> float:
     """What a workload needs at least, each distinct prefix computed once, attention in the plain form."""
     body, head, per_pair = body_flops(size)
+    layers, spared = SIZES[size]["num_hidden_layers"], last_layer_flops(size)
     total, before = 0.0, []
     for prompt, num_output in sorted(requests):
         shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), 0)
         new, length = len(prompt) - shared, len(prompt)
-        total += (new + num_output - 1) * body + num_output * head
-        total += per_pair * (new * (shared + (new + 1) / 2) + (num_output - 1) * (length + num_output / 2))
+        total += (new + num_output - 1) * body + num_output * head - (new - 1) * spared
+        seen = new * (shared + (new + 1) / 2) * (layers - 1) / layers  # in the last layer only one query looks at keys
+        total += per_pair * (seen + length / layers + (num_output - 1) * (length + num_output / 2))
         before = prompt
     return total
 

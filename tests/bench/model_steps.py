@@ -26,8 +26,11 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 from bench_models import SIZES, make_model  # noqa: E402
-from engine import body_flops, gemm_flops, read_bytes_per_s  # noqa: E402
+from engine import body_flops, gemm_flops, last_layer_flops, read_bytes_per_s  # noqa: E402
 
+from batchinfer.model import transformer  # noqa: E402
+from batchinfer.model.mla import Attention  # noqa: E402
+from batchinfer.model.moe import MoeMlp  # noqa: E402
 from batchinfer.model.ops import Ops  # noqa: E402
 from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
@@ -39,7 +42,7 @@ FIRST_TOKEN = 8
 
 
 class OpSeconds:
-    """Seconds in each operation of a model."""
+    """Seconds in each operation of a model whose layers run operation by operation."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -53,6 +56,7 @@ class OpSeconds:
             if field.name not in ("eight_bit", "pack", "pack_router")
         }
         plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
+        transformer.attention_of, transformer.mixture_of = Attention, MoeMlp  # not fused
         experts = LocalDispatcher(plain.config.n_routed_experts, gathers=False)
         return Transformer(plain.config, plain.weights, [experts] * plain.num_moe_layers, replace(ops, **timed))
 
@@ -111,8 +115,10 @@ def flops(size: str, kind: str) -> float:
     c = SIZES[size]
     body, head, per_pair = body_flops(size)
     if kind == "prefill":
-        seen = PREFILL_TOKENS * (CHUNK_TOKENS + 1) / 2
-        return PREFILL_TOKENS * body + PREFILL_TOKENS // CHUNK_TOKENS * head + seen * per_pair
+        prompts, layers = PREFILL_TOKENS // CHUNK_TOKENS, c["num_hidden_layers"]
+        seen = PREFILL_TOKENS * (CHUNK_TOKENS + 1) / 2 * (layers - 1) + prompts * CHUNK_TOKENS
+        spared = (PREFILL_TOKENS - prompts) * last_layer_flops(size)
+        return PREFILL_TOKENS * body + prompts * head + seen / layers * per_pair - spared
     per_key = 2.0 * c["num_hidden_layers"] * c["num_attention_heads"] * (2 * c["kv_lora_rank"] + c["qk_rope_head_dim"])
     return BATCH[size] * (body + head + (CONTEXT + 1) * per_key)
 
@@ -133,7 +139,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "fp8"], choices=["bfloat16", "fp8"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ops", action="store_true", help="print the time of each operation, too")
+    parser.add_argument("--ops", action="store_true", help="run layers operation by operation, timed one by one")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
@@ -141,7 +147,11 @@ def main() -> None:
             folder = make_model(Path(scratch) / size, size)
             for dtype in options.dtype:
                 ops = OpSeconds()
-                model = ops.model(folder, eight_bit=dtype == "fp8")
+                eight_bit = dtype == "fp8"
+                if options.ops:
+                    model = ops.model(folder, eight_bit=eight_bit)
+                else:
+                    model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
                 pages = model.new_pages(BATCH[size] * -(-(CONTEXT + 1) // PAGE_TOKENS)).normal_()
                 steps = {
                     "decode": decode_step(size, shared=False),

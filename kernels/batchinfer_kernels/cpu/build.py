@@ -64,7 +64,7 @@ def why_not() -> str | None:
     """None once the library is loaded (built first when needed), else the reason; the same answer ever after."""
     try:
         _check_processor()
-        torch.ops.load_library(str(library()))
+        _load()
     except (BuildError, OSError) as error:
         return " ".join(str(error).split())
     return None
@@ -91,6 +91,20 @@ def library() -> Path:
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be used: {error.strerror or error}") from error
     return path
+
+
+def _load() -> None:
+    """Load the library; one that is there and cannot be loaded is built again, once."""
+    path = library()
+    loaded = path.stat().st_ino
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        print(f"{path} cannot be loaded ({error}); building it again", file=sys.stderr, flush=True)
+        with _locked(path.with_suffix(".lock")):
+            if path.exists() and path.stat().st_ino == loaded:  # else another process has done it meanwhile
+                path.unlink()
+        torch.ops.load_library(str(library()))
 
 
 def _check_processor() -> None:

@@ -19,6 +19,11 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 
+def device_types() -> tuple[str, ...]:
+    """Types of the devices whose tensors the operations take."""
+    return ("cpu", "cuda") if interprets() else ("cuda",)
+
+
 @functools.cache
 def why_not() -> str | None:
     """The reason why the operations cannot run in this process, or None."""

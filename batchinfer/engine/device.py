@@ -1,0 +1,39 @@
+"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU. Called by rank."""
+
+from __future__ import annotations
+
+import torch
+
+from batchinfer.records import ConfigError
+from batchinfer_kernels.triton import probe as triton_probe
+
+_CPU_BACKENDS = ("cpu", "reference")
+
+
+def rank_device(backend: str, place: int) -> torch.device:
+    """The device of a rank, which becomes this process's current one.
+
+    Args:
+        backend: cluster.backend; "cpu" and "reference" keep to the CPU, and so does Triton's interpreter.
+        place: the rank's number among those of this host, from 0.
+
+    Raises:
+        ConfigError: the host has fewer GPUs than ranks.
+    """
+    is_interpreted = backend == "triton" and triton_probe.interprets()
+    if backend in _CPU_BACKENDS or is_interpreted or not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if place >= num_gpus:
+        raise ConfigError(
+            f"rank {place} of this host has no GPU of its own, as there are {num_gpus}; start at most a rank per GPU, "
+            "or set cluster.backend to 'cpu' or 'reference'"
+        )
+    device = torch.device("cuda", place)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """As stats call it: "cpu", or what the GPU's maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,102 @@
+"""One step of the model: as the engine builds it on the host, and as the layers take it on the model's device."""
+
+# T tokens of a step, S rows whose logits are wanted, B requests, P pages, N copies
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.model.mla import PrefillSpan
+from batchinfer_kernels.transfer import in_one_copy, refill
+
+_OF_DECODE = ("tokens", "positions", "slots", "logit_rows", "page_table", "kv_tokens", "is_counted")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step: prefill chunks (`prefill`), or the next tokens of many requests (`page_table` and `kv_tokens` given).
+
+    A rank without work takes part with no tokens. All tensors are on the host.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64, page id * 64 + offset: where this token's latent goes, all different
+    logit_rows: torch.Tensor  # [S] int64, rows whose logits are wanted; may be empty
+    prefill: tuple[PrefillSpan, ...] = ()  # covers all rows in order
+    page_table: torch.Tensor | None = None  # [B, P] int64, pages of each request in order; padding: any valid page
+    kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
+    copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
+    copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step's tensors, int64, on the model's device but for the lengths of chunks, by which the host cuts the work."""
+
+    tokens: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T]
+    logit_rows: torch.Tensor  # [S]
+    page_table: torch.Tensor  # [B, P] without gaps: once for all layers
+    kv_tokens: torch.Tensor  # [B]; of prefill chunks on the host
+    chunk_tokens: torch.Tensor | None = None  # prefill only: [B] rows of each chunk, on the host
+    chunk_of_row: torch.Tensor | None = None  # prefill only: [S] the chunk of each wanted row
+    copy_from: torch.Tensor | None = None  # [N]
+    copy_to: torch.Tensor | None = None  # [N]
+    is_counted: torch.Tensor | None = None  # [T] 0 for rows that only fill a batch up, which no statistics count
+
+    @classmethod
+    def of(cls, step: StepInput, device: torch.device) -> StepTensors:
+        """On this device: moved in one copy that the host does not wait for; on the CPU the same tensors."""
+        values = {name: getattr(step, name) for name in ("tokens", "positions", "slots", "logit_rows")}
+        values |= {name: getattr(step, name) for name in ("copy_from", "copy_to") if getattr(step, name) is not None}
+        on_host = {}
+        if step.page_table is None:
+            on_host["kv_tokens"] = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
+            on_host["chunk_tokens"] = torch.tensor([span.num_tokens for span in step.prefill], dtype=torch.int64)
+            values["page_table"] = _padded([span.page_ids for span in step.prefill])
+            ends_B = on_host["chunk_tokens"].cumsum(0)
+            values["chunk_of_row"] = torch.searchsorted(ends_B, step.logit_rows, right=True)
+        else:
+            assert not step.prefill, "a step is either prefill or decode"
+            assert step.kv_tokens is not None, "pages come with the number of tokens in them"
+            values |= {"page_table": step.page_table.contiguous(), "kv_tokens": step.kv_tokens}
+        if device.type != "cpu":
+            values = dict(zip(values, in_one_copy(list(values.values()), device), strict=True))
+        return cls(**values, **on_host)
+
+    @classmethod
+    def fixed(cls, step: StepInput, is_counted: torch.Tensor, device: torch.device) -> StepTensors:
+        """A decode step in memory of its own, for other steps of the same shapes to be put into."""
+        return cls(**dict(zip(_OF_DECODE, in_one_copy(_of_decode(step, is_counted), device), strict=True)))
+
+    def refill(self, step: StepInput, is_counted: torch.Tensor) -> None:
+        """Put another step's values into the memory of this one, which `fixed` made."""
+        refill([getattr(self, name) for name in _OF_DECODE], _of_decode(step, is_counted))
+
+
+def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a decode step, in the order of _OF_DECODE."""
+    assert step.page_table is not None
+    assert step.kv_tokens is not None
+    assert step.copy_to is None, "in decode nothing is copied between slots"
+    return [
+        step.tokens,
+        step.positions,
+        step.slots,
+        step.logit_rows,
+        step.page_table,
+        step.kv_tokens,
+        is_counted,
+    ]
+
+
+def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
+    """[B, P] int64: page ids as rows of one table, zeros behind them."""
+    table = torch.zeros(len(page_ids), max((len(ids) for ids in page_ids), default=0), dtype=torch.int64)
+    for row, ids in zip(table, page_ids, strict=True):
+        row[: len(ids)] = ids
+    return table

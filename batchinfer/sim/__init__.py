@@ -1,0 +1,13 @@
+"""The cluster on paper: what a job would take on hardware that is not here.
+
+In: a spec (TOML), a model's config.json, published tables of hardware and kernels. Out: seconds per step, tokens/s per
+node, what limits each stage, nodes over time, cost and margin. No torch, no model weights.
+
+    hardware.py   accelerators and their links          kernels.py   published kernel tables, times of single operations
+    layers.py     operations of a layer -> stages       exchange.py  expert rows between GPUs
+    overlap.py    two micro-batches, both schedules     steps.py     seconds of a prefill step and of a decode step
+    spec.py       the TOML file                         workload.py  requests: described, or of a planned run
+    cluster.py    events: units, queues, nodes          search.py    best EP sizes and batch; nodes to finish in time
+    memory.py     weights and KV in a GPU's memory
+    answer.py     all of it as figures                  table.py     the figures for a terminal
+"""

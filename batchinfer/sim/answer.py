@@ -1,0 +1,289 @@
+"""From a spec to figures: `batchinfer simulate`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.records import ConfigError
+from batchinfer.report.price_list import PriceList, read_prices
+from batchinfer.report.pricing import TOKENS_PER_PRICE, cost_profit_margin, gross_margin
+from batchinfer.report.pricing import cost as cost_of
+from batchinfer.report.pricing import revenue as revenue_of
+from batchinfer.sim.cluster import Cluster, History, nodes_for, simulate
+from batchinfer.sim.hardware import Accelerator, accelerator
+from batchinfer.sim.memory import kv_tokens_per_gpu
+from batchinfer.sim.search import (
+    LARGEST_BATCH,
+    Rated,
+    best_decode,
+    best_prefill,
+    decode_rated,
+    prefill_rated,
+    requests_that_fit,
+    skewed_unit,
+)
+from batchinfer.sim.spec import Spec
+from batchinfer.sim.steps import Unit, decode_step
+from batchinfer.sim.workload import Workload, make_workload
+
+MAX_TRIES = 8  # to find the nodes that finish in time
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A spec, resolved."""
+
+    spec: Spec
+    model: ModelConfig
+    gpu: Accelerator
+    prices: PriceList
+    workload: Workload
+    prefill: Unit
+    decode: Unit
+    requests_per_gpu: int
+    kv_tokens: float  # per GPU of a decode unit
+    prefill_rated: Rated
+    decode_rated: Rated
+
+
+def answer(spec: Spec) -> dict[str, Any]:
+    """All figures of a spec as one JSON-ready document.
+
+    Raises:
+        ConfigError: the model, the price list or the plan cannot be used, or something does not fit.
+    """
+    started = time.perf_counter()
+    job = _resolve(spec)
+    nodes = spec.cluster.nodes
+    needed = None
+    if spec.cluster.finish_hours is not None:
+        needed, history, cluster = _nodes_to_finish(job, spec.cluster.finish_hours * HOUR_S)
+    if nodes is not None:
+        cluster = _cluster(job, nodes)
+        history = simulate(job.workload, cluster)
+    figures = {
+        "gpu": job.gpu.name,
+        "requests": len(job.workload),
+        "input_tokens": int(job.workload.prompt_tokens.sum()),
+        "cached_tokens": int(job.workload.cached_tokens.sum()),
+        "output_tokens": int(job.workload.output_tokens.sum()),
+        **_what_happened(job, cluster, history),
+        **_money(job, history),
+        "nodes_to_finish": needed,
+        "finish_hours": spec.cluster.finish_hours,
+        "prefill": _stage(job.prefill_rated, history.prefill_limits, "tokens_per_gpu"),
+        "decode": _stage(job.decode_rated, history.decode_limits, "requests_per_gpu"),
+        "cheapest": _cheapest(job),
+    }
+    return figures | {"simulated_in_s": time.perf_counter() - started}
+
+
+def _resolve(spec: Spec) -> _Job:
+    model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu)
+    if model.n_routed_experts == 0:
+        raise ConfigError(
+            f"{spec.model.path}: a model without routed experts cannot be simulated; name one with experts"
+        )
+    prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
+    workload = make_workload(spec.workload)
+    spread, seed = spec.workload.expert_spread, spec.workload.seed
+    release = spec.cluster.exchange
+    prefill = Unit(spec.prefill.ep_size, spec.prefill.redundant_experts, release=release)
+    decode = Unit(spec.decode.ep_size, spec.decode.redundant_experts, release=release)
+    kv_tokens_per_gpu(model, prefill, gpu, spec.cluster.memory_reserve)  # only whether the weights fit
+    kv_tokens = kv_tokens_per_gpu(model, decode, gpu, spec.cluster.memory_reserve)
+    fitting = requests_that_fit(workload, kv_tokens)
+    if fitting < 1:
+        raise ConfigError(
+            f"decode.ep_size is {decode.ep_size}: its GPUs have room for {kv_tokens:,.0f} KV tokens, less than one "
+            "request needs; use a larger ep_size or a GPU with more memory"
+        )
+    requests = spec.decode.requests_per_gpu or min(fitting, LARGEST_BATCH)
+    prefill = skewed_unit(prefill, model, tokens_per_gpu=spec.prefill.tokens_per_gpu, expert_spread=spread, seed=seed)
+    decode = skewed_unit(decode, model, tokens_per_gpu=requests, expert_spread=spread, seed=seed)
+    return _Job(
+        spec=spec,
+        model=model,
+        gpu=gpu,
+        prices=prices,
+        workload=workload,
+        prefill=prefill,
+        decode=decode,
+        requests_per_gpu=requests,
+        kv_tokens=kv_tokens,
+        prefill_rated=prefill_rated(workload, model, gpu, prefill, spec.prefill.tokens_per_gpu),
+        decode_rated=decode_rated(workload, model, gpu, decode, min(requests, fitting)),
+    )
+
+
+def _cluster(job: _Job, nodes: int) -> Cluster:
+    """Nodes dealt to prefill and decode in whole units so that the slower of both is as fast as possible."""
+    gpus = nodes * job.gpu.gpus_per_node
+    best: tuple[float, int, int] | None = None
+    for num_prefill in range(1, gpus // job.prefill.ep_size + 1):
+        num_decode = (gpus - num_prefill * job.prefill.ep_size) // job.decode.ep_size
+        if num_decode < 1:
+            break
+        seconds = max(
+            job.prefill_rated.gpu_seconds / (num_prefill * job.prefill.ep_size),
+            job.decode_rated.gpu_seconds / (num_decode * job.decode.ep_size),
+        )
+        if best is None or seconds < best[0]:
+            best = seconds, num_prefill, num_decode
+    if best is None:
+        least = nodes_for(1, job.gpu.gpus_per_node, job.prefill) + nodes_for(1, job.gpu.gpus_per_node, job.decode)
+        raise ConfigError(
+            f"cluster.nodes is {nodes}, but a prefill and a decode unit take {least}; give that or a smaller ep_size"
+        )
+    return Cluster(
+        model=job.model,
+        gpu=job.gpu,
+        prefill=job.prefill,
+        decode=job.decode,
+        num_prefill_units=best[1],
+        num_decode_units=best[2],
+        prefill_tokens_per_gpu=job.spec.prefill.tokens_per_gpu,
+        decode_requests_per_gpu=job.requests_per_gpu,
+        kv_tokens_per_gpu=job.kv_tokens,
+        disk_bytes_per_s=job.spec.cluster.disk_bytes_per_s,
+        max_wait_s=job.spec.cluster.max_wait_s,
+        release_after_s=job.spec.cluster.release_after_s,
+    )
+
+
+def _nodes_to_finish(job: _Job, deadline_s: float) -> tuple[int, History, Cluster]:
+    """The smallest number of nodes found whose simulated run ends in time.
+
+    Begins with what full units would take and goes up by what the run took too long; nodes that make no further unit
+    are not counted.
+
+    Raises:
+        ConfigError: more nodes do not help.
+    """
+    # nobody's answer ends before its tokens have come one after the other
+    longest = float(job.workload.output_tokens.max() - 1)
+    least_s = longest * decode_step(1.0 / job.decode.ep_size, 1.0, job.model, job.gpu, job.decode).seconds
+    if deadline_s < least_s:
+        raise ConfigError(
+            f"cluster.finish_hours is {deadline_s / HOUR_S:g}, but the longest answer alone takes "
+            f"{least_s / HOUR_S:.4g} h on any number of nodes: give more time"
+        )
+    gpu_seconds = job.prefill_rated.gpu_seconds + job.decode_rated.gpu_seconds
+    unit_gpus = job.prefill.ep_size + job.decode.ep_size
+    per_node = job.gpu.gpus_per_node
+    nodes = ceil(max(unit_gpus, gpu_seconds / deadline_s) / per_node)
+    for _ in range(MAX_TRIES):
+        cluster = _cluster(job, nodes)
+        history = simulate(job.workload, cluster)
+        if history.end_s <= deadline_s:
+            used = cluster.num_prefill_units * job.prefill.ep_size + cluster.num_decode_units * job.decode.ep_size
+            return ceil(used / per_node), history, cluster
+        step = ceil(min(job.prefill.ep_size, job.decode.ep_size) / per_node)
+        nodes = max(nodes + step, ceil(nodes * sqrt(history.end_s / deadline_s)))
+    raise ConfigError(
+        f"cluster.finish_hours is {deadline_s / HOUR_S:g}, but {nodes:,} nodes do not finish by then either; the last "
+        f"request ends after {history.end_s / HOUR_S:.2f} h: give more time"
+    )
+
+
+def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, Any]:
+    workload = job.workload
+    prefill_node_s = history.prefill_busy_s * cluster.nodes_of(cluster.prefill)
+    decode_node_s = history.decode_busy_s * cluster.nodes_of(cluster.decode)
+    decoded = float((workload.output_tokens - 1).sum())
+    answering = history.finished_s - history.first_token_s
+    is_decoded = workload.output_tokens > 1
+    return {
+        "hours": history.end_s / HOUR_S,
+        "prefill_nodes": cluster.num_prefill_units * cluster.nodes_of(cluster.prefill),
+        "decode_nodes": cluster.num_decode_units * cluster.nodes_of(cluster.decode),
+        "peak_nodes": history.peak_nodes,
+        "mean_nodes": history.node_seconds / history.end_s,
+        "nodes_by_hour": _nodes_by_hour(history),
+        "prefill_tokens_per_s_per_node": float(workload.prompt_tokens.sum()) / prefill_node_s,
+        "decode_tokens_per_s_per_node": decoded / decode_node_s if decode_node_s else None,
+        "output_tokens_per_s_per_request": (
+            float(np.median((workload.output_tokens[is_decoded] - 1) / answering[is_decoded]))
+            if is_decoded.any()
+            else None
+        ),
+        "mean_kv_tokens_per_output_token": workload.mean_kv_tokens,
+        "busy_share": (prefill_node_s + decode_node_s) / history.node_seconds,
+    }
+
+
+def _nodes_by_hour(history: History) -> list[float]:
+    """Mean nodes of each hour, of the part of the last one that is used."""
+    minutes = (np.arange(max(1, int(history.end_s // 60))) + 0.5) * 60
+    nodes = history.nodes_at(minutes)
+    return [round(float(nodes[start : start + 60].mean()), 2) for start in range(0, len(nodes), 60)]
+
+
+def _money(job: _Job, history: History) -> dict[str, float | None]:
+    prices, work = job.prices, job.workload
+    gpu_hours = history.node_seconds / HOUR_S * job.gpu.gpus_per_node
+    cost = cost_of(gpu_hours, prices.gpu_hour)
+    revenue = revenue_of(
+        float(work.cached_tokens.sum()),
+        float(work.new_tokens.sum()),
+        float(work.output_tokens.sum()),
+        input_hit=prices.input_hit,
+        input_miss=prices.input_miss,
+        output=prices.output,
+    )
+    output = float(work.output_tokens.sum())
+    return {
+        "gpu_hours": gpu_hours,
+        "cost_usd": cost,
+        "revenue_usd": revenue,
+        "cost_profit_margin": cost_profit_margin(revenue, cost),
+        "gross_margin": gross_margin(revenue, cost),
+        "usd_per_million_output_tokens": None if cost is None else cost / output * TOKENS_PER_PRICE,
+    }
+
+
+def _stage(rated: Rated, limits: dict[str, float], batch_name: str) -> dict[str, Any]:
+    """How a stage runs when its units are full, and what limited it over the whole simulation."""
+    total = sum(limits.values())
+    return {
+        "ep_size": rated.ep_size,
+        "redundant_experts": rated.redundant_experts,
+        batch_name: rated.batch,
+        "step_s": rated.step.seconds,
+        "bottleneck": max(limits, key=limits.__getitem__) if limits else None,
+        "share_of_time_by_bottleneck": {name: seconds / total for name, seconds in sorted(limits.items())},
+        "step_s_by_stage": rated.step.by_stage,
+        "waiting_for_exchange_s": rated.step.exposed_s,
+    }
+
+
+def _cheapest(job: _Job) -> dict[str, Any]:
+    """The best EP sizes and batch of full units, latency aside."""
+    spec = job.spec
+    spread, seed, reserve = spec.workload.expert_spread, spec.workload.seed, spec.cluster.memory_reserve
+    base = replace(Unit(1), release=spec.cluster.exchange)
+    prefill = best_prefill(job.workload, job.model, job.gpu, base, reserve=reserve, expert_spread=spread, seed=seed)
+    decode = best_decode(job.workload, job.model, job.gpu, base, reserve=reserve, expert_spread=spread, seed=seed)
+    output = float(job.workload.output_tokens.sum())
+
+    def usd_per_million(gpu_seconds: float) -> float | None:
+        cost = cost_of(gpu_seconds / HOUR_S, job.prices.gpu_hour)
+        return None if cost is None else cost / output * TOKENS_PER_PRICE
+
+    return {
+        "prefill_ep_size": prefill.ep_size,
+        "prefill_tokens_per_gpu": prefill.batch,
+        "decode_ep_size": decode.ep_size,
+        "decode_requests_per_gpu": decode.batch,
+        "usd_per_million_output_tokens": usd_per_million(prefill.gpu_seconds + decode.gpu_seconds),
+        "gpu_hours": (prefill.gpu_seconds + decode.gpu_seconds) / HOUR_S,
+        "gpu_hours_as_specified": (job.prefill_rated.gpu_seconds + job.decode_rated.gpu_seconds) / HOUR_S,
+    }

@@ -1,0 +1,123 @@
+"""The operations of one layer, put into the stages of the schedules. Called by steps.
+
+Every stage also has the bytes that its small kernels move (norms, rotary part, FP8 conversion, activation, unpacking
+and adding up expert rows): each value read and written as often as the operation needs when it is fused with nothing
+that multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.sim.exchange import ExchangeTimes
+from batchinfer.sim.hardware import Accelerator
+from batchinfer.sim.kernels import (
+    bf16_product_s,
+    decode_attention_s,
+    grouped_product_s,
+    prefill_attention_s,
+    product_s,
+    stream_s,
+)
+from batchinfer.sim.overlap import Stages
+
+BF16, FP8, FP32 = 2, 1, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one GPU has to do in one micro-batch."""
+
+    tokens: float  # that run through the layer
+    kv_pairs: float  # prefill: (query, key) pairs; decode: KV tokens attended to, over all requests
+    kv_tokens: float  # prefill: tokens whose keys and values are expanded (new and cached); decode: not used
+    expert_rows: float  # routed rows that this GPU receives
+    experts: int  # slots on this GPU
+
+
+def prefill_stages(
+    load: Load, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, sms_share: float, is_moe: bool
+) -> Stages:
+    """Seconds of the stages of a prefill micro-batch; attention in its plain form."""
+    heads, tokens = model.num_attention_heads, load.tokens
+    keys_and_values = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    attn_1 = prefill_attention_s(load.kv_pairs, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
+    return Stages(
+        attn_0=_query_s(tokens, model, gpu, sms_share)
+        + product_s(load.kv_tokens, keys_and_values, model.kv_lora_rank, gpu, sms_share=sms_share)
+        # the rotary key is copied beside each head's own part
+        + stream_s(load.kv_tokens * heads * model.qk_head_dim * 2 * BF16, gpu),
+        attn_1=attn_1 + _output_and_gate_s(tokens, model, gpu, sms_share, is_moe),
+        shared=_shared_s(tokens, model, gpu, sms_share) if is_moe else 0.0,
+        mlp=_routed_s(load, model, gpu, sms_share, masked=False)
+        if is_moe
+        else _mlp_s(tokens, model.intermediate_size, model, gpu, sms_share),
+        exchange=exchange,
+    )
+
+
+def decode_stages(load: Load, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, is_moe: bool) -> Stages:
+    """Seconds of the stages of a decode micro-batch; attention in its absorbed form, BF16 latents."""
+    heads, tokens, latent = model.num_attention_heads, load.tokens, model.kv_lora_rank
+    absorb_query = bf16_product_s(tokens, latent, model.qk_nope_head_dim, gpu, batch=heads)
+    expand_value = bf16_product_s(tokens, model.v_head_dim, latent, gpu, batch=heads)
+    attention = decode_attention_s(load.kv_pairs, heads, model.latent_dim, latent, gpu)
+    return Stages(
+        attn_0=_query_s(tokens, model, gpu, 1.0) + absorb_query,
+        attn_1=attention + expand_value + _output_and_gate_s(tokens, model, gpu, 1.0, is_moe),
+        shared=_shared_s(tokens, model, gpu, 1.0) if is_moe else 0.0,
+        mlp=_routed_s(load, model, gpu, 1.0, masked=True)
+        if is_moe
+        else _mlp_s(tokens, model.intermediate_size, model, gpu, 1.0),
+        exchange=exchange,
+    )
+
+
+def _query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
+    """Norm, projections down (query and latent at once) and up, norms of the small ones, rotary part."""
+    hidden, query = model.hidden_size, model.num_attention_heads * model.qk_head_dim
+    down = model.latent_dim + (model.q_lora_rank or query)
+    products = product_s(tokens, down, hidden, gpu, sms_share=sms_share)
+    if model.q_lora_rank:
+        products += product_s(tokens, query, model.q_lora_rank, gpu, sms_share=sms_share)
+    moved = hidden * (BF16 + FP8) + down * (2 * BF16 + FP8) + query * 2 * BF16
+    return products + stream_s(tokens * moved, gpu)
+
+
+def _output_and_gate_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float, is_moe: bool) -> float:
+    """Output projection, residual, norm, and the router with its scores in float32."""
+    hidden, values = model.hidden_size, model.num_attention_heads * model.v_head_dim
+    seconds = product_s(tokens, hidden, values, gpu, sms_share=sms_share)
+    moved = values * (BF16 + FP8) + hidden * (3 * BF16 + BF16 + FP8)
+    if is_moe:
+        seconds += bf16_product_s(tokens, model.n_routed_experts, hidden, gpu, sms_share=sms_share)
+        moved += model.n_routed_experts * 2 * FP32
+    return seconds + stream_s(tokens * moved, gpu)
+
+
+def _shared_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
+    return _mlp_s(tokens, model.n_shared_experts * model.moe_intermediate_size, model, gpu, sms_share)
+
+
+def _mlp_s(tokens: float, width: int, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
+    hidden = model.hidden_size
+    if width == 0:
+        return 0.0
+    up = product_s(tokens, 2 * width, hidden, gpu, sms_share=sms_share)
+    down = product_s(tokens, hidden, width, gpu, sms_share=sms_share)
+    return up + down + stream_s(tokens * width * (2 * BF16 + FP8), gpu)
+
+
+def _routed_s(load: Load, model: ModelConfig, gpu: Accelerator, sms_share: float, *, masked: bool) -> float:
+    """Routed experts of this GPU. Prefill unpacks the rows that came and adds up those that go back."""
+    if load.experts == 0:
+        return 0.0
+    hidden, width, rows = model.hidden_size, model.moe_intermediate_size, load.expert_rows
+    per_expert = rows / load.experts
+    up = grouped_product_s(per_expert, load.experts, 2 * width, hidden, gpu, masked=masked, sms_share=sms_share)
+    down = grouped_product_s(per_expert, load.experts, hidden, width, gpu, masked=masked, sms_share=sms_share)
+    moved = rows * width * (2 * BF16 + FP8)
+    if not masked:
+        moved += rows * hidden * 2 * FP8 + rows * hidden * BF16
+    return up + down + stream_s(moved, gpu)

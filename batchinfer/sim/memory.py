@@ -1,0 +1,41 @@
+"""What fits into a GPU's memory beside the weights. Called by answer and search."""
+
+from __future__ import annotations
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.records import ConfigError
+from batchinfer.sim.hardware import Accelerator
+from batchinfer.sim.steps import Unit
+
+FP8, BF16 = 1, 2
+
+
+def weight_bytes(model: ModelConfig, unit: Unit) -> float:
+    """Bytes of weights on each GPU of a unit: its experts, and all else whole; FP8, embedding and head in BF16."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query = heads * model.qk_head_dim
+    queries = hidden * query if model.q_lora_rank is None else model.q_lora_rank * (hidden + query)
+    latents = hidden * model.latent_dim + model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    attention = queries + latents + heads * model.v_head_dim * hidden
+    expert = 3 * hidden * model.moe_intermediate_size
+    moe_layer = (unit.slots_per_gpu(model) + model.n_shared_experts) * expert * FP8
+    moe_layer += hidden * model.n_routed_experts * BF16
+    num_dense = model.num_hidden_layers - model.num_moe_layers
+    layers = model.num_hidden_layers * attention * FP8 + model.num_moe_layers * moe_layer
+    layers += num_dense * 3 * hidden * model.intermediate_size * FP8
+    return layers + (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden * BF16
+
+
+def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve: float) -> float:
+    """Tokens whose KV (BF16) fits beside the weights and a reserved share of the memory.
+
+    Raises:
+        ConfigError: the weights alone do not fit.
+    """
+    free = gpu.hbm_bytes * (1 - reserve) - weight_bytes(model, unit)
+    if free <= 0:
+        raise ConfigError(
+            f"{weight_bytes(model, unit) / 1e9:,.0f} GB of weights per GPU at EP size {unit.ep_size} do not fit into "
+            f"the {gpu.hbm_bytes / 1e9:,.0f} GB of an {gpu.name}; use a larger ep_size"
+        )
+    return free / model.kv_bytes_per_token(BF16)

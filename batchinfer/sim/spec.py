@@ -1,0 +1,142 @@
+"""The TOML file of `batchinfer simulate`: its schema, every default and every check."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from batchinfer.records import ConfigError
+from batchinfer.sim.exchange import LATEST, Release
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+EpSize = Annotated[int, Field(ge=1, le=4096)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSpec(_Part):
+    path: str = Field(description="folder with config.json; weights are not needed")
+
+
+class WorkloadSpec(_Part):
+    """Requests: of a planned run, or described by means and spreads."""
+
+    plan: str | None = Field(None, description="run folder that `batchinfer plan` has written; then nothing else here")
+    requests: Count | None = Field(None, description="how many")
+    prompt_tokens: Positive | None = Field(None, description="mean length of a prompt")
+    output_tokens: Positive | None = Field(None, description="mean length of an answer")
+    prompt_spread: float = Field(0.0, ge=0, le=4, description="sigma of the lognormal lengths; 0: all alike")
+    output_spread: float = Field(0.0, ge=0, le=4, description="the same for answers")
+    hit_share: Share = Field(0.0, description="share of prompt tokens that are in a cache")
+    arrival: Literal["at once", "day"] = Field(
+        "at once", description='"day": over 24 h, most at noon, fewest at midnight'
+    )
+    peak_over_mean: float = Field(1.0, ge=1, le=2, description='arrivals at noon by the mean, for arrival = "day"')
+    expert_spread: float = Field(0.0, ge=0, le=4, description="sigma of the experts' lognormal loads; 0: all alike")
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _either_plan_or_numbers(self) -> WorkloadSpec:
+        numbers = ("requests", "prompt_tokens", "output_tokens")
+        missing = [name for name in numbers if getattr(self, name) is None]
+        if self.plan is None and missing:
+            raise ValueError(f"{missing[0]} is missing; describe the requests with {', '.join(numbers)}, or give plan")
+        if self.plan is not None and len(missing) < len(numbers):
+            raise ValueError("plan and requests are both given; keep one of them")
+        return self
+
+
+class PrefillSpec(_Part):
+    ep_size: EpSize = Field(32, description="GPUs of a prefill unit")
+    redundant_experts: int = Field(32, ge=0, le=4096)
+    tokens_per_gpu: Count = Field(16384, description="new tokens per GPU and step")
+
+
+class DecodeSpec(_Part):
+    ep_size: EpSize = Field(144, description="GPUs of a decode unit")
+    redundant_experts: int = Field(32, ge=0, le=4096)
+    requests_per_gpu: Count | None = Field(None, description="unset: as many as the KV memory holds, up to 256")
+
+
+class ClusterSpec(_Part):
+    gpu: str = Field("H800", description="H800, H100, H200 or B200")
+    nodes: Count | None = Field(None, description="nodes there are; unset: as many as finish_hours asks for")
+    finish_hours: Positive | None = Field(None, description="also say how many nodes finish by then")
+    exchange: Release = Field(LATEST, description="release of DeepEP whose table counts")
+    memory_reserve: Share = Field(0.1, description="share of a GPU's memory that neither weights nor KV may take")
+    disk_bytes_per_s: Positive = Field(5e9, description="per node, for KV read from disk")
+    max_wait_s: float = Field(60.0, ge=0, description="a request waits so long for a prefill step to fill up")
+    release_after_s: float = Field(
+        600.0, ge=0, description="a unit that has been idle for so long gives its nodes back"
+    )
+
+    @model_validator(mode="after")
+    def _nodes_or_time(self) -> ClusterSpec:
+        if self.nodes is None and self.finish_hours is None:
+            raise ValueError("nodes is missing; give nodes, or finish_hours to learn how many it takes")
+        return self
+
+
+class PricingSpec(_Part):
+    file: str = Field(description="price list (jobs/prices/*.toml)")
+
+
+class Spec(_Part):
+    """A cluster on paper and what it has to do."""
+
+    model: ModelSpec
+    workload: WorkloadSpec
+    cluster: ClusterSpec
+    prefill: PrefillSpec = PrefillSpec()
+    decode: DecodeSpec = DecodeSpec()
+    pricing: PricingSpec | None = None
+
+
+def load_spec(path: Path) -> Spec:
+    """Read and check a spec; relative paths in it count from its folder.
+
+    Raises:
+        ConfigError: one sentence with the file, the key, the value and what it should be.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no spec at {path}; give the path of a .toml file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the spec {path}: {str(error).splitlines()[0]}") from None
+    try:
+        spec = Spec.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, path)) from None
+    folder = path.absolute().parent
+    update: dict[str, _Part] = {"model": ModelSpec(path=str(folder / spec.model.path))}
+    if spec.workload.plan is not None:
+        update["workload"] = spec.workload.model_copy(update={"plan": str(folder / spec.workload.plan)})
+    if spec.pricing is not None:
+        update["pricing"] = PricingSpec(file=str(folder / spec.pricing.file))
+    return spec.model_copy(update=update)
+
+
+def _sentence(error: ValidationError, path: Path) -> str:
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(name) for name in problem["loc"])
+    parent = problem["loc"][0] if len(problem["loc"]) > 1 else None
+    known = Spec.model_fields if parent is None else getattr(Spec.model_fields.get(str(parent)), "annotation", None)
+    if problem["type"] == "extra_forbidden":
+        names = known if isinstance(known, dict) else getattr(known, "model_fields", {})
+        choices = f"; use one of {', '.join(names)}" if names else ""
+        return f"{path}: {where} is not a known key{choices}"
+    if problem["type"] == "missing":
+        return f"{path}: {where} is missing; add it"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{path}: {where}.{message}"
+    return f"{path}: {where} is {problem['input']!r:.80}, but {message.replace('Input should', 'it should')}"

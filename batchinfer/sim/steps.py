@@ -1,0 +1,143 @@
+"""Seconds of one prefill step and of one decode step of a unit. Called by cluster and search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log, sqrt
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.records import ConfigError
+from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
+from batchinfer.sim.hardware import Accelerator
+from batchinfer.sim.kernels import bf16_product_s
+from batchinfer.sim.layers import Load, decode_stages, prefill_stages
+from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
+
+# DeepSeek's published profile (github.com/deepseek-ai/profile-data): prefill leaves 24 of 132 SMs to communication,
+# decode none
+COMMUNICATION_SMS_SHARE = 24 / 132
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """GPUs that share the experts of one model copy."""
+
+    ep_size: int
+    redundant_experts: int = 0
+    skew: float = 1.0  # expert rows of the busiest GPU by the mean
+    overlap: bool = True
+    release: Release = LATEST  # of the exchange
+
+    def slots_per_gpu(self, model: ModelConfig) -> int:
+        """Expert slots of each GPU.
+
+        Raises:
+            ConfigError: experts and redundant ones do not divide by the GPUs.
+        """
+        num_slots = model.n_routed_experts + self.redundant_experts
+        if num_slots % self.ep_size:
+            fitting = -model.n_routed_experts % self.ep_size
+            raise ConfigError(
+                f"redundant_experts is {self.redundant_experts}: {num_slots} slots do not divide by EP size "
+                f"{self.ep_size}; use {fitting}"
+            )
+        return num_slots // self.ep_size
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of one unit."""
+
+    seconds: float
+    by_stage: dict[str, float]  # busy seconds of one GPU by stage, overlapped ones too
+    exposed_s: float  # in which nothing computes
+    bottleneck: str  # the stage that takes longest, or the exchange when computing waits for it
+
+
+@lru_cache(maxsize=100_000)
+def prefill_step(
+    new_tokens: float,
+    kv_pairs: float,
+    kv_tokens: float,
+    prompts: float,
+    model: ModelConfig,
+    gpu: Accelerator,
+    unit: Unit,
+) -> Step:
+    """A prefill step with the same work on each GPU.
+
+    Args:
+        new_tokens: tokens that one GPU computes.
+        kv_pairs: (query, key) pairs of one GPU, see `balance.prefill.attention_work`.
+        kv_tokens: new and cached tokens of one GPU.
+        prompts: whose last token's logits are wanted.
+    """
+    halves = 2 if unit.overlap and unit.ep_size > 1 else 1
+    sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
+    tokens = new_tokens / halves
+    slots = unit.slots_per_gpu(model)
+    load = Load(tokens, kv_pairs / halves, kv_tokens / halves, _rows(tokens, model, unit), slots)
+    exchange = prefill_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
+    moe = prefill_stages(load, model, gpu, exchange, sms_share=sms_share, is_moe=True)
+    dense = prefill_stages(load, model, gpu, exchange, sms_share=1.0, is_moe=False)
+    moe_s = prefill_layer_s(moe) if halves == 2 else moe.plain_s
+    return _step(model, moe, dense, moe_s, halves, _head_s(prompts, model, gpu))
+
+
+@lru_cache(maxsize=100_000)
+def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Accelerator, unit: Unit) -> Step:
+    """A decode step that gives each request one token.
+
+    Args:
+        requests: of one GPU.
+        kv_tokens: KV tokens of one GPU, over all its requests.
+    """
+    halves = 2 if unit.overlap and unit.ep_size > 1 else 1
+    tokens = requests / halves
+    load = Load(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
+    exchange = decode_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
+    moe = decode_stages(load, model, gpu, exchange, is_moe=True)
+    dense = decode_stages(load, model, gpu, exchange, is_moe=False)
+    moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
+    return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
+
+
+def sampling_skew(rows_per_gpu: float, ep_size: int) -> float:
+    """Rows of the busiest GPU by the mean when every token picks its experts at random: the noise of counting.
+
+    The largest of n normal variables lies about sqrt(2 ln n) deviations above the mean.
+    """
+    if ep_size == 1 or rows_per_gpu <= 0:
+        return 1.0
+    return 1.0 + sqrt(2 * log(ep_size) / rows_per_gpu)
+
+
+def _rows(tokens: float, model: ModelConfig, unit: Unit) -> float:
+    return tokens * model.num_experts_per_tok * unit.skew
+
+
+def _head_s(rows: float, model: ModelConfig, gpu: Accelerator) -> float:
+    return bf16_product_s(rows, model.vocab_size, model.hidden_size, gpu)
+
+
+def _step(model: ModelConfig, moe: Stages, dense: Stages, moe_s: float, halves: int, head_s: float) -> Step:
+    num_moe = model.num_moe_layers
+    num_dense = model.num_hidden_layers - num_moe
+    by_stage = {
+        "attention projections": halves * (num_moe * moe.attn_0 + num_dense * dense.attn_0),
+        "core attention and output": halves * (num_moe * moe.attn_1 + num_dense * dense.attn_1),
+        "shared expert": halves * num_moe * moe.shared,
+        "routed experts": halves * num_moe * moe.mlp,
+        "dense layers": halves * num_dense * dense.mlp,
+        "output head": head_s,
+        "dispatch": halves * num_moe * moe.exchange.dispatch_s,
+        "combine": halves * num_moe * moe.exchange.combine_s,
+    }
+    seconds = num_moe * moe_s + halves * num_dense * dense.compute_s + head_s
+    computing = sum(by_stage.values()) - by_stage["dispatch"] - by_stage["combine"]
+    if by_stage["dispatch"] + by_stage["combine"] > computing:
+        bottleneck = "exchange"
+    else:
+        bottleneck = max((name for name in by_stage if name not in ("dispatch", "combine")), key=by_stage.__getitem__)
+    return Step(seconds, by_stage, max(0.0, seconds - computing), bottleneck)

@@ -1,0 +1,141 @@
+"""The engine on a GPU against the engine on the CPU: `pytest -m gpu tests/gpu/test_engine_gpu.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from batchinfer.engine.decode_graphs import DecodeGraphs
+from batchinfer.engine.page_room import measured_room
+from batchinfer.model.step import StepInput
+from batchinfer.model.transformer import PAGE_TOKENS, Transformer
+from batchinfer.parallel.all_to_all import AllToAllDispatcher
+from batchinfer.parallel.dispatch import LocalDispatcher
+from batchinfer.parallel.exchange import DistributedExchange
+from batchinfer.parallel.placement import Placement
+from batchinfer.parallel.row_format import RowFormat
+from batchinfer_kernels import transfer
+from jobs import answers, batchinfer, write_job, write_questions
+from paged_steps import PagedRequests
+from paths import RANDOM_MODEL, SAMPLE_MODEL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="NO GPU: the engine on GPUs (steps, graphs, page room, streams, NCCL) has not been run here",
+    ),
+]
+TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device="cuda")
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 96, (length,), generator=generator) for length in (70, 3, 130)]
+
+
+def test_logits_are_those_of_the_cpu(model):
+    plain = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="reference")
+    logits = []
+    for one in (model, plain):
+        requests = PagedRequests(one, prompts(), max_new_tokens=4)
+        requests.prefill([2, 0, 1], (64, 7, 64))
+        for tokens in requests.tokens:
+            tokens += [3, 5]
+        for _ in range(2):
+            requests.decode_step([1, 2, 0])
+        logits.append(torch.cat([requests.all_logits(i).cpu() for i in range(3)]))
+    off = (logits[0] - logits[1]).abs().max()
+    assert off <= TOLERANCE["bfloat16"] * logits[1].abs().max(), off
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_the_sample_job_has_the_answers_of_the_cpu(tmp_path, dtype):
+    write_questions(tmp_path / "prompts", (20,))
+    for backend in ("auto", "reference"):
+        job = write_job(
+            tmp_path,
+            name=f"{backend}.toml",
+            output={"dir": backend},
+            model={"path": str(SAMPLE_MODEL), "dtype": dtype},
+            cluster={"backend": backend},
+        )
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+    assert answers(tmp_path / "auto") == answers(tmp_path / "reference")
+
+
+def test_graphs_have_the_results_of_plain_steps(model):
+    assert model.can_be_recorded
+    pages, plain_pages = model.new_pages(11), model.new_pages(11)
+    pages.normal_()
+    plain_pages.copy_(pages)
+    graphs = DecodeGraphs(model, pages, filler_page=10)
+    for lengths in ([70, 3, 130], [71, 4, 131], [64, 65], [72, 5, 132], [1, 2], [190, 2, 9, 7]):
+        kv_tokens, table = torch.tensor(lengths), torch.arange(3 * len(lengths)).view(-1, 3) % 10
+        last_page = table[torch.arange(len(lengths)), (kv_tokens - 1) // PAGE_TOKENS]
+        step = StepInput(
+            tokens=torch.arange(len(lengths)) + 5,
+            positions=kv_tokens - 1,
+            slots=last_page * PAGE_TOKENS + (kv_tokens - 1) % PAGE_TOKENS,
+            logit_rows=torch.arange(len(lengths)),
+            page_table=table,
+            kv_tokens=kv_tokens,
+        )
+        output, plain = graphs.run(step), model.forward(step, plain_pages)
+        # the same operations; other rows beside them may move last bits
+        assert (output.logits - plain.logits).abs().max() <= TOLERANCE["bfloat16"] * plain.logits.abs().max()
+        assert int(output.expert_counts.sum()) == int(plain.expert_counts.sum())
+    assert len(graphs._graphs) == 2
+
+
+def test_the_largest_steps_leave_room_for_pages(model):
+    free, _ = torch.cuda.mem_get_info()
+    room = measured_room(
+        model, prefill_tokens=4096, decode_requests=256, largest_tokens=4096, runs_prefill=True, runs_decode=True
+    )
+    assert 0 < room < free
+
+
+def test_tensors_come_back_from_the_gpu_as_they_went():
+    pages = torch.randn(3, 10, 64, 8, device="cuda")
+    taken, other = transfer.take_pages(pages, [7, 2, 5]), torch.zeros_like(pages)
+    assert taken.is_pinned()
+    transfer.put_pages(other, [1, 0, 9], taken)
+    assert torch.equal(other[:, [1, 0, 9]], pages[:, [7, 2, 5]])
+    moved = transfer.in_one_copy([torch.arange(5), torch.tensor([[7]])], torch.device("cuda"))
+    transfer.refill(moved, [torch.arange(5) + 1, torch.tensor([[8]])])
+    back = transfer.to_host(*moved)
+    assert (back[0].tolist(), back[1].tolist()) == ([1, 2, 3, 4, 5], [[8]])
+
+
+def test_rows_that_travel_on_a_stream_of_their_own_arrive_whole():
+    """A group of one rank over NCCL, with two exchanges under way while the other stream computes."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    exchange = DistributedExchange(dist.group.WORLD, "cuda:0")
+    try:
+        far = AllToAllDispatcher(exchange, Placement.in_order(8, 1, 0), RowFormat("bfloat16"))
+        near = LocalDispatcher(8)
+        busy = torch.randn(4096, 4096, device="cuda")
+        for seed in range(20):
+            torch.manual_seed(seed)
+            x = [torch.randn(500 + half, 256, device="cuda").bfloat16() for half in range(2)]
+            ids = [torch.rand(len(rows), 8, device="cuda").argsort(1)[:, :2] for rows in x]
+            weights = [torch.rand(len(rows), 2, device="cuda") for rows in x]
+            sums = []
+            for dispatcher in (far, near):
+                handles = [dispatcher.dispatch(*row) for row in zip(x, ids, weights, strict=True)]
+                busy = torch.tanh(busy @ busy)
+                futures = [dispatcher.combine(handle.wait().x * 2, handle) for handle in handles]
+                sums.append([future.wait() for future in futures])
+            for ours, plain in zip(*sums, strict=True):
+                assert torch.equal(ours, plain)
+    finally:
+        exchange.close()
+        dist.destroy_process_group()
