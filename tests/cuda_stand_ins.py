@@ -8,16 +8,22 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import pytest
 import torch
 
 import hopper_stand_ins as stand_ins
 from batchinfer_kernels import hopper
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels.triton import probe
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import candidates
 from accelerator import Accelerator
+
+needs_interpreter = pytest.mark.skipif(
+    probe.why_not() is not None or not probe.interprets(), reason="rehearsals need Triton's interpreter on the CPU"
+)
 
 
 class CpuAsCard(Accelerator):

@@ -14,9 +14,8 @@ from batchinfer.model.ops import Ops
 from batchinfer_kernels import hopper, reference, reference_rows
 from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
 from batchinfer_kernels.triton import ops as triton_ops
-from cuda_stand_ins import CpuAsCard, events_on_the_cpu, hopper_on_the_cpu
+from cuda_stand_ins import CpuAsCard, events_on_the_cpu, hopper_on_the_cpu, needs_interpreter
 from paths import ROOT
-from triton_device import needs_triton
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import exact
@@ -126,7 +125,7 @@ def test_experts_get_as_many_rows_as_are_sent_and_tokens_their_sums(num_tokens, 
 # ---- the script
 
 
-@needs_triton
+@needs_interpreter
 def test_the_rehearsal_runs_both_units(capsys):
     assert slice_script.main(["--rehearse", "--json"]) == slice_script.OK
     document = json.loads(capsys.readouterr().out)
@@ -150,7 +149,7 @@ def test_the_rehearsal_runs_both_units(capsys):
     assert any("3 layers, all distinct" in note for note in document["notes"])
 
 
-@needs_triton
+@needs_interpreter
 def test_a_decode_step_gives_deep_gemm_the_layouts_that_it_takes(monkeypatch):
     """The same model with and without deep_gemm's products (stand-ins that check operands)."""
     results = []
@@ -192,7 +191,7 @@ def test_all_figures_of_a_card_come_together(monkeypatch):
     assert decode.exchange_s == pytest.approx(2 * 561e-6 * 4 / 128)
 
 
-@needs_triton
+@needs_interpreter
 def test_a_share_holds_the_published_number_of_experts_once():
     for unit in (DECODE, PREFILL):
         share = Share(unit, config_of(TINY), torch.device("cpu"))

@@ -1,12 +1,14 @@
-"""The implementations that the GPU scripts check and time, and single grouped products of theirs.
+"""The implementations that the GPU scripts check and time, and their single FP8 products.
 
-The grouped products are the halves of `grouped_mlp` and `masked_mlp`: alone they can stand beside published figures.
+The products are what `linear`, `grouped_mlp` and `masked_mlp` do with rows that are in FP8 already, one at a time: so
+they can stand beside published figures.
 """
 
-# G groups (experts), M rows of a group, N columns of the result, K depth
+# G groups (experts), M rows of a group, N columns of the result, K depth, J scales of a row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +21,13 @@ from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
-CONTIGUOUS, MASKED = "product, contiguous", "product, masked"
+DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,
     "grouped_mlp": libraries.why_not_deep_gemm,
     "masked_mlp": libraries.why_not_deep_gemm,
     "mla_decode": libraries.why_not_flash_mla,
+    DENSE: libraries.why_not_deep_gemm,
     CONTIGUOUS: libraries.why_not_deep_gemm,
     MASKED: libraries.why_not_deep_gemm,
 }
@@ -41,55 +44,91 @@ def why_not(name: str, op: str) -> str | None:
 
 
 def function(name: str, op: str) -> Callable[..., Any]:
-    """The candidate's version; signatures as in the `reference` modules, those of grouped products as below."""
-    if op == CONTIGUOUS:
-        return {"hopper": _hopper_contiguous, "triton": _triton_contiguous}[name]
-    if op == MASKED:
-        return {"hopper": _hopper_masked, "triton": _triton_masked}[name]
+    """The candidate's version; signatures as in the `reference` modules, those of products as below."""
+    if (name, op) in _PRODUCTS:
+        return _PRODUCTS[name, op]
     return getattr({"hopper": hopper, "triton": triton_ops}[name], op)
+
+
+def takes_blocks_of_scales(run: Callable[..., Any]) -> bool:
+    """Whether a product takes scales as [G, M, J], each group's by column, instead of [G * M, J] by column."""
+    return run is _hopper_masked
+
+
+def _hopper_dense(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
+    """[M, N] bfloat16 of the only group."""
+    out = _room(x_GMK, weight)
+    _gemm(libraries.FP8_GEMM)((x_GMK[0], scales), (weight.values[0], weight.scales[0]), out, compiled_dims="nk")
+    return out
 
 
 def _hopper_contiguous(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
     """[G * M, N] bfloat16; M a multiple of 128."""
-    num_groups, num_rows, _ = x_GMK.shape
-    out = torch.empty(num_groups * num_rows, weight.values.shape[1], dtype=torch.bfloat16, device=x_GMK.device)
-    group = torch.arange(num_groups, dtype=torch.int32, device=x_GMK.device).repeat_interleave(num_rows)
-    gemm = libraries.deep_gemm(libraries.FP8_CONTIGUOUS)
-    assert gemm is not None
-    gemm((x_GMK.flatten(0, 1), scales.flatten(0, 1)), (weight.values, weight.scales), out, group)
+    out, group = _room(x_GMK, weight), _group_of_row(*x_GMK.shape[:2], x_GMK.device)
+    _gemm(libraries.FP8_CONTIGUOUS)((x_GMK.flatten(0, 1), scales), (weight.values, weight.scales), out, group)
     return out
-
-
-def _triton_contiguous(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
-    from batchinfer_kernels.triton import tiles
-
-    num_groups, num_rows, _ = x_GMK.shape
-    counts = torch.full((num_groups,), num_rows, device=x_GMK.device)
-    return _triton_product(x_GMK, scales, weight, tiles.contiguous_tiles(counts, num_groups * num_rows))
 
 
 def _hopper_masked(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
     """[G * M, N] bfloat16, all rows filled; M a multiple of 128."""
     num_groups, num_rows, _ = x_GMK.shape
-    out = torch.empty(num_groups, num_rows, weight.values.shape[1], dtype=torch.bfloat16, device=x_GMK.device)
-    counts = torch.full((num_groups,), num_rows, dtype=torch.int32, device=x_GMK.device)
-    gemm = libraries.deep_gemm(libraries.FP8_MASKED)
-    assert gemm is not None
-    gemm((x_GMK, scales), (weight.values, weight.scales), out, counts, num_rows)
-    return out.flatten(0, 1)
+    out = _room(x_GMK, weight)
+    counts = _counts(num_groups, num_rows, torch.int32, x_GMK.device)
+    out_GMN = out.unflatten(0, (num_groups, -1))
+    _gemm(libraries.FP8_MASKED)((x_GMK, scales), (weight.values, weight.scales), out_GMN, counts, num_rows)
+    return out
+
+
+def _triton_dense(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
+    from batchinfer_kernels.triton import gemm
+
+    return gemm.product(x_GMK[0], weight[0], scales, out=_room(x_GMK, weight))
+
+
+def _triton_contiguous(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
+    from batchinfer_kernels.triton import gemm, tiles
+
+    num_groups, num_rows, _ = x_GMK.shape
+    counts = _counts(num_groups, num_rows, torch.int64, x_GMK.device)
+    row_tiles = tiles.contiguous_tiles(counts, num_groups * num_rows)
+    return gemm.product(x_GMK.flatten(0, 1), weight, scales, out=_room(x_GMK, weight), tiles=row_tiles)
 
 
 def _triton_masked(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
-    from batchinfer_kernels.triton import tiles
+    from batchinfer_kernels.triton import gemm, tiles
 
     num_groups, num_rows, _ = x_GMK.shape
-    counts = torch.full((num_groups,), num_rows, device=x_GMK.device)
-    return _triton_product(x_GMK, scales, weight, tiles.masked_tiles(counts, num_rows))
+    row_tiles = tiles.masked_tiles(_counts(num_groups, num_rows, torch.int64, x_GMK.device), num_rows)
+    return gemm.product(x_GMK.flatten(0, 1), weight, scales, out=_room(x_GMK, weight), tiles=row_tiles)
 
 
-def _triton_product(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled, tiles: Any) -> torch.Tensor:
-    from batchinfer_kernels.triton import gemm
+_PRODUCTS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("hopper", DENSE): _hopper_dense,
+    ("hopper", CONTIGUOUS): _hopper_contiguous,
+    ("hopper", MASKED): _hopper_masked,
+    ("triton", DENSE): _triton_dense,
+    ("triton", CONTIGUOUS): _triton_contiguous,
+    ("triton", MASKED): _triton_masked,
+}
 
-    x, row_scales = x_GMK.flatten(0, 1), scales.flatten(0, 1)
-    out = torch.empty(len(x), weight.values.shape[1], dtype=torch.bfloat16, device=x.device)
-    return gemm.product(x, weight, row_scales, out=out, tiles=tiles)
+
+def _room(x_GMK: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
+    num_groups, num_rows, _ = x_GMK.shape
+    return torch.empty(num_groups * num_rows, weight.values.shape[1], dtype=torch.bfloat16, device=x_GMK.device)
+
+
+def _gemm(names: tuple[str, ...]) -> Callable[..., None]:
+    gemm = libraries.deep_gemm(names)
+    assert gemm is not None, f"the probe has found no {names[0]}"
+    return gemm
+
+
+@functools.cache
+def _group_of_row(num_groups: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """Made once, so that it is not timed."""
+    return torch.arange(num_groups, dtype=torch.int32, device=device).repeat_interleave(num_rows)
+
+
+@functools.cache
+def _counts(num_groups: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((num_groups,), num_rows, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ import exact  # noqa: E402
 import torch  # noqa: E402
 from accelerator import Accelerator, Limits, why_no_hopper  # noqa: E402
 from attention_cases import attention_cases  # noqa: E402
-from cases import ALL, TINY, Case, Dims, Work, may_differ_in_company  # noqa: E402
+from cases import ALL, TINY, Case, Dims, Function, Work, may_differ_in_company  # noqa: E402
 from product_cases import product_cases  # noqa: E402
 from row_cases import row_cases  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
@@ -85,20 +85,26 @@ def _check_and_time(row: Row, work: Work, accelerator: Accelerator, limits: Limi
     row.measure, row.error = work.measure, exact.error(work.measure, result, work.expected())
     if not row.error <= exact.TOLERANCE[work.measure]:
         row.failure = f"error {row.error:.2g}, allowed is {exact.TOLERANCE[work.measure]:g}"
-    is_same = all(exact.same_bits(work.run(function, part), work.take(result, part)) for part in work.parts)
-    row.company = "same" if is_same else "differs"
-    if not is_same and not may_differ_in_company(function):
-        row.failure = row.failure or "a row's bits depend on the rows beside it"
+    if work.parts:
+        _check_company(row, work, function, result)
     del result
-    if limits is None:
-        return
     timed = work.timed
     call = (lambda: work.run(function, ALL)) if timed is None else (lambda: timed(function))
     call()
+    if limits is None:
+        return
     seconds = accelerator.seconds(call)
     row.ms, row.tflops, row.gb_s = seconds * 1e3, work.flops / seconds / 1e12, work.num_bytes / seconds / 1e9
     peak = limits.fp8_tflops if work.is_fp8 else limits.bf16_tflops
     row.share = max(row.tflops / peak, row.gb_s / limits.copy_gb_s)
+
+
+def _check_company(row: Row, work: Work, function: Function, result: torch.Tensor) -> None:
+    """Whether parts of the rows, run alone, have the bits that they have among all rows."""
+    is_same = all(exact.same_bits(work.run(function, part), work.take(result, part)) for part in work.parts)
+    row.company = "same" if is_same else "differs"
+    if not is_same and not may_differ_in_company(function):
+        row.failure = row.failure or "a row's bits depend on the rows beside it"
 
 
 def run_all(cases: list[Case], accelerator: Accelerator, limits: Limits | None) -> tuple[list[Row], dict[str, str]]:
