@@ -12,7 +12,8 @@ class StopSignal:
     """One wish to stop, whichever signal brings it.
 
     While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
-    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
+    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`;
+    so do further ones, except a person's second Ctrl-C: a cluster sends several for one wish to stop.
     """
 
     def __init__(self) -> None:
@@ -24,5 +25,5 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
         self.requested = True
-        if not self.graceful or again:
+        if not self.graceful or (again and number == signal.SIGINT):
             raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
