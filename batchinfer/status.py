@@ -296,7 +296,7 @@ def _problems(
 ) -> list[str]:
     problems = [f"{shard['path']}: {shard['problem']}" for shard in state["shards"] if shard["problem"] is not None]
     problems += [
-        f"unit {holder.unit}: {holder.node} has been silent for {_duration(holder.silent_s)}; another worker may take it"
+        f"unit {holder.unit}: {holder.node} has been silent for {_duration(holder.silent_s)}; others may take it"
         for holder in silent
     ]
     if failed_sessions:
