@@ -273,6 +273,8 @@ def submit(
     shape["template"] = None if template is None else str(template.absolute())
     shape["finish_template"] = None if finish_template is None else str(finish_template.absolute())
     size = parse_size(array)
+    if not size.tasks:
+        raise click.UsageError("--array 0 would send nothing; give 1 task or more")
     _submit(target, overrides, size, Shape(**shape), stop, _tracer(trace), strict=strict, dry_run=dry_run)
 
 
@@ -324,6 +326,8 @@ def retry(target: Path, array: str | None) -> None:
 
     run, _ = planned_run(target, ())
     size = None if array is None else parse_size(array)
+    if size is not None and not size.tasks:
+        raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
     found = retry_failed(run)
     click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
     if found.num_held:
@@ -336,7 +340,8 @@ def retry(target: Path, array: str | None) -> None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.root}`, then `batchinfer finish`")
     else:
         earlier = submissions(run)
-        click.echo(what_to_watch(run, submit_run(run, earlier[-1].shape if earlier else Shape(), size)))
+        shape = earlier[-1].shape if earlier else Shape()
+        click.echo(what_to_watch(run, submit_run(run, shape, size, max_array_size=max_array_size())))
 
 
 @cli.command()
@@ -481,6 +486,7 @@ def _submit(
     from batchinfer.config import load_job
     from batchinfer.planned import planned_run
     from batchinfer.rundir import RunDir, refuse_bad_rows
+    from batchinfer.slurm import max_array_size
     from batchinfer.submission import check_shape, dry_run_commands, submit, what_to_watch
 
     if target.is_dir():
@@ -494,10 +500,11 @@ def _submit(
     if dry_run:
         click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
         return
+    limit = max_array_size()  # without Slurm there is no need to plan
     if not target.is_dir():
         with _alone("plan", stop) as session:
             _plan(config, session, tracer, strict=strict, learn_from=None, expert_loads=None)
-    click.echo(what_to_watch(run_dir, submit(run_dir, shape, size)))
+    click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
 
 
 def _resize(target: Path, size: str) -> None:

@@ -12,8 +12,9 @@ class StopSignal:
     """One wish to stop, whichever signal brings it.
 
     While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
-    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`;
-    so do further ones, except a person's second Ctrl-C: a cluster sends several for one wish to stop.
+    a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
+    Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is a person's
+    and raises at once.
     """
 
     def __init__(self) -> None:
@@ -25,5 +26,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
         self.requested = True
-        if not self.graceful or (again and number == signal.SIGINT):
+        if again and number != signal.SIGINT:
+            return
+        if not self.graceful or again:
             raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")

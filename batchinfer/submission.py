@@ -82,8 +82,11 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         )
 
 
-def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
+def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -> Submission:
     """Send the tasks of a planned run, and the job that finishes it behind them.
+
+    Args:
+        max_array_size: most tasks that one array may have on this cluster.
 
     Raises:
         ConfigError: tasks of this run wait or run already; Slurm refuses, or is not here.
@@ -94,9 +97,7 @@ def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
             f"{len(live)} tasks of {run.root} wait or run already ({live[0].name} and so on); change their number with "
             f"`batchinfer submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
         )
-    if size.tasks < 1:
-        raise ConfigError("--array 0 would send nothing; give 1 task or more")
-    return _send_all(run, shape, size, slurm.send, others=[], max_array_size=slurm.max_array_size())
+    return _send_all(run, shape, size, slurm.send, others=[], max_array_size=max_array_size)
 
 
 def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:

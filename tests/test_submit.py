@@ -114,6 +114,7 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--template", "nowhere.sbatch"), "no Slurm template"),
         (("--array", "1", "--nodes-per-group", "3"), "4 ranks do not spread evenly over 3 nodes"),
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
+        (("--array", "0"), "would send nothing"),
         ((), "needs a JOB and --array"),
         (("--array", "1", "--resize", "run", "3"), "stands alone"),
     ],
@@ -142,6 +143,8 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     refused = batchinfer("submit", job, "--set", f"output.dir={tmp_path / 'run'}", "--array", "2")
     assert refused.code == 2
     assert "cannot run scontrol" in refused.err
+    assert not (tmp_path / "run").exists()
+    assert batchinfer("plan", job, "--set", f"output.dir={tmp_path / 'run'}").code == 0
     assert batchinfer("status", tmp_path / "run").code == 0
     assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
