@@ -320,7 +320,7 @@ def retry(target: Path, array: str | None) -> None:
     """
     from batchinfer.planned import planned_run
     from batchinfer.retry import retry_failed
-    from batchinfer.slurm import parse_size
+    from batchinfer.slurm import max_array_size, parse_size
     from batchinfer.submission import Shape, submissions, what_to_watch
     from batchinfer.submission import submit as submit_run
 

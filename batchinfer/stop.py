@@ -13,8 +13,8 @@ class StopSignal:
 
     While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
     a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
-    Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is a person's
-    and raises at once.
+    Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is that of a
+    person and raises at once.
     """
 
     def __init__(self) -> None:
