@@ -17,7 +17,9 @@ from batchinfer.records import ConfigError
 
 ANSWER_S = 120.0  # a busy controller may take its time
 MOST_TASKS = 1_000_000
-LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+# what squeue may still show of a task that has ended
+ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 # set by batchinfer itself; a second value would take away what it relies on
@@ -54,7 +56,12 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        return self.state == "PENDING"
+        return self.state in WAITING
+
+    @property
+    def is_ending(self) -> bool:
+        """It has a signal, or has ended, but its processes may not be gone yet."""
+        return self.state == "COMPLETING"
 
 
 def parse_size(text: str) -> ArraySize:
@@ -181,7 +188,7 @@ def live_tasks(jobs: Iterable[str]) -> list[Task]:
         return []
     for line in lines:
         job, index, state, nodes, reason = line.strip().split("|", 4)
-        if state in LIVE:
+        if state not in ENDED:
             tasks.append(Task(job, "" if index == "N/A" else index, state, nodes, reason))
     return tasks
 

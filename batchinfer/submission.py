@@ -101,9 +101,9 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
 
 
 def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:
-    """The sbatch commands that `submit` would run, with ARRAY in the places of job numbers; Slurm is not asked.
+    """The sbatch commands that `submit` would run, with ARRAY1 and so on for the numbers that jobs would get.
 
-    The cluster's MaxArraySize is taken where Slurm is at hand.
+    Slurm is only asked for its MaxArraySize, and only where it is at hand.
     """
     commands: list[list[str]] = []
 
@@ -130,11 +130,12 @@ def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]
     earlier = submissions(run)
     if not earlier:
         raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --array N`")
-    live = [task for task in live_tasks(run) if not _drain_mark(run, task).exists()]
+    all_live = live_tasks(run)
+    live = [task for task in all_live if not task.is_ending and not _drain_mark(run, task).exists()]
     sent, drained = None, []
     if size.tasks > len(live):
         shape, more = earlier[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
-        sent = _send_all(run, shape, more, slurm.send, others=_jobs(live), max_array_size=slurm.max_array_size())
+        sent = _send_all(run, shape, more, slurm.send, others=_jobs(all_live), max_array_size=slurm.max_array_size())
         _cancel_finish(earlier)
     elif size.tasks < len(live):
         # those that wait before those that run, the youngest first
