@@ -238,6 +238,12 @@ def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
     metavar="RUN N[%M]",
     help="Have N tasks of a submitted RUN from now on: add some, or have some commit and leave.",
 )
+@click.option(
+    "--follow",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Resize a submitted RUN by its slurm.schedule, until it is finished.",
+)
 @_job_options
 @click.pass_obj
 def submit(
@@ -246,6 +252,7 @@ def submit(
     array: str | None,
     dry_run: bool,
     resize: tuple[str, str] | None,
+    follow: Path | None,
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
@@ -269,7 +276,7 @@ def submit(
         _resize(Path(resize[0]), resize[1])
         return
     if target is None or array is None:
-        raise click.UsageError("submit needs a JOB and --array N[%M], or --resize RUN N[%M]")
+        raise click.UsageError("submit needs a JOB and --array N[%M], or one of --resize and --follow")
     shape["template"] = None if template is None else str(template.absolute())
     shape["finish_template"] = None if finish_template is None else str(finish_template.absolute())
     size = parse_size(array)
@@ -486,6 +493,7 @@ def _submit(
     from batchinfer.config import load_job
     from batchinfer.planned import planned_run
     from batchinfer.rundir import RunDir, refuse_bad_rows
+    from batchinfer.schedule import parse_schedule
     from batchinfer.slurm import max_array_size
     from batchinfer.submission import check_shape, dry_run_commands, submit, what_to_watch
 
@@ -497,6 +505,7 @@ def _submit(
         config = load_job(target, overrides)
         run_dir = RunDir(Path(config.output.dir))
     check_shape(config, shape)
+    parse_schedule(config.slurm.schedule)
     if dry_run:
         click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
         return
@@ -505,6 +514,14 @@ def _submit(
         with _alone("plan", stop) as session:
             _plan(config, session, tracer, strict=strict, learn_from=None, expert_loads=None)
     click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
+
+
+def _follow(target: Path, overrides: tuple[str, ...]) -> None:
+    from batchinfer.planned import planned_run
+    from batchinfer.schedule import follow, local_minute
+
+    run_dir, config = planned_run(target, overrides)
+    follow(run_dir, config.slurm.schedule, local_minute)
 
 
 def _resize(target: Path, size: str) -> None:

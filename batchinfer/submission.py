@@ -119,7 +119,8 @@ def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[st
 def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]:
     """Have so many tasks wait or run from now on: more are sent, or the youngest are sent away.
 
-    A task that runs gets a signal, commits what is finished and gives its units back.
+    A task that runs gets a signal, commits what is finished and gives its units back. With 0 tasks nothing waits to
+    finish the run either; later ones bring a job for that.
 
     Returns:
         What was sent, if anything, and the tasks that were sent away.
@@ -132,28 +133,27 @@ def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]
         raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --array N`")
     all_live = live_tasks(run)
     live = [task for task in all_live if not task.is_ending and not _drain_mark(run, task).exists()]
+    finishing = _finishing(run)
     sent, drained = None, []
     if size.tasks > len(live):
         shape, more = earlier[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
         sent = _send_all(run, shape, more, slurm.send, others=_jobs(all_live), max_array_size=slurm.max_array_size())
-        _cancel_finish(earlier)
+        slurm.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
     elif size.tasks < len(live):
         # those that wait before those that run, the youngest first
         live.sort(key=lambda task: (not task.is_pending, -int(task.job), -int(task.index or 0)))
         drained = live[: len(live) - size.tasks]
+        if not size.tasks:
+            slurm.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
         _drain(run, drained)
-    if size.at_once is not None:
-        jobs = _jobs(live_tasks(run))
-        for place, job in enumerate(jobs):
-            # a limit is one array's: shared out, one task of each at least
-            slurm.throttle(job, max(1, size.at_once // len(jobs) + (place < size.at_once % len(jobs))))
+    _throttle(run, size.at_once)
     return sent, drained
 
 
 def cancel(run: RunDir) -> list[str]:
     """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended."""
     live = live_tasks(run)
-    finishing = slurm.live_tasks(sent.finish for sent in submissions(run) if sent.finish is not None)
+    finishing = _finishing(run)
     # the one that finishes first: it must not start because the tasks have ended
     slurm.cancel([task.name for task in finishing])
     slurm.cancel([task.name for task in live if task.is_pending])
@@ -164,6 +164,11 @@ def cancel(run: RunDir) -> list[str]:
 def live_tasks(run: RunDir) -> list[Task]:
     """The run's tasks that wait or run, by Slurm's own account."""
     return slurm.live_tasks(job for sent in submissions(run) for job in sent.arrays)
+
+
+def is_in_slurm(run: RunDir) -> bool:
+    """Whether anything of a run waits or runs in Slurm: tasks, or the job that finishes."""
+    return bool(live_tasks(run) or _finishing(run))
 
 
 def submissions(run: RunDir) -> list[Submission]:
@@ -268,10 +273,19 @@ def _remember(run: RunDir, sent: Submission) -> None:
     publish_json(sent.path, {**record, "arrays": sent.arrays, "finish": sent.finish})
 
 
-def _cancel_finish(earlier: list[Submission]) -> None:
-    """A newer job finishes the run; those that still wait to do so would start too early."""
-    waiting = slurm.live_tasks(sent.finish for sent in earlier if sent.finish is not None)
-    slurm.cancel([task.name for task in waiting if task.is_pending])
+def _finishing(run: RunDir) -> list[Task]:
+    """Jobs that wait to finish the run, or do it."""
+    return slurm.live_tasks(sent.finish for sent in submissions(run) if sent.finish is not None)
+
+
+def _throttle(run: RunDir, at_once: int | None) -> None:
+    """Have so many tasks run at once from now on. The limit is one array's: shared out, one task of each at least."""
+    live = live_tasks(run)
+    jobs, waiting = _jobs(live), _jobs([task for task in live if task.is_pending])
+    for place, job in enumerate(jobs):
+        share = 0 if at_once is None else max(1, at_once // len(jobs) + (place < at_once % len(jobs)))
+        if job in waiting:  # it says nothing to the others
+            slurm.throttle(job, share)
 
 
 def _drain(run: RunDir, tasks: list[Task]) -> None:

@@ -27,6 +27,7 @@ ALLOWED = {
     "slurm": FILES,
     "submission": FILES | {"slurm"},
     "status": FILES | {"data", "engine.claims", "slurm", "submission", "report.terminal"},
+    "schedule": FILES | {"progress", "slurm", "submission"},
     "retry": FILES | {"data", "engine.claims"},
     "planned": FILES | {"fingerprint"},
     "weights_digest": FILES | {"progress"},
@@ -55,6 +56,7 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "submission",
     "status",
     "retry",
+    "schedule",
     "whereabouts",
 }
 # The controller's side of the engine: it must live on when a rank, or torch in it, does not.

@@ -12,6 +12,7 @@ import pytest
 from batchinfer import slurm
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
+from batchinfer.schedule import parse_schedule, size_at
 from batchinfer.slurm import ArraySize, check_extra_argument, log_pattern, parse_size, slices
 from batchinfer.submission import Shape, submissions
 from jobs import batchinfer, write_job, write_questions
@@ -116,13 +117,31 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
         (("--array", "0"), "would send nothing"),
         ((), "needs a JOB and --array"),
-        (("--array", "1", "--resize", "run", "3"), "stands alone"),
+        (("--array", "1", "--resize", "run", "3"), "stand alone"),
+        (("--follow", "run"), "stand alone"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_planned(job, options, sentence):
     refused = batchinfer("submit", job, *options)
     assert refused.code == 2
     assert sentence in refused.err
+    assert not (job.parent / "run").exists()
+
+
+def test_sizes_by_time_of_day():
+    #       06:00 ─────── 22:00 ─────── 06:00
+    #         4            32%16 (past midnight)
+    schedule = parse_schedule(["22:00 32%16", "06:00 4"])
+    sizes = {minute: size_at(schedule, minute) for minute in range(24 * 60)}
+    assert {minute for minute, size in sizes.items() if size == ArraySize(4)} == set(range(6 * 60, 22 * 60))
+    assert set(sizes.values()) == {ArraySize(4), ArraySize(32, 16)}
+
+
+@pytest.mark.parametrize("entries", [["8:00 4"], ["24:00 4"], ["08:00"], ["08:00 x"], ["08:00 4", "08:00 5"]])
+def test_wrong_schedules_are_refused_before_anything_is_planned(job, entries):
+    refused = batchinfer("submit", job, "--array", "1", "--set", f"slurm.schedule={json.dumps(entries)}")
+    assert refused.code == 2
+    assert "08:00" in refused.err or "slurm.schedule" in refused.err or "number of tasks" in refused.err
     assert not (job.parent / "run").exists()
 
 
@@ -148,6 +167,7 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     assert batchinfer("status", tmp_path / "run").code == 0
     assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
+    assert "no slurm.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
 
 
 def test_the_record_of_a_submission(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
+from batchinfer.schedule import follow
 from batchinfer.slurm import Task
 from batchinfer.submission import live_tasks, submissions
 from jobs import batchinfer, output_bytes, write_job, write_questions
@@ -193,3 +195,22 @@ def test_finish_fails_with_a_reason_when_tasks_were_cancelled(submit):
     found = json.loads(batchinfer("status", run.root, "--json").out)
     assert found["units_running"] == 0
     assert found["requests_done"] > 0
+
+
+def test_the_number_of_tasks_follows_the_hour(submit, reference):
+    run = submit("--array", "3")
+    wait_for(lambda: is_in_the_middle(run), run)
+    minutes = itertools.chain([8 * 60, 9 * 60 + 1], itertools.repeat(20 * 60 + 30))
+    numbers = []
+
+    def minute_now() -> int:
+        numbers.append(len([task for task in live_tasks(run) if not task.is_ending]))
+        if len(numbers) == 3:
+            wait_for(lambda: not live_tasks(run), run)  # at 09:00 all go
+            assert not list(run.outputs.glob("*.parquet"))
+        return next(minutes)
+
+    follow(run, ["08:00 1", "09:00 0", "20:00 4"], minute_now, look_s=0.5)
+    assert [sent.size.tasks for sent in submissions(run)] == [3, 4]
+    assert state(submissions(run)[0].finish) == "CANCELLED"
+    expect_outputs(run, reference)
