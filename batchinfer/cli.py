@@ -268,12 +268,13 @@ def submit(
     from batchinfer.slurm import parse_size
     from batchinfer.submission import Shape
 
-    if resize is not None:
-        if target is not None or array is not None or dry_run:
-            raise click.UsageError(
-                "--resize RUN N[%M] stands alone: the tasks that are added are like the earlier ones"
-            )
-        _resize(Path(resize[0]), resize[1])
+    if resize is not None or follow is not None:
+        if target is not None or array is not None or dry_run or (resize is not None and follow is not None):
+            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
+        if resize is not None:
+            _resize(Path(resize[0]), resize[1])
+        if follow is not None:
+            _follow(follow, overrides)
         return
     if target is None or array is None:
         raise click.UsageError("submit needs a JOB and --array N[%M], or one of --resize and --follow")

@@ -133,7 +133,8 @@ def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference):
     assert json.loads(batchinfer("status", run.root, "--json").out)["tasks_running"] == 0
 
 
-def test_groups_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference):
+def test_groups_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 150)  # four ranks work on a unit together
     run = submit("--array", "2", "--nodes-per-group", "2", "--sbatch-arg=--exclusive", prefill_ranks=4)
     wait_for(lambda: is_in_the_middle(run), run)
     task = wait_for(lambda: busy_task(run), run)
@@ -178,7 +179,7 @@ def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_ma
     early = batchinfer("finish", run.root)
     assert early.code == 1
     assert "are not done" in early.err
-    again = batchinfer("submit", run.root, "--array", "11%2")
+    again = batchinfer("submit", run.root, "--array", "11%6")
     assert again.code == 0, again.err
     assert len(submissions(run)[-1].arrays) == 2
     expect_outputs(run, reference)
