@@ -293,8 +293,8 @@ def submit(
 def status(target: Path, watch: bool, as_json: bool) -> None:
     """How far RUN (a run folder or a .toml file) is: units, rows, speed, time left, who works on what, problems."""
     from batchinfer.planned import planned_run
-    from batchinfer.status import StatusReader, format_status, watch_status
-    from batchinfer.status import as_json as document
+    from batchinfer.status import StatusReader
+    from batchinfer.status_text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
@@ -303,7 +303,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
         watch_status(reader, click.echo)
     else:
         found = reader.read()
-        click.echo(json.dumps(document(found), indent=1) if as_json else format_status(found))
+        click.echo(json.dumps(as_document(found), indent=1) if as_json else format_status(found))
 
 
 @cli.command()

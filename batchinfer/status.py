@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,14 +15,9 @@ from batchinfer import slurm, submission
 from batchinfer.data.parquet import read_rows
 from batchinfer.engine.claims import LEASE_S, last_claim, result_files, winning_claim
 from batchinfer.records import ConfigError
-from batchinfer.report.terminal import fit
 from batchinfer.rundir import RunDir, read_json
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
-WATCH_S = 5.0
-MOST_LINES = 20  # running units that are listed
-WIDTH = 100
-PROBLEM_WIDTH = 400
 # why tasks wait when nothing is wrong
 USUAL_REASONS = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}
 
@@ -206,51 +199,6 @@ class StatusReader:
         ]
 
 
-def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
-    """Show the status again and again until the run is finished, or a signal ends the command."""
-    while True:
-        status = reader.read()
-        # on a terminal each one takes the place of the one before
-        show(("\033[H\033[2J" if sys.stdout.isatty() else "") + format_status(status))
-        if status.state in ("finished", "partial"):
-            return
-        time.sleep(WATCH_S)
-
-
-def as_json(status: Status) -> dict[str, Any]:
-    """The status as one JSON document."""
-    return asdict(status)
-
-
-def format_status(status: Status) -> str:
-    """The status as lines for a terminal."""
-    done = status.requests_done / status.requests if status.requests else 1.0
-    lines = [
-        f"{status.run}: {status.state}",
-        f"units     {status.units_done:,} done, {status.units_running:,} running, {status.units_waiting:,} waiting, "
-        f"{status.units_failed:,} with failed requests; {status.units:,} in all",
-        f"requests  {status.requests_done:,} of {status.requests:,} ({done:.1%}), {status.requests_failed:,} of them "
-        f"failed; {status.rows:,} rows, {status.rows_bad:,} of them bad since the plan",
-    ]
-    if status.tasks_running is not None:
-        lines.append(f"slurm     {status.tasks_running:,} tasks running, {status.tasks_waiting:,} waiting")
-    if status.tokens_per_s is not None and status.requests_per_s is not None:
-        left = "" if status.left_s is None else f", {_duration(status.left_s)} left"
-        lines.append(f"speed     {status.tokens_per_s:,.0f} tokens/s, {status.requests_per_s:,.2f} requests/s{left}")
-    for holder in status.running[:MOST_LINES]:
-        task = "" if holder.task is None else f", task {holder.task}"
-        restarts = f", restart {holder.restarts}" if holder.restarts else ""
-        line = (
-            f"  unit {holder.unit:>6}  {holder.node}{task}{restarts}, for {_duration(holder.held_s)}: "
-            f"{holder.requests_done:,} of {holder.requests:,} requests"
-        )
-        lines.append(fit(line, WIDTH))
-    if len(status.running) > MOST_LINES:
-        lines.append(f"  and {len(status.running) - MOST_LINES:,} more")
-    lines += [fit(f"problem: {problem}", PROBLEM_WIDTH) for problem in status.problems]
-    return "\n".join(lines)
-
-
 def _now(run: RunDir) -> float:
     """The file system's clock, by which its files are dated; this host's own may be minutes off."""
     try:
@@ -296,7 +244,7 @@ def _problems(
 ) -> list[str]:
     problems = [f"{shard['path']}: {shard['problem']}" for shard in state["shards"] if shard["problem"] is not None]
     problems += [
-        f"unit {holder.unit}: {holder.node} has been silent for {_duration(holder.silent_s)}; others may take it"
+        f"unit {holder.unit}: {holder.node} has been silent for {duration(holder.silent_s)}; others may take it"
         for holder in silent
     ]
     if failed_sessions:
@@ -308,7 +256,8 @@ def _problems(
     return problems
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would take."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -26,7 +26,8 @@ ALLOWED = {
     "whereabouts": set(),
     "slurm": FILES,
     "submission": FILES | {"slurm"},
-    "status": FILES | {"data", "engine.claims", "slurm", "submission", "report.terminal"},
+    "status": FILES | {"data", "engine.claims", "slurm", "submission"},
+    "status_text": {"status", "report.terminal"},
     "schedule": FILES | {"progress", "slurm", "submission"},
     "retry": FILES | {"data", "engine.claims"},
     "planned": FILES | {"fingerprint"},
@@ -55,6 +56,7 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "slurm",
     "submission",
     "status",
+    "status_text",
     "retry",
     "schedule",
     "whereabouts",
@@ -186,7 +188,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
         "batchinfer.kv.upkeep",
-        "batchinfer.submission, batchinfer.status, batchinfer.retry",
+        "batchinfer.schedule, batchinfer.status_text, batchinfer.retry",
     ],
 )
 def test_commands_that_compute_nothing_start_without_torch(modules):
