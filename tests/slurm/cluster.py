@@ -60,7 +60,10 @@ JobRequeue=1
 KillWait={kill_wait}
 InactiveLimit=0
 NodeName=node[1-{nodes}] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=100000
-PartitionName=main Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE DefaultTime=60 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=node[1-{nodes}] MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF
 """
 
 
