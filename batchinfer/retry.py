@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas import RESULTS
 from batchinfer.engine.claims import is_released, last_claim, offer_again, result_files, winning_claim
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, publish_json, read_json
 
@@ -34,8 +38,26 @@ def retry_failed(run: RunDir) -> Retried:
     in between, nothing has changed yet. Good rows keep their results.
 
     Raises:
-        ConfigError: a file of the run folder is missing, damaged or cannot be written.
+        ConfigError: a file of the run folder is missing, damaged or cannot be written; or the run is being finished.
     """
+    with _no_finish(run):
+        return _retry(run)
+
+
+@contextmanager
+def _no_finish(run: RunDir) -> Iterator[None]:
+    """A finish that had begun before would call the run finished afterwards."""
+    with open(run.lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
+        except OSError as error:
+            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run at the same time")
+        yield
+
+
+def _retry(run: RunDir) -> Retried:
     state = read_json(run.run_json)
     num_requests = num_units = num_open = num_held = 0
     for row in read_rows(run.units):

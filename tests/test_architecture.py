@@ -29,7 +29,7 @@ ALLOWED = {
     "status": FILES | {"data", "engine.claims", "slurm", "submission"},
     "status_text": {"status", "report.terminal"},
     "schedule": FILES | {"progress", "slurm", "submission"},
-    "retry": FILES | {"data", "engine.claims"},
+    "retry": FILES | {"data", "engine.claims", "progress"},
     "planned": FILES | {"fingerprint"},
     "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},

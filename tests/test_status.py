@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -176,6 +177,14 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
         assert claims.try_claim(unit) is not None
         assert "1 more units" in batchinfer("retry", planned).out
     assert "1 failed requests in 1 units" in batchinfer("retry", planned).out
+
+
+def test_retry_waits_for_a_finish(planned):
+    with open(planned / "plan.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        refused = batchinfer("retry", planned)
+    assert refused.code == 2
+    assert "another process plans or finishes" in refused.err
 
 
 def _has_failed(run, unit):
