@@ -25,7 +25,7 @@ from paths import ROOT
 ROWS = (25, 20, 19)
 LONG = {"max_tokens": 16, "ignore_eos": True}
 SLOW = {"decode_requests": 2, "commit_seconds": 0.2}  # many small steps and commits, so that there is a middle
-WAIT_S = 120.0
+WAIT_S = 300.0  # far more than it takes: only a job that hangs ends here
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
