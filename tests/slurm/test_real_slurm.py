@@ -173,12 +173,12 @@ def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, refe
     array = submissions(run)[0].arrays[0]
     subprocess.run(["scancel", f"{array}_[0-1]"], check=True)
     wait_for(lambda: len(live_tasks(run)) == 2, run)
-    added = batchinfer("submit", "--resize", run.root, "5")
+    added = batchinfer("submit", "--resize", run.root, "4")
     assert added.code == 0, added.err
-    assert len(live_tasks(run)) == 5
+    assert len(live_tasks(run)) == 4
     assert state(submissions(run)[0].finish) == "CANCELLED"  # the later one waits for all
-    wait_for(lambda: len([task for task in live_tasks(run) if task.state == "RUNNING"]) == 5, run)
-    away = batchinfer("submit", "--resize", run.root, "4")
+    wait_for(lambda: len([task for task in live_tasks(run) if task.state == "RUNNING"]) == 4, run)
+    away = batchinfer("submit", "--resize", run.root, "3")
     assert "sent away" in away.out, away.err
     gone = away.out.split()[-1]
     wait_for(lambda: gone not in {task.name for task in live_tasks(run)}, run)
@@ -195,7 +195,7 @@ def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_ma
     early = batchinfer("finish", run.root)
     assert early.code == 1
     assert "are not done" in early.err
-    again = batchinfer("submit", run.root, "--array", "11%6")
+    again = batchinfer("submit", run.root, "--array", "11%3")
     assert again.code == 0, again.err
     assert len(submissions(run)[-1].arrays) == 2
     expect_outputs(run, reference)
@@ -218,7 +218,7 @@ def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_i
 
 
 def test_the_number_of_tasks_follows_the_hour(submit, reference):
-    run = submit("--array", "3")
+    run = submit("--array", "2")
     wait_for(lambda: is_in_the_middle(run), run)
     minutes = itertools.chain([8 * 60, 9 * 60 + 1], itertools.repeat(20 * 60 + 30))
     numbers = []
@@ -230,7 +230,7 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
             assert not list(run.outputs.glob("*.parquet"))
         return next(minutes)
 
-    follow(run, ["08:00 1", "09:00 0", "20:00 4"], minute_now, look_s=0.5)
-    assert [sent.size.tasks for sent in submissions(run)] == [3, 4]
+    follow(run, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
+    assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
     assert state(submissions(run)[0].finish) == "CANCELLED"
     expect_outputs(run, reference)
