@@ -197,6 +197,15 @@ class PricingConfig(_Part):
     output: Price | None = Field(None, description="$ per million output tokens")
 
 
+class SlurmConfig(_Part):
+    """How a job uses a Slurm cluster; nothing here changes a result."""
+
+    schedule: list[Text] = Field(
+        default=[],
+        description="tasks by local time of day, for `submit --follow`: 'HH:MM N' or 'HH:MM N%M' each",
+    )
+
+
 class JobConfig(_Part):
     """One job file."""
 
@@ -207,6 +216,7 @@ class JobConfig(_Part):
     cluster: ClusterConfig = ClusterConfig()
     kv: KvConfig = KvConfig()
     pricing: PricingConfig = PricingConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
 
 def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:

@@ -22,6 +22,7 @@ class RunDir:
     plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
+    slurm/<submission>.json  slurm/*.log
     """
 
     root: Path
@@ -79,6 +80,11 @@ class RunDir:
     def work(self) -> Path:
         """Scratch space of `finish`; emptied by it."""
         return self.root / "work"
+
+    @property
+    def slurm(self) -> Path:
+        """What was sent to Slurm, and what its tasks said."""
+        return self.root / "slurm"
 
     def parcels(self, session: str) -> Path:
         """KV on its way between hosts; gone with the command that sends it."""

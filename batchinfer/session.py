@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from batchinfer.data.schemas import STATS_NODES
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
+from batchinfer.whereabouts import node_name
 
 
 class Session:
@@ -29,7 +29,7 @@ class Session:
     def __init__(self, command: str, stop: StopSignal) -> None:
         self._stop = stop
         self.command = command
-        self.node = socket.gethostname()
+        self.node = node_name()
         # the first session of a process began with it: starting Python and importing count as well
         self.start_s = time.time() if Session._sessions else process_start_s()
         self.name = f"{int(time.time() * 1000):013d}-{self.node}-{os.getpid()}-{Session._sessions}"

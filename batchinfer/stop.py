@@ -13,6 +13,8 @@ class StopSignal:
 
     While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
     a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
+    Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is that of a
+    person and raises at once.
     """
 
     def __init__(self) -> None:
@@ -24,5 +26,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
         self.requested = True
+        if again and number != signal.SIGINT:
+            return
         if not self.graceful or again:
             raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")

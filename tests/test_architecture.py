@@ -13,7 +13,7 @@ PACKAGE = ROOT / "batchinfer"
 # What a module (or every module of a room) may import from batchinfer besides its own room.
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
-RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest"}
+RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts"}
 ALLOWED = {
     "records": set(),
     "config": BASE,
@@ -22,7 +22,14 @@ ALLOWED = {
     "trace": FILES | {"parallel.spans"},
     "fingerprint": FILES,
     "stop": BASE,
-    "session": FILES | {"data", "stop"},
+    "session": FILES | {"data", "stop", "whereabouts"},
+    "whereabouts": set(),
+    "slurm": FILES,
+    "submission": FILES | {"slurm"},
+    "status": FILES | {"data", "engine.claims", "slurm", "submission"},
+    "status_text": {"status", "report.terminal"},
+    "schedule": FILES | {"progress", "slurm", "submission"},
+    "retry": FILES | {"data", "engine.claims", "progress"},
     "planned": FILES | {"fingerprint"},
     "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},
@@ -48,6 +55,13 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "sim",
     "report",
     "finish",
+    "slurm",
+    "submission",
+    "status",
+    "status_text",
+    "retry",
+    "schedule",
+    "whereabouts",
 }
 # The controller's side of the engine: it must live on when a rank, or torch in it, does not.
 CONTROLLER = {
@@ -178,6 +192,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
         "batchinfer.kv.upkeep",
         "batchinfer.sim.answer, batchinfer.sim.table, batchinfer.report.what_if",
+        "batchinfer.schedule, batchinfer.status_text, batchinfer.retry",
     ],
 )
 def test_commands_that_compute_nothing_start_without_torch(modules):

@@ -261,7 +261,7 @@ STATS_NODES = _table(
     "one row per session: one command on one machine",
     ("session", pa.string(), "name of the session"),
     ("command", pa.string(), "'plan', 'work', 'finish' or 'run'"),
-    ("node", pa.string(), "host name"),
+    ("node", pa.string(), "host name, or the node's name in Slurm"),
     ("num_ranks", pa.int32(), "ranks (accelerators, or processes on a CPU) held on this node; 0 for plan and finish"),
     ("mode", pa.string(), "'colocated' or 'disaggregated'; null for plan and finish"),
     ("prefill_ranks", pa.int32(), "ranks of the group that run prefill; 0 for plan and finish"),

@@ -17,12 +17,14 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, create_exclusively, publish_json, read_json
+from batchinfer.whereabouts import node_name, slurm_restarts, slurm_task
 
 HEARTBEAT_S = 5.0
 LEASE_S = 60.0  # a lease whose counter stood still this long, by the watcher's own clock, has expired
@@ -95,11 +97,7 @@ class Claims:
         publish_json(made / "lease.json", self._lease(released=False))
         publish_json(made / "claim.json", {"inherited": [str(path.relative_to(self._run.root)) for path in inherited]})
         made.chmod(0o755)
-        try:
-            # fails when another process was quicker: its claim folder is not empty
-            made.rename(target)
-        except OSError:
-            shutil.rmtree(made)
+        if not _put(made, target):
             return None
         return Claim(unit, target, tuple(inherited))
 
@@ -108,6 +106,9 @@ class Claims:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": _process_identity(os.getpid()),
+            "node": node_name(),
+            "task": slurm_task(),
+            "restarts": slurm_restarts(),
             "counter": self._counter,
             "released": released,
         }
@@ -165,9 +166,44 @@ def last_claim(run: RunDir, unit: int) -> Path | None:
     return folders[-1] if folders else None
 
 
+def is_released(claim: Path) -> bool:
+    """Whether its worker has given the unit back."""
+    return bool(read_json(claim / "lease.json")["released"])
+
+
+def offer_again(run: RunDir, unit: int, *, behind: Path, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
+    """Add a claim that nobody holds, with other results than the last one's; whoever claims next inherits them.
+
+    Args:
+        behind: the claim whose results these are a choice of. Claims that came after it no longer count.
+        inherited: result files of earlier claims that count for the new one.
+        fill: writes further result files, `part-*.parquet`, into the folder it gets.
+
+    Returns:
+        False when somebody else claimed the unit meanwhile; nothing has changed then.
+    """
+    num_before = len(_claim_folders(run.unit(unit)))
+    made = Path(tempfile.mkdtemp(prefix=".claim-", dir=run.unit(unit)))
+    publish_json(made / "lease.json", {**read_json(behind / "lease.json"), "released": True})
+    publish_json(made / "claim.json", {"inherited": [str(path.relative_to(run.root)) for path in inherited]})
+    fill(made)
+    made.chmod(0o755)
+    return _put(made, run.claim(unit, f"{num_before:04d}"))
+
+
 def num_claims(run: RunDir, unit: int) -> int:
     """How often the unit was claimed."""
     return len(_claim_folders(run.unit(unit)))
+
+
+def _put(made: Path, target: Path) -> bool:
+    """Give a finished claim folder its name; False when another process was quicker: its folder is not empty."""
+    try:
+        made.rename(target)
+    except OSError:
+        shutil.rmtree(made)
+        return False
+    return True
 
 
 def _claim_folders(unit: Path) -> list[Path]:

@@ -193,9 +193,11 @@ class Controller:
                 except RanksDiedError as death:
                     self._ranks_died(death)
         finally:
-            self._stop.graceful = False
+            # a further signal, as clusters send them, must not cut this short
+            self._stop.graceful = True
             self._ranks.end()
             self._commit()
+            self._stop.graceful = False
 
     def _is_done(self) -> bool:
         """Whether to go home. With no request of our own left, units of others may still have to be taken over."""

@@ -1,0 +1,240 @@
+"""Talks to a Slurm cluster: sbatch, squeue, scontrol and scancel. Called by submission and status.
+
+Nothing here goes through a shell: every command is a list of arguments, and what a template needs to know it gets as
+arguments of its own, so that no path or name can turn into a command.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.records import ConfigError
+
+ANSWER_S = 120.0  # a busy controller may take its time
+MOST_TASKS = 1_000_000
+# what squeue may still show of a task that has ended
+ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
+TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+# set by batchinfer itself; a second value would take away what it relies on
+OWN_OPTIONS = ("--array", "--chdir", "--dependency", "--nodes", "--output", "--parsable", "--test-only", "--wrap")
+SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySize:
+    """How many tasks an array has, and how many of them may run at once (None: all)."""
+
+    tasks: int
+    at_once: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.tasks) if self.at_once is None else f"{self.tasks}%{self.at_once}"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task that Slurm still knows as pending or running."""
+
+    job: str  # of its array
+    index: str  # in the array; empty for a job that is no array
+    state: str
+    nodes: str
+    reason: str  # why it waits
+
+    @property
+    def name(self) -> str:
+        """What scontrol and scancel take: the array's number and the task's. The task's own number would not do: it
+        is the array's for one of the tasks, and means all of them."""
+        return f"{self.job}_{self.index}" if self.index else self.job
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def is_ending(self) -> bool:
+        """It has a signal, or has ended, but its processes may not be gone yet."""
+        return self.state == "COMPLETING"
+
+
+def parse_size(text: str) -> ArraySize:
+    """Read N or N%M.
+
+    Raises:
+        ConfigError: it is something else, or a number is out of range.
+    """
+    found = re.fullmatch(r"(\d{1,9})(?:%(\d{1,9}))?", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is not a number of tasks; write N, or N%M for at most M of them at once")
+    tasks, at_once = int(found[1]), None if found[2] is None else int(found[2])
+    if tasks > MOST_TASKS or at_once == 0:
+        raise ConfigError(f"{text!r}: N may be at most {MOST_TASKS:,} tasks, and M must be at least 1")
+    return ArraySize(tasks, at_once)
+
+
+def check_name(option: str, value: str) -> str:
+    """A partition, account or the like.
+
+    Raises:
+        ConfigError: it has other characters than such names have.
+    """
+    if NAME.fullmatch(value) is None:
+        raise ConfigError(f"{option} is {value!r}; a name there has letters, digits and any of _ . , : @ + - only")
+    return value
+
+
+def check_time(value: str) -> str:
+    """A time limit.
+
+    Raises:
+        ConfigError: Slurm would not understand it.
+    """
+    if TIME.fullmatch(value) is None:
+        raise ConfigError(f"--time is {value!r}; write minutes, HH:MM:SS or DAYS-HH:MM:SS, for example 12:00:00")
+    return value
+
+
+def check_extra_argument(value: str) -> str:
+    """One more option for sbatch.
+
+    Raises:
+        ConfigError: it is no option, or one that `submit` sets itself.
+    """
+    if not value.startswith("-") or value in ("-", "--") or not value.isprintable():
+        raise ConfigError(
+            f"--sbatch-arg is {value!r}; give one whole option of sbatch, for example --sbatch-arg=--mem=0"
+        )
+    option = value.partition("=")[0]
+    is_own = (
+        any(len(option) > 3 and own.startswith(option) for own in OWN_OPTIONS) if option.startswith("--") else False
+    )
+    if is_own or (not option.startswith("--") and option[:2] in SHORT_OWN_OPTIONS):
+        raise ConfigError(f"--sbatch-arg is {value!r}, which submit sets itself; leave it out")
+    return value
+
+
+def find_template(name: str, own: Path | None) -> Path:
+    """The batch script to send: the one a person names, or the one that came with batchinfer.
+
+    Args:
+        name: `array.sbatch` or `finish.sbatch`.
+        own: a person's own file, if given.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    beside = Path(__file__).parent.parent / "jobs" / name  # a working copy
+    installed = Path(sys.prefix) / "share" / "batchinfer" / "jobs" / name
+    candidates = [beside, installed] if own is None else [own.absolute()]
+    for path in candidates:
+        if path.is_file():
+            return path
+    looked = " or ".join(str(path) for path in candidates)
+    raise ConfigError(f"there is no Slurm template {looked}; name one with --template or --finish-template")
+
+
+def log_pattern(folder: Path, pattern: str) -> str:
+    """A path for sbatch's --output in a folder whose name may hold any printable character.
+
+    Raises:
+        ConfigError: Slurm would read the folder's name as something else.
+    """
+    if "\\" in str(folder) or not str(folder).isprintable():
+        raise ConfigError(f"{folder} holds a backslash or a control character, which Slurm cannot write logs below")
+    return str(folder).replace("%", "%%") + f"/{pattern}"
+
+
+def slices(tasks: int, max_array_size: int) -> list[int]:
+    """Sizes of the arrays that so many tasks need: as few as possible, none above the limit."""
+    return [min(max_array_size, tasks - first) for first in range(0, tasks, max_array_size)]
+
+
+def max_array_size() -> int:
+    """Most tasks of one array on this cluster (its MaxArraySize bounds the index, which starts at 0)."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _answer(["scontrol", "show", "config"]), re.MULTILINE)
+    if found is None or int(found[1]) < 2:
+        raise ConfigError("this Slurm cluster allows no job arrays (MaxArraySize); run `batchinfer work` under srun")
+    return int(found[1])
+
+
+def send(command: list[str]) -> str:
+    """Run an sbatch command that ends with its script and the script's arguments; returns the job's number."""
+    job = _answer(command).strip().partition(";")[0]
+    if not job.isdigit():
+        raise ConfigError(f"sbatch answered {job!r} instead of a job number; look at `squeue --me` before another try")
+    return job
+
+
+def live_tasks(jobs: Iterable[str]) -> list[Task]:
+    """Tasks of these jobs that wait or run; jobs that Slurm has forgotten have none."""
+    known = sorted(set(jobs), key=int)
+    if not known:
+        return []
+    tasks = []
+    # asked one by one for all: squeue refuses a single job that it has forgotten, and leaves it out of several
+    command = ["squeue", "--noheader", "--array", f"--jobs={','.join([*known, known[0]])}", "--format=%F|%K|%T|%N|%r"]
+    try:
+        lines = _answer(command).splitlines()
+    except ConfigError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return []
+    for line in lines:
+        job, index, state, nodes, reason = line.strip().split("|", 4)
+        if state not in ENDED:
+            tasks.append(Task(job, "" if index == "N/A" else index, state, nodes, reason))
+    return tasks
+
+
+def cancel(names: list[str]) -> None:
+    """End jobs or tasks: SIGTERM now, SIGKILL after the cluster's KillWait. Those that have ended already are left."""
+    for first in range(0, len(names), 500):
+        _answer(["scancel", *names[first : first + 500]])
+
+
+def warn(names: list[str]) -> None:
+    """SIGTERM to the batch scripts alone, so that they end in their own time."""
+    for first in range(0, len(names), 500):
+        _answer(["scancel", "--batch", "--signal=TERM", *names[first : first + 500]])
+
+
+def throttle(job: str, at_once: int) -> None:
+    """Let at most so many tasks of a waiting or running array run at once from now on (0: all)."""
+    _answer(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])
+
+
+def is_here() -> bool:
+    """Whether this machine has Slurm's commands."""
+    try:
+        subprocess.run(["squeue", "--version"], check=True, capture_output=True, timeout=ANSWER_S)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _answer(command: list[str]) -> str:
+    """Standard output of one of Slurm's commands.
+
+    Raises:
+        ConfigError: it is missing, does not answer or refuses; the message holds what it said.
+    """
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=ANSWER_S)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot run {command[0]} ({error.strerror}); submit from a machine that has Slurm's commands, or use "
+            "`batchinfer run` on one machine"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]} did not answer for {ANSWER_S:g} s; try again when Slurm does") from None
+    if done.returncode:
+        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+        raise ConfigError(f"{command[0]} refused: {said or f'exit code {done.returncode}'}")
+    return done.stdout

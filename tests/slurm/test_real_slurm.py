@@ -1,0 +1,236 @@
+"""Runs on a real Slurm: whatever happens to its tasks, the outputs are those of one machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.plan import packing
+from batchinfer.rundir import RunDir
+from batchinfer.schedule import follow
+from batchinfer.slurm import Task
+from batchinfer.submission import live_tasks, submissions
+from jobs import batchinfer, output_bytes, write_job, write_questions
+from paths import ROOT
+
+ROWS = (25, 20, 19)
+LONG = {"max_tokens": 16, "ignore_eos": True}
+SLOW = {"decode_requests": 2, "commit_seconds": 0.2}  # many small steps and commits, so that there is a middle
+WAIT_S = 300.0  # far more than it takes: only a job that hangs ends here
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A job of 64 rows, each a unit of its own, and their outputs from one machine."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", ROWS)
+    job = write_job(folder, sampling=LONG)
+    assert batchinfer("run", job).code == 0
+    return job, output_bytes(folder / "run")
+
+
+@pytest.fixture
+def submit(reference, tmp_path, monkeypatch):
+    """Plans the job into a folder of its own, with a name that a shell would take apart, and sends it."""
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
+    run = tmp_path / "a run; of 100% $(touch x)"
+
+    def send(*options: str, **cluster: Any) -> RunDir:
+        keys = [f"cluster.{key}={value}" for key, value in (SLOW | cluster).items()]
+        sets = [word for key in [f"output.dir={json.dumps(str(run))}", *keys] for word in ("--set", key)]
+        sent = batchinfer("submit", reference[0], *sets, *options)
+        assert sent.code == 0, sent.err
+        return RunDir(run)
+
+    yield send
+    if run.exists():
+        batchinfer("cancel", run)
+
+
+def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, logs(run)
+        time.sleep(0.05)
+    return value
+
+
+def logs(run: RunDir) -> str:
+    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(run.slurm.glob("*.log")))
+
+
+def show(job: str) -> str:
+    return subprocess.run(["scontrol", "-o", "show", "job", job], check=True, capture_output=True, text=True).stdout
+
+
+def state(job: str) -> str:
+    return re.search(r" JobState=(\w+)", show(job))[1]
+
+
+def num_parts(run: RunDir) -> int:
+    return len(list(run.root.glob("units/*/*/part-*.parquet")))
+
+
+def is_in_the_middle(run: RunDir) -> bool:
+    num_done = len(list(run.root.glob("units/*/done")))
+    assert num_done < 60, "too quick to be disturbed"
+    return num_parts(run) > 3
+
+
+def busy_task(run: RunDir) -> Task:
+    """A task that holds a unit now, from the status."""
+    running = json.loads(batchinfer("status", run.root, "--json").out)["running"]
+    names = {holder["task"] for holder in running}
+    return next((task for task in live_tasks(run) if task.state == "RUNNING" and task.name in names), None)
+
+
+def finish_state(run: RunDir) -> str | None:
+    """How the job that finishes has ended."""
+    found = state(submissions(run)[-1].finish)
+    return found if found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT") else None
+
+
+def expect_outputs(run: RunDir, reference: tuple[Path, dict[str, bytes]]) -> None:
+    """The outputs of one machine, and every request computed for them exactly once in what counts."""
+    assert wait_for(lambda: finish_state(run), run) == "COMPLETED", logs(run)
+    assert output_bytes(run.root) == reference[1]
+    requests = pq.read_table(run.stats_file("requests"))
+    assert requests.num_rows == sum(ROWS)
+    assert set(requests["status"].to_pylist()) == {"ok"}
+    assert not live_tasks(run)
+
+
+def log_of(run: RunDir, task: str) -> str:
+    return (run.slurm / f"{task}.log").read_text()
+
+
+def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference):
+    run = submit("--array", "8")
+    assert len(pq.read_table(run.units)) == 64
+    refused = batchinfer("submit", run.root, "--array", "2")
+    assert refused.code == 2
+    assert "wait or run already" in refused.err
+    wait_for(lambda: is_in_the_middle(run), run)
+    task = wait_for(lambda: busy_task(run), run)
+    subprocess.run(["scontrol", "requeue", task.name], check=True)
+    expect_outputs(run, reference)
+    assert "Slurm task " + task.name in log_of(run, task.name)
+    assert "restart 0" in log_of(run, task.name)
+    assert "restart 1" in log_of(run, task.name)
+    assert "goes back into the queue" not in log_of(run, task.name)  # it was put there by us
+    metrics = json.loads(batchinfer("report", run.root, "--json").out)
+    assert metrics["peak_nodes"] >= 2
+    assert json.loads(batchinfer("status", run.root, "--json").out)["tasks_running"] == 0
+
+
+def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 150)  # four ranks work on a unit together
+    run = submit("--array", "1", "--nodes-per-group", "2", prefill_ranks=4)
+    wait_for(lambda: is_in_the_middle(run), run)
+    task = wait_for(lambda: busy_task(run), run)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", task.name], check=True)
+    expect_outputs(run, reference)
+    log = log_of(run, task.name)
+    assert "ended with code 75" in log
+    assert "goes back into the queue" in log
+    assert "restart 1" in log
+    rows = json.loads(
+        batchinfer("report", run.root, "--json", "--sql", "SELECT * FROM nodes WHERE command = 'work'").out
+    )
+    assert len(rows) == 4  # two lives on two nodes
+    assert {row["num_ranks"] for row in rows} == {2}
+    assert len({row["node"] for row in rows}) >= 2
+    assert sorted(row["state"] for row in rows) == ["done", "done", "interrupted", "interrupted"]
+
+
+def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference):
+    run = submit("--array", "1")
+    wait_for(lambda: is_in_the_middle(run), run)
+    (task,) = live_tasks(run)
+    other = ["--partition=high", f"--nodelist={task.nodes}", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    subprocess.run(["sbatch", *other], check=True, capture_output=True)
+    expect_outputs(run, reference)
+    log = log_of(run, task.name)
+    # in its grace time it has to ask for another life itself: Slurm lets a task end that ends by itself
+    assert "goes back into the queue" in log
+    assert "restart 1" in log
+
+
+def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, reference):
+    run = submit("--array", "4")
+    wait_for(lambda: is_in_the_middle(run), run)
+    array = submissions(run)[0].arrays[0]
+    subprocess.run(["scancel", f"{array}_[0-1]"], check=True)
+    wait_for(lambda: len(live_tasks(run)) == 2, run)
+    added = batchinfer("submit", "--resize", run.root, "4")
+    assert added.code == 0, added.err
+    assert len(live_tasks(run)) == 4
+    assert state(submissions(run)[0].finish) == "CANCELLED"  # the later one waits for all
+    wait_for(lambda: len([task for task in live_tasks(run) if task.state == "RUNNING"]) == 4, run)
+    away = batchinfer("submit", "--resize", run.root, "3")
+    assert "sent away" in away.out, away.err
+    gone = away.out.split()[-1]
+    wait_for(lambda: gone not in {task.name for task in live_tasks(run)}, run)
+    assert "goes back into the queue" not in log_of(run, gone)
+    expect_outputs(run, reference)
+
+
+def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_may_have(submit, reference):
+    run = submit("--array", "2")
+    wait_for(lambda: is_in_the_middle(run), run)
+    assert "cancelled: " in batchinfer("cancel", run.root).out
+    wait_for(lambda: not live_tasks(run), run)
+    assert state(submissions(run)[0].finish) == "CANCELLED"
+    early = batchinfer("finish", run.root)
+    assert early.code == 1
+    assert "are not done" in early.err
+    again = batchinfer("submit", run.root, "--array", "11%3")
+    assert again.code == 0, again.err
+    assert len(submissions(run)[-1].arrays) == 2
+    expect_outputs(run, reference)
+
+
+def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_is_missing(submit, tmp_path):
+    own = tmp_path / "own.sbatch"
+    own.write_text((ROOT / "jobs" / "array.sbatch").read_text().replace("\nrequeue=yes\n", "\nrequeue=no\n"))
+    run = submit("--array", "1", "--template", str(own))
+    wait_for(lambda: is_in_the_middle(run), run)
+    sent = submissions(run)[0]
+    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{sent.arrays[0]}_0"], check=True)
+    assert wait_for(lambda: finish_state(run), run) == "FAILED"
+    assert " ExitCode=75:0 " in show(sent.arrays[0])
+    assert " ExitCode=1:0 " in show(sent.finish)
+    assert "work units" in (run.slurm / f"finish-{sent.finish}.log").read_text()
+    found = json.loads(batchinfer("status", run.root, "--json").out)
+    assert found["units_running"] == 0
+    assert found["requests_done"] > 0
+
+
+def test_the_number_of_tasks_follows_the_hour(submit, reference):
+    run = submit("--array", "2")
+    wait_for(lambda: is_in_the_middle(run), run)
+    minutes = itertools.chain([8 * 60, 9 * 60 + 1], itertools.repeat(20 * 60 + 30))
+    numbers = []
+
+    def minute_now() -> int:
+        numbers.append(len([task for task in live_tasks(run) if not task.is_ending]))
+        if len(numbers) == 3:
+            wait_for(lambda: not live_tasks(run), run)  # at 09:00 all go
+            assert not list(run.outputs.glob("*.parquet"))
+        return next(minutes)
+
+    follow(run, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
+    assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
+    assert state(submissions(run)[0].finish) == "CANCELLED"
+    expect_outputs(run, reference)

@@ -1,0 +1,48 @@
+"""Signals: one wish to stop, however many signals a cluster sends for it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from batchinfer.records import InterruptedRunError
+from batchinfer.stop import StopSignal
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture
+def stop():
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield StopSignal()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_raises_at_once_unless_somebody_looks_for_it(stop, number):
+    stop.graceful = True
+    signal.raise_signal(number)
+    assert stop.requested
+    another = StopSignal()
+    with pytest.raises(InterruptedRunError, match=number.name):
+        signal.raise_signal(number)
+    assert another.requested
+
+
+@pytest.mark.parametrize("graceful", [False, True])
+def test_further_signals_of_a_cluster_change_nothing(stop, graceful):
+    stop.graceful = True
+    signal.raise_signal(signal.SIGUSR1)
+    stop.graceful = graceful
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        signal.raise_signal(number)
+    assert stop.requested
+
+
+def test_a_second_ctrl_c_raises_at_once(stop):
+    stop.graceful = True
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(InterruptedRunError):
+        signal.raise_signal(signal.SIGINT)
