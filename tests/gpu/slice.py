@@ -36,7 +36,9 @@ from schedule import decode_tasks, finish_s, prefill_tasks  # noqa: E402
 from stages import StageEvents  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
-from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput  # noqa: E402
+from batchinfer.model.mla import PrefillSpan  # noqa: E402
+from batchinfer.model.step import StepInput, StepTensors  # noqa: E402
+from batchinfer.model.transformer import PAGE_TOKENS  # noqa: E402
 from batchinfer.parallel.overlap import run_to_end  # noqa: E402
 
 OK, FAILED, UNUSABLE = 0, 1, 2
@@ -76,38 +78,30 @@ class Figures:
 
 
 def decode_step(share: Any, table: torch.Tensor, kv_tokens: int) -> StepInput:
-    """The next token of each request; its latent goes behind the `kv_tokens` - 1 before it."""
-    num_requests, device = len(table), table.device
-    last = kv_tokens - 1
-    tokens = torch.arange(num_requests, device=device) % share.config.vocab_size
+    """The next token of each request, on the host; its latent goes behind the `kv_tokens` - 1 before it."""
+    num_requests, last = len(table), kv_tokens - 1
     return StepInput(
-        tokens=tokens,
-        positions=torch.full((num_requests,), last, device=device),
+        tokens=torch.arange(num_requests) % share.config.vocab_size,
+        positions=torch.full((num_requests,), last),
         slots=table[:, last // PAGE_TOKENS] * PAGE_TOKENS + last % PAGE_TOKENS,
-        logit_rows=torch.arange(num_requests, device=device),
+        logit_rows=torch.arange(num_requests),
         page_table=table,
-        kv_tokens=torch.full((num_requests,), kv_tokens, device=device),
+        kv_tokens=torch.full((num_requests,), kv_tokens),
     )
 
 
-def prefill_step(share: Any, num_prompts: int, prompt_tokens: int, device: torch.device) -> StepInput:
-    """Whole prompts, none of it computed before.
-
-    No logits are asked for: a step needs those of a prompt's last token alone, so that the last layer makes little
-    more than latents, here as there.
-    """
+def prefill_step(share: Any, num_prompts: int, prompt_tokens: int) -> StepInput:
+    """Whole prompts, none of it computed before, on the host; logits of each one's last token."""
     per_prompt = -(-prompt_tokens // PAGE_TOKENS)
     pages = torch.arange(num_prompts * per_prompt).view(num_prompts, per_prompt)
-    positions = torch.arange(prompt_tokens, device=device)
-    slots = torch.cat(
-        [ids.to(device)[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS for ids in pages]
-    )
+    positions = torch.arange(prompt_tokens)
+    slots = (pages[:, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).flatten()
     spans = tuple(
         PrefillSpan(place * prompt_tokens, prompt_tokens, prompt_tokens, ids) for place, ids in enumerate(pages)
     )
-    tokens = torch.arange(len(slots), device=device) % share.config.vocab_size
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    return StepInput(tokens, positions.repeat(num_prompts), slots, none, prefill=spans)
+    tokens = torch.arange(len(slots)) % share.config.vocab_size
+    last = torch.arange(1, num_prompts + 1) * prompt_tokens - 1
+    return StepInput(tokens, positions.repeat(num_prompts), slots, last, prefill=spans)
 
 
 class Stepper:
@@ -116,10 +110,11 @@ class Stepper:
     def __init__(self, share: Any, step: StepInput, pages: torch.Tensor, accelerator: Accelerator):
         self.accelerator = accelerator
         self.stages = StageEvents(is_timed=not accelerator.is_rehearsal)
+        tensors = StepTensors.of(step, accelerator.device)
 
         def run() -> None:
             self.stages.events.clear()
-            self.output = run_to_end(share.model.forward_points(step, pages, self.stages))
+            self.output = run_to_end(share.model.points(tensors, pages, self.stages))
 
         run()  # compiles
         self._run: Callable[[], Any] = run
@@ -205,10 +200,10 @@ def run_decode(
 
 def run_prefill(share: Any, num_prompts: int, prompt_tokens: int, accelerator: Accelerator) -> Figures:
     """A batch of prefill as two micro-batches of half its prompts."""
-    half_prompts, device = num_prompts // 2, accelerator.device
+    half_prompts = num_prompts // 2
     pages = share.model.new_pages(half_prompts * -(-prompt_tokens // PAGE_TOKENS))
-    half = Stepper(share, prefill_step(share, half_prompts, prompt_tokens, device), pages, accelerator)
-    is_finite = bool(torch.isfinite(pages).all())
+    half = Stepper(share, prefill_step(share, half_prompts, prompt_tokens), pages, accelerator)
+    is_finite = half.is_finite and bool(torch.isfinite(pages).all())
     figures = Figures(share.unit.name, num_prompts * prompt_tokens, dict(half.stages.names()), is_finite)
     if accelerator.is_rehearsal:
         return figures
@@ -315,7 +310,7 @@ def measure(
             pages = share.model.new_pages(fitting[-1] * per_request)
             for layer_pages in pages:
                 layer_pages.normal_()
-            table = torch.arange(fitting[-1] * per_request, device=accelerator.device).view(-1, per_request)
+            table = torch.arange(fitting[-1] * per_request).view(-1, per_request)
             note(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
             for count in fitting:
                 add(run_decode(share, pages, table[:count], kv_tokens, accelerator))
