@@ -27,11 +27,12 @@ demo: $(VENV)/.installed
 	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Slower than `make test`: ranks killed at random moments, many times over.
+# Slower than `make test`: ranks killed at random moments, many times over, and more on a real Slurm.
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/chaos/*.py
+	$(BIN)/python -m pytest -m slow tests
 
 # Ratios measured side by side on this machine; they decide no test.
 bench: $(VENV)/.installed-dev

@@ -46,3 +46,26 @@ def cpp() -> None:
     reason = build.why_not()
     if reason is not None:
         pytest.skip(f"the C++ operations cannot run here: {reason}")
+
+
+# In this order before all others: with these at the end one worker would go on alone for minutes.
+LONG_FILES = (
+    "test_faults",
+    "test_cluster",
+    "test_real_slurm",
+    "test_balanced_run",
+    "test_stored_runs",
+    "test_nodes",
+    "test_resume",
+    "test_triton_engine",
+    "test_cpu_engine",
+    "test_gpu_check",
+    "test_fp8_engine",
+    "test_plan",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, for `pytest -n`."""
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG_FILES)))

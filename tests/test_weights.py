@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
-from batchinfer.model.moe import DenseMlp
+from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import _memory, exchange_experts, load_weights
 from batchinfer.records import ModelError
@@ -223,7 +223,7 @@ def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
         )
         return linear(silu_mul(linear(x, gate), linear(x, up)), down)
 
-    assert torch.equal(DenseMlp(EIGHT_BITS, weights.layers[0].mlp).forward(x), alone("model.layers.0.mlp"))
+    assert torch.equal(swiglu(EIGHT_BITS, x, weights.layers[0].mlp), alone("model.layers.0.mlp"))
     moe = weights.layers[1].mlp
     y = grouped_mlp(x, torch.tensor([0, 0, 5, 0, 0, 0, 0, 0]), moe.gate_up_EFD, moe.down_EDF)
     assert torch.equal(y, alone("model.layers.1.mlp.experts.2"))

@@ -24,6 +24,7 @@ from batchinfer.model.weights import AttentionWeights
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
+_FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +183,22 @@ def rope_cos_sin(
     angles = (positions.float()[:, None] * frequencies).double()
     scale = rope.cos_sin_scale
     return (angles.cos() * scale).float(), (angles.sin() * scale).float()
+
+
+class RotaryAngles:
+    """cos and sin of the positions of a model's tokens; on a CPU each position's are computed once and kept."""
+
+    def __init__(self, rope: RopeConfig, rope_dim: int, device: torch.device) -> None:
+        self._rope = rope
+        self._frequencies = rope_frequencies(rope, rope_dim).to(device)
+        self._cos, self._sin = rope_cos_sin(torch.arange(0, device=device), self._frequencies, rope)
+
+    def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As rope_cos_sin."""
+        if not positions_T.is_cpu:  # how far the table must reach is not known on the host
+            return rope_cos_sin(positions_T, self._frequencies, self._rope)
+        needed = int(positions_T.max()) + 1 if len(positions_T) else 0
+        if needed > len(self._cos):
+            known = torch.arange(max(2 * len(self._cos), needed, _FIRST_POSITIONS))
+            self._cos, self._sin = rope_cos_sin(known, self._frequencies, self._rope)
+        return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)

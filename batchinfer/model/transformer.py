@@ -16,7 +16,7 @@ import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fused import FusedAttention, attention_of, mixture_of
-from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, rope_cos_sin, rope_frequencies
+from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
 from batchinfer.model.step import StepInput, StepTensors
@@ -125,7 +125,7 @@ class Transformer:
         self.num_moe_layers = config.num_moe_layers
         self._ops = ops
         self._layers = tuple(self._build_layer(layer) for layer in range(config.num_hidden_layers))
-        self._frequencies = rope_frequencies(config.rope, config.qk_rope_head_dim).to(self.device)
+        self._angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device)
 
     @classmethod
     def load(
@@ -257,7 +257,7 @@ class Transformer:
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         """The parts of a step that layers use, with the rotary angles all of them share."""
-        cos, sin = rope_cos_sin(step.positions, self._frequencies, self.config.rope)
+        cos, sin = self._angles.at(step.positions)
         return AttentionStep(
             cos,
             sin,

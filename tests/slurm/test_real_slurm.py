@@ -154,6 +154,7 @@ def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, referenc
     assert sorted(row["state"] for row in rows) == ["done", "done", "interrupted", "interrupted"]
 
 
+@pytest.mark.slow
 def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference):
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
@@ -167,6 +168,7 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference)
     assert "restart 1" in log
 
 
+@pytest.mark.slow
 def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, reference):
     run = submit("--array", "4")
     wait_for(lambda: is_in_the_middle(run), run)
@@ -186,6 +188,7 @@ def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, refe
     expect_outputs(run, reference)
 
 
+@pytest.mark.slow
 def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_may_have(submit, reference):
     run = submit("--array", "2")
     wait_for(lambda: is_in_the_middle(run), run)
@@ -217,6 +220,7 @@ def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_i
     assert found["requests_done"] > 0
 
 
+@pytest.mark.slow
 def test_the_number_of_tasks_follows_the_hour(submit, reference):
     run = submit("--array", "2")
     wait_for(lambda: is_in_the_middle(run), run)
