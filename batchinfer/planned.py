@@ -23,6 +23,8 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
             raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
         # the folder itself counts, not the output.dir written in it: it may have been moved
         job = load_job(run.job, overrides)
+    elif not target.exists() and target.suffix != ".toml":
+        raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
     else:
         job = load_job(target, overrides)
         run = RunDir(Path(job.output.dir))

@@ -193,10 +193,8 @@ class StatusReader:
         except ConfigError as error:
             return None, [str(error)]
         waiting = Counter(task.reason for task in tasks if task.is_pending)
-        usual = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}
-        return tasks, [
-            f"{count} Slurm tasks wait: {reason}" for reason, count in waiting.items() if reason not in usual
-        ]
+        unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
+        return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
 
 
 def _now(run: RunDir) -> float:

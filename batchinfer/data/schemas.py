@@ -248,7 +248,7 @@ STATS_STEPS = _table(
 )
 STATS_EXPERTS = _table(
     "experts",
-    "tokens per expert",
+    "tokens per expert; in prefill the last layer only gets those that give an answer's first token",
     ("session", pa.string(), "session (see nodes)"),
     ("rank", pa.int32(), "rank that counted them"),
     ("phase", pa.string(), "'prefill' or 'decode'"),

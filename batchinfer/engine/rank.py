@@ -102,7 +102,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], environment: RankEnv
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
     model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots), device)
-    if mesh.size == 1:
+    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
         warm_up(model, job.cluster.prefill_tokens)
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]

@@ -1,4 +1,7 @@
-"""Steps over nothing before the first real one, which then finds threads started and memory at hand. Called by rank."""
+"""Steps over nothing before the first real one, which then finds threads started and memory at hand.
+
+Called by rank when it computes alone on the CPU, while the job is still planned.
+"""
 
 from __future__ import annotations
 

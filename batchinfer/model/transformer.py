@@ -285,6 +285,7 @@ def _wanted_rows(rows_S: torch.Tensor, chunk_of_row_S: torch.Tensor, step: Atten
         page_table=step.page_table[chunk_of_row_S],
         kv_tokens=positions_S + 1,
         chunk_tokens=None,
+        schedule={},
     )
     return WantedRows(rows_S, own_step)
 

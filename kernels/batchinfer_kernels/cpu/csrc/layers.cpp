@@ -171,6 +171,7 @@ class Mixture : public torch::CustomClassHolder {
         normalize_(normalize),
         gate_up_(gate_up, num_held, true),
         down_(down, num_held) {
+    TORCH_CHECK(router_.dim() == 3 && num_experts_ <= router_.size(0) * kPanelColumns, "a router of ", num_experts_);
     if (shared_gate_up) shared_gate_up_.emplace(*shared_gate_up, 1, true);
     if (shared_down) shared_down_.emplace(*shared_down, 1);
   }
@@ -192,6 +193,12 @@ class Mixture : public torch::CustomClassHolder {
     check_contiguous(hidden, 2, "hidden");
     check_contiguous(x, 2, "x");
     check_indices(ids, "ids");
+    TORCH_CHECK(gate_up_.bytes.size(0) == num_experts_, "only ", gate_up_.bytes.size(0), " of ", num_experts_,
+                " experts are here");
+    for (int64_t i = 0; i < ids.numel(); ++i) {
+      const int64_t id = read<int64_t>(ids)[i];
+      TORCH_CHECK(0 <= id && id < num_experts_, "expert ", id, " of ", num_experts_);
+    }
     const int64_t num_tokens = x.size(0), num_entries = ids.numel(), width = x.size(1);
     TORCH_CHECK(hidden.sizes() == x.sizes() && num_entries == num_tokens * topk_ && weights.sizes() == ids.sizes() &&
                     weights.scalar_type() == at::kFloat && weights.is_contiguous(),
