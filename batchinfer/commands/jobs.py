@@ -1,0 +1,180 @@
+"""A job on this machine, or on all where `work` is started: plan, work, finish, and run, which is all three."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchinfer.commands.options import EXIT_CODES, alone, earlier_run_options, job_options, tracer_of
+from batchinfer.commands.reports import print_report
+from batchinfer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
+    from batchinfer.engine.rank_group import RankGroup
+    from batchinfer.finish import Finished
+    from batchinfer.rundir import RunDir
+    from batchinfer.session import Session
+    from batchinfer.trace import Tracer
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("job", type=click.Path(path_type=Path))
+@earlier_run_options
+@job_options
+@click.pass_obj
+def plan(
+    stop: StopSignal,
+    job: Path,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
+) -> None:
+    """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
+
+    No model is loaded. Bad rows are reported here, before any accelerator is used.
+    """
+    from batchinfer.config import load_job
+
+    with alone("plan", stop) as session:
+        config = load_job(job, overrides)
+        plan_here(config, session, tracer_of(trace), strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
+@job_options
+@click.pass_obj
+def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
+    """Compute the units of a planned JOB (a .toml file or a run folder) until none is left.
+
+    Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
+    run it again: finished requests are kept.
+    """
+    from batchinfer.planned import planned_run
+    from batchinfer.rundir import refuse_bad_rows
+    from batchinfer.session import Session
+    from batchinfer.whereabouts import node_name, slurm_restarts, slurm_task
+
+    with Session("work", stop) as session:
+        run, config = planned_run(target, overrides)
+        if strict:
+            refuse_bad_rows(run)
+        session.attach(run)
+        if slurm_task() is not None:
+            click.echo(f"Slurm task {slurm_task()} on {node_name()}, restart {slurm_restarts()}", err=True)
+        _work(run, config, session, stop, tracer_of(trace))
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
+@click.option(
+    "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
+)
+@job_options
+@click.pass_obj
+def finish(
+    stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
+) -> None:
+    """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
+    from batchinfer.planned import planned_run
+    from batchinfer.rundir import refuse_bad_rows
+
+    with alone("finish", stop) as session:
+        run, config = planned_run(target, overrides)
+        if strict:
+            refuse_bad_rows(run)
+        session.attach(run)
+        code = _finish(run, config, allow_partial=allow_partial)
+    sys.exit(code)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("job", type=click.Path(path_type=Path))
+@earlier_run_options
+@job_options
+@click.pass_obj
+def run(
+    stop: StopSignal,
+    job: Path,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
+) -> None:
+    """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
+
+    Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
+    """
+    from batchinfer.config import load_job
+    from batchinfer.engine.nodes import refuse_several_processes
+    from batchinfer.engine.rank_group import ranks_ahead
+
+    refuse_several_processes("run")
+    config = load_job(job, overrides)
+    know_experts = learn_from is not None or expert_loads is not None
+    with ranks_ahead(config, stop, know_experts=know_experts) as ranks, alone("run", stop) as session:
+        tracer = tracer_of(trace)
+        run_dir = plan_here(config, session, tracer, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        _work(run_dir, config, session, stop, tracer, ranks)
+        code = _finish(run_dir, config, allow_partial=False)
+    print_report([run_dir.root], as_json=False)
+    sys.exit(code)
+
+
+def plan_here(
+    config: JobConfig,
+    session: Session,
+    tracer: Tracer,
+    *,
+    strict: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
+) -> RunDir:
+    """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
+    from batchinfer.plan.planner import plan_job
+    from batchinfer.plan.summary import format_summary, read_summary
+
+    with tracer.span("plan", "controller"):
+        run_dir = plan_job(config, session, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+    tracer.write(run_dir.trace)
+    click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")
+    return run_dir
+
+
+def _work(
+    run_dir: RunDir,
+    config: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    tracer: Tracer,
+    ranks: RankGroup | None = None,
+) -> None:
+    from batchinfer.engine.controller import work_on
+
+    try:
+        work_on(run_dir, config, session, stop, tracer, ranks)
+    finally:
+        tracer.write(run_dir.trace)
+
+
+def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
+    from batchinfer.finish import finish_run
+
+    result = finish_run(run_dir, config, allow_partial=allow_partial)
+    click.echo(_finished_text(run_dir, result), err=True)
+    return result.exit_code
+
+
+def _finished_text(run_dir: RunDir, result: Finished) -> str:
+    lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
+    if result.num_missing:
+        lines.append(f"partial: {result.num_missing:,} requests were not computed")
+    lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""The KV store on disk: stat, verify, gc, path."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from batchinfer.records import ExitCode
+
+
+@click.group()
+def kv() -> None:
+    """Look after the KV store on disk: STORE is its folder, or a JOB.toml whose [kv] dir names it."""
+
+
+_store_argument = click.argument("target", metavar="STORE", type=click.Path(path_type=Path))
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+@kv.command("stat")
+@_store_argument
+@_json_option
+def kv_stat(target: Path, as_json: bool) -> None:
+    """What a store holds, by model, and what runs read from it and wrote to it."""
+    from batchinfer.kv.upkeep import describe_store, format_description, open_store
+
+    found = describe_store(open_store(target))
+    click.echo(json.dumps(found, indent=1) if as_json else format_description(found))
+
+
+@kv.command("verify")
+@_store_argument
+@_json_option
+def kv_verify(target: Path, as_json: bool) -> None:
+    """Read every block and check its checksum. Damaged files go to quarantine; exit code 3 when there were any."""
+    from batchinfer.kv.upkeep import open_store, verify_store
+
+    found = verify_store(open_store(target))
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        for damaged in found["damaged"]:
+            click.echo(f"{damaged['file']}: {damaged['reason']}")
+        click.echo(f"{found['files']:,} files checked, {len(found['damaged'])} of them damaged")
+    sys.exit(ExitCode.ROW_ERRORS if found["damaged"] else ExitCode.OK)
+
+
+@kv.command("gc")
+@_store_argument
+@click.option("--max-bytes", metavar="SIZE", help="Evict until all files are below this, for example 500GB or 2TiB.")
+@_json_option
+def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
+    """Delete what killed runs left behind and, with --max-bytes, the blocks least worth having. Live runs may go on."""
+    from batchinfer.kv.upkeep import open_store, parse_bytes, shrink_store
+
+    found = shrink_store(open_store(target), None if max_bytes is None else parse_bytes(max_bytes))
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        click.echo(
+            f"{found['evicted_files']:,} files with {found['evicted_bytes']:,} bytes evicted; "
+            f"the store has {found['bytes_after']:,} bytes now"
+        )
+
+
+@kv.command("path")
+@_store_argument
+@click.argument("block", required=False)
+def kv_path(target: Path, block: str | None) -> None:
+    """Print the folder of a store, or the file that holds BLOCK (its name in hex, 12 digits of it or more)."""
+    from batchinfer.kv.upkeep import find_block, open_store
+
+    store = open_store(target)
+    click.echo(str(store.root if block is None else find_block(store, block)))

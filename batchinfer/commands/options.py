@@ -1,0 +1,76 @@
+"""What several commands share: options, and how a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchinfer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from batchinfer.session import Session
+    from batchinfer.trace import Tracer
+
+EXIT_CODES = """
+\b
+Exit codes:
+  0   done (finish and run: all rows ok)
+  1   internal failure
+  2   bad job, input or usage
+  3   finished, some rows are error rows
+  75  interrupted; the same command goes on where it stopped
+"""
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--trace", is_flag=True, help="Write trace.json (open it in ui.perfetto.dev) to the run folder."),
+        click.option("--strict", is_flag=True, help="Stop with exit code 2 at the first bad row or unreadable shard."),
+        click.option(
+            "--set",
+            "overrides",
+            metavar="A.B=VALUE",
+            multiple=True,
+            help="Override a key of the job file with a TOML value; a bare word is a string. May be repeated.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--expert-loads",
+            metavar="RUN",
+            type=click.Path(path_type=Path),
+            help="Place the experts by the tokens that this earlier run counted, not by those of the first unit.",
+        ),
+        click.option(
+            "--learn-from",
+            metavar="RUN",
+            type=click.Path(path_type=Path),
+            help="Take answer lengths, speed and expert loads from this finished run: the ranks' work is spread by "
+            "them, and the plan says how long the job will take and what it will cost.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def alone(command: str, stop: StopSignal) -> Session:
+    """The session of a command that must not run in several processes at once."""
+    from batchinfer.engine.nodes import refuse_several_processes
+    from batchinfer.session import Session
+
+    refuse_several_processes(command)
+    return Session(command, stop)
+
+
+def tracer_of(enabled: bool) -> Tracer:
+    from batchinfer.trace import Tracer
+
+    return Tracer(enabled=enabled)

@@ -1,0 +1,127 @@
+"""Figures: of a run (report), of numbers (price), of a cluster that is not here (simulate)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+
+def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(name, type=float, metavar="NUMBER", help=text)
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option(
+    "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
+)
+def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
+    """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
+
+    \b
+    The views for --sql: outputs, requests, units, steps, experts, nodes, kv, run. For example:
+      batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
+    """
+    if sql is None:
+        print_report(list(runs), as_json=as_json)
+    else:
+        _print_query(list(runs), sql, as_json=as_json)
+
+
+@click.command()
+@click.option("--run", "run_folder", metavar="RUN", type=click.Path(path_type=Path), help="Start from this run.")
+@click.option("--prices", "price_file", metavar="FILE", type=click.Path(path_type=Path), help="A price list (.toml).")
+@_number_option("--hit-tokens", "Input tokens served from a cache.")
+@_number_option("--miss-tokens", "Input tokens computed.")
+@_number_option("--output-tokens", "Output tokens.")
+@_number_option("--nodes", "Mean nodes held.")
+@_number_option("--gpus-per-node", "Accelerators of a node.")
+@_number_option("--hours", "How long they are held.")
+@_number_option("--gpu-hour", "$ per accelerator-hour.")
+@_number_option("--price-hit", "$ per million hit tokens.")
+@_number_option("--price-miss", "$ per million miss tokens.")
+@_number_option("--price-output", "$ per million output tokens.")
+@click.option("--batch", is_flag=True, help="With the list's batch discount.")
+@click.option("--start", metavar="HH:MM", help="Begin at this time (UTC): the list's off-peak hours count.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def price(
+    run_folder: Path | None,
+    price_file: Path | None,
+    gpu_hour: float | None,
+    price_hit: float | None,
+    price_miss: float | None,
+    price_output: float | None,
+    batch: bool,
+    start: str | None,
+    as_json: bool,
+    **changes: float | None,
+) -> None:
+    """Cost, revenue and margins from numbers or from a run; options replace single numbers of a RUN.
+
+    \b
+    The published day of DeepSeek-V3/R1 at R1's list prices:
+      batchinfer price --prices jobs/prices/deepseek-r1.toml --hit-tokens 342e9 --miss-tokens 266e9 \\
+          --output-tokens 168e9 --nodes 226.75 --gpus-per-node 8 --hours 24
+    """
+    from batchinfer.report import what_if
+    from batchinfer.report.price_list import PriceList, minute_of_day, read_prices
+
+    amounts, prices = what_if.Amounts(), PriceList()
+    if run_folder is not None:
+        amounts, prices = what_if.amounts_of_run(run_folder)
+    if price_file is not None:
+        prices = read_prices(price_file)
+    prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
+    start_minute = None if start is None else minute_of_day(start, "--start")
+    figures = what_if.price(what_if.with_changes(amounts, **changes), prices, is_batch=batch, start_minute=start_minute)
+    click.echo(json.dumps(figures, indent=1) if as_json else what_if.format_price(figures, prices))
+
+
+@click.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def simulate(spec: Path, as_json: bool) -> None:
+    """The cluster on paper: what the job of SPEC (a .toml file) would take on GPUs that are not here.
+
+    Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
+    nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
+    """
+    from batchinfer.sim.answer import answer
+    from batchinfer.sim.spec import load_spec
+    from batchinfer.sim.table import format_answer
+
+    figures = answer(load_spec(spec))
+    click.echo(json.dumps(figures, indent=1) if as_json else format_answer(figures))
+
+
+def print_report(runs: list[Path], *, as_json: bool) -> None:
+    """The report of one or several finished runs on stdout."""
+    from batchinfer.report.metrics import metrics_and_details, report_metrics
+    from batchinfer.report.table import format_report
+
+    if as_json:
+        documents = [report_metrics(folder) for folder in runs]
+        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+        return
+    panels = [format_report(*metrics_and_details(folder)) for folder in runs]
+    click.echo("\n".join(panels), nl=False)
+
+
+def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
+    from batchinfer.report.rows import format_rows, json_records
+    from batchinfer.report.views import run_query
+
+    if sql.startswith("@"):
+        try:
+            sql = Path(sql[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"cannot read the SQL file {sql[1:]}: {error}") from None
+    columns, rows = run_query(runs, sql)
+    if as_json:
+        click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
+    else:
+        click.echo(format_rows(columns, rows), nl=False)

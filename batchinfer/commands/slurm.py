@@ -1,0 +1,219 @@
+"""A job on a Slurm cluster: submit, status, cancel, retry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchinfer.commands.jobs import plan_here
+from batchinfer.commands.options import alone, job_options, tracer_of
+from batchinfer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from batchinfer.slurm import ArraySize
+    from batchinfer.submission import Shape
+    from batchinfer.trace import Tracer
+
+
+@click.command()
+@click.argument("target", metavar="[JOB]", required=False, type=click.Path(path_type=Path))
+@click.option("--array", metavar="N[%M]", help="Tasks, and how many of them may run at once (default: all).")
+@click.option("--nodes-per-group", metavar="K", type=click.IntRange(1), default=1, show_default=True, help="Per task.")
+@click.option("--gpus-per-node", metavar="G", type=click.IntRange(1))
+@click.option("--partition", metavar="NAME")
+@click.option("--account", metavar="NAME")
+@click.option("--qos", metavar="NAME")
+@click.option("--time", metavar="LIMIT", help="Of a task; it goes back into the queue before that.")
+@click.option(
+    "--sbatch-arg",
+    "sbatch_args",
+    metavar="OPTION",
+    multiple=True,
+    help="One more option of sbatch for the tasks, for example --sbatch-arg=--exclusive. May be repeated.",
+)
+@click.option("--template", type=click.Path(path_type=Path), help="Own batch script instead of jobs/array.sbatch.")
+@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for jobs/finish.sbatch.")
+@click.option("--dry-run", is_flag=True, help="Print the sbatch commands; plan and send nothing.")
+@click.option(
+    "--resize",
+    nargs=2,
+    metavar="RUN N[%M]",
+    help="Have N tasks of a submitted RUN from now on: add some, or have some commit and leave.",
+)
+@click.option(
+    "--follow",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Resize a submitted RUN by its slurm.schedule, until it is finished.",
+)
+@job_options
+@click.pass_obj
+def submit(
+    stop: StopSignal,
+    target: Path | None,
+    array: str | None,
+    dry_run: bool,
+    resize: tuple[str, str] | None,
+    follow: Path | None,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    template: Path | None,
+    finish_template: Path | None,
+    **shape: Any,
+) -> None:
+    """Plan JOB (a .toml file or a run folder) here, then have a Slurm cluster compute it.
+
+    An array of N tasks claims work units until none is left; each task is a group of K nodes that computes as one. A
+    job behind it writes the outputs. Tasks may end, be added or be taken away at any time.
+    """
+    from batchinfer.slurm import parse_size
+    from batchinfer.submission import Shape
+
+    if resize is not None or follow is not None:
+        if target is not None or array is not None or dry_run or (resize is not None and follow is not None):
+            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
+        if resize is not None:
+            _resize(Path(resize[0]), resize[1])
+        if follow is not None:
+            _follow(follow, overrides)
+        return
+    if target is None or array is None:
+        raise click.UsageError("submit needs a JOB and --array N[%M], or one of --resize and --follow")
+    shape["template"] = None if template is None else str(template.absolute())
+    shape["finish_template"] = None if finish_template is None else str(finish_template.absolute())
+    size = parse_size(array)
+    if not size.tasks:
+        raise click.UsageError("--array 0 would send nothing; give 1 task or more")
+    _submit(target, overrides, size, Shape(**shape), stop, tracer_of(trace), strict=strict, dry_run=dry_run)
+
+
+@click.command()
+@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def status(target: Path, watch: bool, as_json: bool) -> None:
+    """How far RUN (a run folder or a .toml file) is: units, rows, speed, time left, who works on what, problems."""
+    from batchinfer.planned import planned_run
+    from batchinfer.status import StatusReader
+    from batchinfer.status_text import as_document, format_status, watch_status
+
+    if watch and as_json:
+        raise click.UsageError("--json is one document; leave --watch out")
+    reader = StatusReader(planned_run(target, ())[0])
+    if watch:
+        watch_status(reader, click.echo)
+    else:
+        found = reader.read()
+        click.echo(json.dumps(as_document(found), indent=1) if as_json else format_status(found))
+
+
+@click.command()
+@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+def cancel(target: Path) -> None:
+    """End all Slurm tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    from batchinfer.planned import planned_run
+    from batchinfer.submission import cancel as cancel_run
+
+    run, _ = planned_run(target, ())
+    ended = cancel_run(run)
+    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.root} waits or runs in Slurm")
+
+
+@click.command()
+@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--array", metavar="N[%M]", help="Send so many Slurm tasks for it, like those of the last submission.")
+def retry(target: Path, array: str | None) -> None:
+    """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
+
+    Rows that the plan found to be bad stay error rows.
+    """
+    from batchinfer.planned import planned_run
+    from batchinfer.retry import retry_failed
+    from batchinfer.slurm import max_array_size, parse_size
+    from batchinfer.submission import Shape, submissions, what_to_watch
+    from batchinfer.submission import submit as submit_run
+
+    run, _ = planned_run(target, ())
+    size = None if array is None else parse_size(array)
+    if size is not None and not size.tasks:
+        raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
+    found = retry_failed(run)
+    click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
+    if found.num_held:
+        click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
+    if found.num_bad_rows:
+        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; no try helps them")
+    if not found.num_open_units:
+        click.echo("all units are done")
+    elif size is None:
+        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.root}`, then `batchinfer finish`")
+    else:
+        earlier = submissions(run)
+        shape = earlier[-1].shape if earlier else Shape()
+        click.echo(what_to_watch(run, submit_run(run, shape, size, max_array_size=max_array_size())))
+
+
+def _submit(
+    target: Path,
+    overrides: tuple[str, ...],
+    size: ArraySize,
+    shape: Shape,
+    stop: StopSignal,
+    tracer: Tracer,
+    *,
+    strict: bool,
+    dry_run: bool,
+) -> None:
+    import shlex
+
+    from batchinfer.config import load_job
+    from batchinfer.planned import planned_run
+    from batchinfer.rundir import RunDir, refuse_bad_rows
+    from batchinfer.schedule import parse_schedule
+    from batchinfer.slurm import max_array_size
+    from batchinfer.submission import check_shape, dry_run_commands, submit, what_to_watch
+
+    if target.is_dir():
+        run_dir, config = planned_run(target, overrides)
+        if strict:
+            refuse_bad_rows(run_dir)
+    else:
+        config = load_job(target, overrides)
+        run_dir = RunDir(Path(config.output.dir))
+    check_shape(config, shape)
+    parse_schedule(config.slurm.schedule)
+    if dry_run:
+        click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
+        return
+    limit = max_array_size()  # without Slurm there is no need to plan
+    if not target.is_dir():
+        with alone("plan", stop) as session:
+            plan_here(config, session, tracer, strict=strict, learn_from=None, expert_loads=None)
+    click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
+
+
+def _follow(target: Path, overrides: tuple[str, ...]) -> None:
+    from batchinfer.planned import planned_run
+    from batchinfer.schedule import follow, local_minute
+
+    run_dir, config = planned_run(target, overrides)
+    follow(run_dir, config.slurm.schedule, local_minute)
+
+
+def _resize(target: Path, size: str) -> None:
+    from batchinfer.planned import planned_run
+    from batchinfer.slurm import parse_size
+    from batchinfer.submission import resize, what_to_watch
+
+    run_dir, _ = planned_run(target, ())
+    sent, drained = resize(run_dir, parse_size(size))
+    if sent is not None:
+        click.echo(what_to_watch(run_dir, sent))
+    if drained:
+        click.echo(f"sent away, with what they have finished committed: {' '.join(task.name for task in drained)}")
+    if sent is None and not drained:
+        click.echo(f"{run_dir.root} has so many tasks already")
