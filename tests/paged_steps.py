@@ -57,15 +57,19 @@ class PagedRequests:
 
     def decode_step(self, order: Sequence[int], num_queries: int = 1) -> StepOutput:
         """One step that computes the next `num_queries` tokens (already in `tokens`) of each request in `order`."""
+        output = self.model.forward(self.decode_input(order, num_queries), self.pages)
+        self._keep(order, dict.fromkeys(order, num_queries), output)
+        return output
+
+    def decode_input(self, order: Sequence[int], num_queries: int = 1) -> StepInput:
+        """The input of that step."""
         rows = [(i, self.num_done[i] + query) for i in order for query in range(num_queries)]
         width = max((len(self.page_ids[i]) for i in order), default=1)
         table = torch.zeros(len(order), width, dtype=torch.int64)
         for row, i in enumerate(order):
             table[row, : len(self.page_ids[i])] = self.page_ids[i]
         kv_tokens = torch.tensor([self.num_done[i] + num_queries for i in order], dtype=torch.int64)
-        output = self.model.forward(self._step(rows, page_table=table, kv_tokens=kv_tokens), self.pages)
-        self._keep(order, dict.fromkeys(order, num_queries), output)
-        return output
+        return self._step(rows, page_table=table, kv_tokens=kv_tokens)
 
     def decode_greedily(self, order: Sequence[int], num_tokens: int) -> None:
         """Append the best token and compute it, `num_tokens` times for all requests in `order`."""

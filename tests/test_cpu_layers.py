@@ -20,13 +20,18 @@ COMPOSED_MIXTURE = {"v2-greedy", "v2-groups", "v2-yarn"}  # not DeepSeek-V3's ga
 pytestmark = pytest.mark.usefixtures("cpp")
 
 
-def logits_and_pages(model, *, chunks=(1000,)):
+def prefilled(model, *, chunks=(1000,)):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 96, (length,), generator=generator) for length in (5, 64, 1, 131)]
     requests = PagedRequests(model, prompts, max_new_tokens=5, seed=3)
     requests.prefill(range(len(prompts)), chunks)
-    requests.decode_greedily(range(len(prompts)), 5)
-    return [requests.all_logits(i) for i in range(len(prompts))], requests.pages
+    return requests
+
+
+def logits_and_pages(model, *, chunks=(1000,)):
+    requests = prefilled(model, chunks=chunks)
+    requests.decode_greedily(range(4), 5)
+    return [requests.all_logits(i) for i in range(4)], requests.pages
 
 
 @pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
@@ -50,11 +55,33 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, eight_bit, tmp_path, 
     assert fused.num_expert_rows == composed.num_expert_rows > 0
 
 
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes"}))
+def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, eight_bit, tmp_path):
+    make_checkpoint(tmp_path, name)
+    model = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
+    assert model.decodes_at_once == (name not in COMPOSED_MIXTURE)
+    if not model.decodes_at_once:
+        return
+    requests = prefilled(model)
+    for i, token in enumerate([9, 1, 2, 3]):
+        requests.tokens[i].append(token)
+    step, pages, rows_before = requests.decode_input([2, 0, 3]), requests.pages.clone(), model.num_expert_rows
+    expected = model.forward(step, requests.pages)
+    num_rows = model.num_expert_rows - rows_before
+    found = model.decode(step, pages)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.expert_counts, expected.expert_counts)
+    assert torch.equal(pages, requests.pages)
+    assert model.num_expert_rows - rows_before == 2 * num_rows > 0
+
+
 def test_biases_need_the_operations_one_by_one(tmp_path):
     make_checkpoint(tmp_path, "v3", attention_bias=True)
     model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
     assert isinstance(model._layers[-1].attention, Attention)
     assert isinstance(model._layers[-1].mlp, FusedMixture)
+    assert not model.decodes_at_once
 
 
 def test_odd_widths_run_in_plain_pytorch(tmp_path):

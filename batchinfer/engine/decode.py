@@ -56,6 +56,9 @@ class DecodeBatch:
         if self._graphs is not None and self.num_running and not in_pairs:
             with MicroBatchSpans(log).compute("DECODE"):
                 output = self._graphs.run(table.next_step(slice(None)))
+        elif model.decodes_at_once and not in_pairs:
+            with MicroBatchSpans(log).compute("DECODE"):
+                output = model.decode(table.next_step(slice(None)), pages)
         else:
             output = self._run_points(model, pages, log, in_pairs=in_pairs)
         kv_tokens = table.kv_tokens

@@ -1,4 +1,4 @@
-"""Attention and mixtures of experts whose steps are single C++ calls, where weights and widths allow it.
+"""Attention, mixtures of experts and decode steps that are single C++ calls, where weights and widths allow it.
 
 They do what mla.py and moe.py do with one operation after the other, in the same order and with the same bits; a step
 of few tokens spends most of its time between operations otherwise. Called when a model is built.
@@ -8,7 +8,7 @@ of few tokens spends most of its time between operations otherwise. Called when 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
-from batchinfer.model.moe import MoeMlp, Point, Routing
+from batchinfer.model.moe import DenseMlp, MoeMlp, Point, Routing
 from batchinfer.model.ops import Ops, Weight
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -67,6 +67,11 @@ class FusedMixture(MoeMlp):
         super().__init__(ops, config, weights, norm_D, dispatcher)
         self._kernel = kernel
         self._stays_here = isinstance(dispatcher, LocalDispatcher) and dispatcher.row_format is None
+
+    @property
+    def kernel_of_all(self) -> Any | None:
+        """The C++ mixture when no row has to travel."""
+        return self._kernel if self._stays_here else None
 
     def route(
         self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
@@ -154,6 +159,32 @@ def mixture_of(
         if kernel is not None:
             return FusedMixture(ops, config, weights, norm_D, dispatcher, kernel)
     return MoeMlp(ops, config, weights, norm_D, dispatcher)
+
+
+def stack_of(
+    parts: Iterable[tuple[object, object]], embedding: torch.Tensor, norm_D: torch.Tensor, head: Weight, eps: float
+) -> Any | None:
+    """All layers as one object, or None where a layer is not fused or rows travel between ranks.
+
+    Args:
+        parts: attention and MLP of each layer.
+        norm_D: the last norm, with its `eps`.
+    """
+    fused: list[layers.DenseLayer | layers.MixtureLayer] = []
+    for attention, mlp in parts:
+        if not isinstance(attention, FusedAttention):
+            return None
+        if isinstance(mlp, FusedMixture) and mlp.kernel_of_all is not None:
+            fused.append(layers.MixtureLayer(attention.kernel, mlp.kernel_of_all))
+            continue
+        of_dense = (mlp.weights.gate_up, mlp.weights.down) if isinstance(mlp, DenseMlp) else ()
+        held = _all_packed(*map(_plain_weight, of_dense))
+        if not isinstance(mlp, DenseMlp) or held is None:
+            return None
+        fused.append(layers.DenseLayer(attention.kernel, mlp.norm_D, *held))
+    if not isinstance(head, Packed) or head.is_int8 or not fused:
+        return None
+    return layers.stack(fused, embedding=embedding, norm_D=norm_D, eps=eps, head=head)
 
 
 def _plain_weight(projection: Projection) -> Weight | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.fused import FusedAttention, attention_of, mixture_of
+from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, stack_of
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
@@ -126,6 +126,9 @@ class Transformer:
         self._ops = ops
         self._layers = tuple(self._build_layer(layer) for layer in range(config.num_hidden_layers))
         self._angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device)
+        parts = [(layer.attention, layer.mlp) for layer in self._layers]
+        self._stack = stack_of(parts, weights.embedding, weights.norm, weights.lm_head, config.rms_norm_eps)
+        self._num_stack_rows = 0
 
     @classmethod
     def load(
@@ -207,6 +210,24 @@ class Transformer:
         stays_here = all(isinstance(dispatcher, LocalDispatcher) for dispatcher in dispatchers)
         return self.device.type == "cuda" and stays_here and not self._ops.reads_on_host
 
+    @property
+    def decodes_at_once(self) -> bool:
+        """Whether `decode` can run: a step of this model is a single call on the CPU."""
+        return self._stack is not None
+
+    def decode(self, step: StepInput, pages: torch.Tensor) -> StepOutput:
+        """As `forward` of a decode step, all layers in one call."""
+        assert self._stack is not None
+        assert step.page_table is not None
+        cos, sin = self._angles.at(step.positions)
+        logits_SV, counts = self._stack.decode(
+            *(step.tokens, cos, sin, step.positions, step.slots),
+            *(step.page_table.contiguous(), step.kv_tokens, step.logit_rows, pages),
+        )
+        self._num_stack_rows += len(counts) * len(step.tokens) * self.config.num_experts_per_tok
+        no_counts = torch.zeros(0, self.config.n_routed_experts, dtype=torch.int64)
+        return StepOutput(logits_SV, torch.stack(counts) if counts else no_counts)
+
     def forward_points(
         self, step: StepInput, pages: torch.Tensor, spans: MicroBatchSpans | None = None
     ) -> Generator[Point, None, StepOutput]:
@@ -244,7 +265,7 @@ class Transformer:
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
         on_device = [mlp.num_device_rows for mlp in mixtures if mlp.counts_on_device]
         of_device = int(torch.stack(on_device).sum()) if on_device else 0
-        return of_device + sum(mlp.num_local_rows for mlp in mixtures)
+        return of_device + self._num_stack_rows + sum(mlp.num_local_rows for mlp in mixtures)
 
     def _build_layer(self, layer: int) -> DecoderLayer:
         weights = self.weights.layers[layer]

@@ -1,4 +1,4 @@
-"""Steps of a layer as one C++ call each: the operations of ops.py in the same order, so the same bits.
+"""Steps of a layer, or of all layers, as one C++ call each: the operations of ops.py in order, so the same bits.
 
 The objects hold packed weights and share their memory: a weight that is packed anew in place is seen here, too.
 """
@@ -120,6 +120,46 @@ def mixture(
         None if shared is None else _plain(shared[0]),
         None if shared is None else _plain(shared[1]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """Attention (from `attention`) and a dense MLP."""
+
+    attention: Any
+    norm_D: torch.Tensor
+    gate_up: Packed
+    down: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayer:
+    """Attention (from `attention`) and a mixture of experts (from `mixture`), all of them here."""
+
+    attention: Any
+    mixture: Any
+
+
+def stack(
+    layers: list[DenseLayer | MixtureLayer],
+    *,
+    embedding: torch.Tensor,
+    norm_D: torch.Tensor,
+    eps: float,
+    head: Packed,
+) -> Any:
+    """A whole model. Returns an object with
+
+    decode(tokens_T, cos, sin, positions_T, slots_T, page_table_BP, kv_tokens_B, logit_rows_S, pages)
+        -> logits_SV in float32, a list of counts_E, one per mixture
+    """
+    held = library().Stack(embedding, norm_D, eps, _plain(head))
+    for layer in layers:
+        if isinstance(layer, DenseLayer):
+            held.add_dense(layer.attention, layer.norm_D, eps, _plain(layer.gate_up), _plain(layer.down))
+        else:
+            held.add_mixture(layer.attention, layer.mixture)
+    return held
 
 
 def _plain(packed: Packed) -> tuple[torch.Tensor, int, int, bool]:

@@ -39,7 +39,7 @@ _OPERATIONS = (
     "silu_mul",
     "argmax",
 )
-_CLASSES = ("Attention", "Mixture")
+_CLASSES = ("Attention", "Mixture", "Stack")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-// Whole steps of a layer as one call each, `torch.classes.batchinfer_cpu.*`: what batchinfer/model/mla.py and moe.py do
-// with one operation after the other, without the way through the interpreter in between. The same kernels in the same
-// order, so the same bits.
+// Whole steps of a layer as one call each, and of all layers in decode, `torch.classes.batchinfer_cpu.*`: what
+// batchinfer/model/ does with one operation after the other, without the way through the interpreter in between. The
+// same kernels in the same order, so the same bits.
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <cstring>
+#include <memory>
 
 #include "tensors.h"
 
@@ -236,6 +238,82 @@ class Mixture : public torch::CustomClassHolder {
   std::optional<HeldWeight> shared_gate_up_, shared_down_;
 };
 
+// The MLP of a dense layer (model/moe.py).
+struct Dense {
+  Tensor norm;
+  double eps;
+  HeldWeight gate_up, down;
+
+  Dense(Tensor norm, double eps, const Packed& gate_up, const Packed& down)
+      : norm(std::move(norm)), eps(eps), gate_up(gate_up, 1, true), down(down, 1) {}
+
+  // The new stream.
+  Tensor run(const Tensor& hidden) const {
+    const Tensor x = rms_norm(hidden, norm, eps), out = at::empty_like(hidden);
+    run_experts(x, {{0, x.size(0)}}, gate_up.weight, down.weight, nullptr, values_of(hidden), room_of(out));
+    return out;
+  }
+};
+
+// All layers between tokens and logits (model/transformer.py), for a rank that holds all experts.
+class Stack : public torch::CustomClassHolder {
+ public:
+  Stack(Tensor embedding, Tensor norm, double eps, const Packed& head)
+      : embedding_(std::move(embedding)), norm_(std::move(norm)), eps_(eps), head_(head, 1) {
+    TORCH_CHECK(!head_.is_int8() && head_.weight.depth == norm_.numel(), "the output head");
+  }
+
+  void add_dense(const c10::intrusive_ptr<Attention>& attention, const Tensor& norm, double eps, const Packed& gate_up,
+                 const Packed& down) {
+    layers_.push_back({attention, {}, std::make_shared<Dense>(norm, eps, gate_up, down)});
+  }
+
+  void add_mixture(const c10::intrusive_ptr<Attention>& attention, const c10::intrusive_ptr<Mixture>& mixture) {
+    layers_.push_back({attention, mixture, {}});
+  }
+
+  // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, and the tokens of each expert, a row per
+  // mixture. pages [layers, pages, 64, width].
+  std::tuple<Tensor, std::vector<Tensor>> decode(const Tensor& tokens, const Tensor& cos, const Tensor& sin,
+                                                 const Tensor& positions, const Tensor& slots, const Tensor& page_table,
+                                                 const Tensor& kv_tokens, const Tensor& logit_rows,
+                                                 const Tensor& pages) const {
+    TORCH_CHECK(pages.size(0) == static_cast<int64_t>(layers_.size()), "pages of ", pages.size(0), " layers, not ",
+                layers_.size());
+    Tensor hidden = embedding_.index_select(0, tokens);
+    std::vector<Tensor> counts;
+    for (size_t number = 0; number < layers_.size(); ++number) {
+      const auto& [attention, mixture, dense] = layers_[number];
+      const Tensor own_pages = pages.select(0, static_cast<int64_t>(number));
+      const Tensor q = attention->project(hidden, cos, sin, slots, own_pages, std::nullopt);
+      hidden = attention->attend_decode(hidden, q, own_pages, page_table, kv_tokens, positions);
+      if (dense) {
+        hidden = dense->run(hidden);
+      } else {
+        const auto [x, ids, weights, count] = mixture->route(hidden);
+        counts.push_back(count);
+        hidden = mixture->run(hidden, x, ids, weights);
+      }
+    }
+    const Tensor x = rms_norm(hidden.index_select(0, logit_rows), norm_, eps_);
+    const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
+    linear(rows_of(x), head_.weight, write<float>(logits), x.size(0));
+    return {logits, counts};
+  }
+
+ private:
+  struct Layer {
+    c10::intrusive_ptr<Attention> attention;
+    c10::intrusive_ptr<Mixture> mixture;  // or
+    std::shared_ptr<Dense> dense;
+  };
+
+  Tensor embedding_, norm_;
+  double eps_;
+  HeldWeight head_;
+  std::vector<Layer> layers_;
+};
+
 }  // namespace
 }  // namespace batchinfer::tensors
 
@@ -252,4 +330,9 @@ TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
                        Packed, Packed, int64_t, std::optional<Packed>, std::optional<Packed>>())
       .def("route", &Mixture::route)
       .def("run", &Mixture::run);
+  m.class_<Stack>("Stack")
+      .def(torch::init<Tensor, Tensor, double, Packed>())
+      .def("add_dense", &Stack::add_dense)
+      .def("add_mixture", &Stack::add_mixture)
+      .def("decode", &Stack::decode);
 }
