@@ -35,8 +35,8 @@ class Rated:
     ep_size: int
     redundant_experts: int
     batch: int  # prefill: new tokens per GPU and step; decode: requests per GPU
-    step: Step
-    gpu_seconds: float  # for the whole workload
+    step: Step  # of the busiest GPU
+    gpu_seconds: float  # for the whole workload, waits for disk and network included
 
 
 @dataclass(frozen=True, slots=True)
