@@ -1,4 +1,7 @@
-"""How evenly the real balancers deal out sampled batches of a workload. Called by cluster and search."""
+"""How evenly the real balancers deal out sampled batches of a workload. Called by cluster and search.
+
+Parts of one prompt count like prompts: they run in steps that follow each other, which sampled batches stand for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from batchinfer.balance.prefill import assign_prefill, attention_work
 from batchinfer.sim.workload import Workload, parts_of_prompts
 
 SAMPLED_BATCHES = 4
-SAMPLED_RANKS = 32  # larger units are dealt out as to so many: it is about as even, and much sooner known
+SAMPLED_RANKS = 32  # larger units are dealt out as to so many: that is about as even, and much sooner known
 
 
 class Skews(NamedTuple):
