@@ -128,6 +128,12 @@ class ClusterConfig(_Part):
         4096, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
     )
     decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together on one rank")
+    gpu: Literal["H800", "H100", "H200", "B200"] | None = Field(
+        None, description="accelerator of each rank, in nodes of eight; the plan then predicts without an earlier run"
+    )
+    finish_hours: float | None = Field(
+        None, gt=0, description="with gpu: the plan also says how many nodes finish within this time"
+    )
 
     @model_validator(mode="after")
     def _ranks_fit_the_mode(self) -> ClusterConfig:
@@ -140,6 +146,8 @@ class ClusterConfig(_Part):
                 f"decode_ranks is {self.decode_ranks} and prefill_ranks {self.prefill_ranks}, but colocated ranks do "
                 "both; make them equal, leave one out, or set mode = 'disaggregated'"
             )
+        if self.finish_hours is not None and self.gpu is None:
+            raise ValueError("finish_hours is set, but not gpu; name the gpu whose nodes are to be counted")
         return self
 
     @property

@@ -34,7 +34,7 @@ ALLOWED = {
     "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},
     "data": FILES,
-    "plan": RUN | {"data", "balance", "model.config"},
+    "plan": RUN | {"data", "balance", "model.config", "sim"},  # sim only in plan.planner, checked below
     "parallel": BASE,
     "model": BASE | {"parallel"},
     "kv": FILES,
@@ -122,6 +122,15 @@ def test_a_room_imports_only_what_the_rule_allows(name):
         if allowed is None or room_of(inner) == room:
             continue
         assert any(inner == item or inner.startswith(item + ".") for item in allowed), f"{name} imports {imported}"
+
+
+def test_only_the_planner_imports_the_simulator():
+    importing = {
+        name
+        for name in MODULES
+        if room_of(name) == "plan" and any(item.startswith("batchinfer.sim") for item in imports_of(MODULES[name]))
+    }
+    assert importing == {"plan.planner"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) in NO_TORCH])

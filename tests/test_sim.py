@@ -12,6 +12,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.records import ConfigError
 from batchinfer.sim.answer import answer
 from batchinfer.sim.cluster import Cluster, simulate
+from batchinfer.sim.dealing import Deals, Skews
 from batchinfer.sim.exchange import (
     LOW_LATENCY_TOKENS,
     TABLES,
@@ -24,10 +25,19 @@ from batchinfer.sim.hardware import ACCELERATORS
 from batchinfer.sim.kernels import DENSE, GROUPED_MASKED, decode_attention_s, grouped_product_s, product_s
 from batchinfer.sim.memory import kv_tokens_per_gpu, weight_bytes
 from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
-from batchinfer.sim.search import best_decode, best_prefill
+from batchinfer.sim.routing import (
+    MEASURED_DEVIATION,
+    MEASURED_ROWS,
+    MEASURED_SLOTS,
+    largest_of_normals,
+    placement_skew,
+    routing_skew,
+)
+from batchinfer.sim.search import EP_SIZES, Rater
 from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Unit, decode_step, prefill_step
-from batchinfer.sim.workload import Workload, make_workload
+from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.workload import Workload, make_workload, parts_of_prompts
 from jobs import batchinfer, write_job, write_questions
 
 JOBS = Path(__file__).parent.parent / "jobs"
@@ -221,6 +231,15 @@ def test_steady_state_is_what_full_units_do():
     assert history.decode_busy_s == pytest.approx(full_s, rel=0.15)
 
 
+@pytest.mark.parametrize("arrival", ["at once", "day"])
+def test_events_grow_no_faster_than_requests(arrival):
+    few, many = (
+        simulate(described(requests=num, arrival=arrival, output_tokens=50.0), small_cluster()).num_events
+        for num in (400, 3_200)
+    )
+    assert few < many <= 8 * few * 1.05
+
+
 def test_nodes_are_given_back_when_idle():
     early, late = np.zeros(50), np.full(50, 10_000.0)
     lengths = np.full(100, 1000)
@@ -232,14 +251,103 @@ def test_nodes_are_given_back_when_idle():
     assert history.node_seconds < 0.1 * history.end_s * history.peak_nodes
 
 
+def rater(work, gpu=H800):
+    return Rater(
+        workload=work,
+        deals=Deals(work),
+        model=V3,
+        gpu=gpu,
+        memory_reserve=0.1,
+        disk_bytes_per_s=5e9,
+        expert_spread=0.0,
+        seed=0,
+    )
+
+
 def test_the_cheapest_is_at_least_as_cheap_as_any_size_named():
-    work = described()
-    how = {"reserve": 0.1, "expert_spread": 0.0, "seed": 0}
-    prefill, decode = (best(work, V3, H800, Unit(1), **how) for best in (best_prefill, best_decode))
-    assert kv_tokens_per_gpu(V3, Unit(decode.ep_size, decode.redundant_experts), H800, 0.1) > 0
-    assert prefill.gpu_seconds > 0
-    roomy = best_decode(work, V3, H200, Unit(1), **how)
-    assert roomy.gpu_seconds <= decode.gpu_seconds
+    work = described(prompt_spread=0.0)
+    small = rater(work)
+    for stage, batch in (("prefill", 8192), ("decode", 64)):
+        best = small.cheapest(stage, Unit(1))
+        for ep_size in EP_SIZES[2:]:  # smaller ones have no room for the weights
+            unit = small.with_skew(Unit(ep_size, -V3.n_routed_experts % ep_size), batch)
+            assert best.gpu_seconds <= small.rate(stage, unit, batch).gpu_seconds * (1 + 1e-9)
+    assert rater(work, H200).cheapest("decode", Unit(1)).gpu_seconds <= best.gpu_seconds
+
+
+# ---- routing
+
+
+def test_the_routing_that_was_measured_comes_out_again():
+    # 36 GPUs with 8 slots: published are the deviation of their rows and, on its own, the excess of the busiest one
+    assert MEASURED_DEVIATION / MEASURED_ROWS * largest_of_normals(36) == pytest.approx(0.115, rel=0.05)
+    assert routing_skew(MEASURED_ROWS, MEASURED_SLOTS, 36) == pytest.approx(1.115, rel=0.01)
+
+
+@pytest.mark.parametrize("num", [8, 36, 144])
+def test_the_largest_of_normal_variables_against_drawing_them(num):
+    drawn = np.random.default_rng(0).standard_normal((20_000, num)).max(axis=1)
+    assert largest_of_normals(num) == pytest.approx(drawn.mean(), rel=0.02)
+
+
+def test_more_rows_and_more_slots_are_more_even():
+    assert routing_skew(100, 8, 32) > routing_skew(1000, 8, 32) > routing_skew(1e6, 8, 32) > 1.05
+    assert routing_skew(1000, 2, 144) > routing_skew(1000, 4, 144)
+    assert routing_skew(1000, 8, 1) == routing_skew(0, 8, 32) == 1.0
+    assert routing_skew(0.001, 2, 8) == 8.0  # never more than all rows on one GPU
+
+
+def test_the_balancer_evens_out_loads_that_it_knows():
+    sizes = {"num_experts": 256, "num_slots": 288, "num_gpus": 32, "seed": 0}
+    assert placement_skew(0.0, **sizes) == 1.0
+    assert 1.0 <= placement_skew(1.0, **sizes) < 1.05
+
+
+# ---- prompts in parts, and the GPU that all others wait for
+
+
+def test_a_long_prompt_is_prefilled_in_parts():
+    #  prompt 0: 10 new          0-3 | 4-7 | 8-9        expands 4 + 8 + 10
+    #  prompt 1: 3 new, 5 cached                        expands 8
+    #  prompt 2: 4 new, 1 cached                        expands 5
+    work = Workload(np.array([10, 8, 5]), np.array([0, 5, 1]), np.ones(3, int), np.zeros(3), part_tokens=4)
+    new, before = parts_of_prompts(work, slice(0, 3))
+    assert new.tolist() == [4, 4, 2, 3, 4]
+    assert before.tolist() == [0, 4, 8, 5, 1]
+    assert work.expanded_tokens.tolist() == [22, 8, 5]
+    pairs = [sum(range(old + 1, old + num + 1)) for num, old in zip(new, before, strict=True)]
+    assert work.attention_pairs.tolist() == [sum(pairs[:3]), pairs[3], pairs[4]]
+
+
+def test_hits_are_deep_in_some_prompts_when_asked_for():
+    alike = described(requests=50_000, hit_share=0.5)
+    some = described(requests=50_000, hit_share=0.5, hit_depth=0.8, longest_prompt=4000)
+    assert some.prompt_tokens.max() == 4000
+    assert some.cached_tokens.sum() / some.prompt_tokens.sum() == pytest.approx(0.5, rel=0.02)
+    assert np.mean(some.cached_tokens > 0) == pytest.approx(0.5 / 0.8, rel=0.02)
+    assert np.mean(alike.cached_tokens > 0) > 0.99
+
+
+def test_the_gpu_with_most_attention_holds_up_its_unit():
+    batch = Batch(100, 4e5, 3e5, 3e5 * 10_000, 4e5)
+    even, uneven = (
+        prefill_batch(batch, Skews(1.0, attention), V3, H800, Unit(32, 32), 5e9)[2] for attention in (1.0, 1.5)
+    )
+    assert even.bottleneck == "core attention and output"
+    attention = even.by_stage["core attention and output"]
+    assert uneven.by_stage["core attention and output"] == pytest.approx(1.5 * attention, rel=0.1)
+    assert uneven.seconds > even.seconds + 0.4 * attention
+
+
+def test_equal_prompts_are_dealt_out_evenly_and_giants_are_not():
+    even = described(requests=4096, prompt_tokens=1024.0, prompt_spread=0.0)
+    assert Deals(even).prefill(32, 8192) == (1.0, 1.0)
+    giants = described(requests=2000, prompt_tokens=1000.0, prompt_spread=2.0)
+    found = Deals(giants)
+    assert found.prefill(8, 8192).attention > 1.2 > found.prefill(8, 8192).new_tokens
+    assert found.prefill(8, 8192) is found.prefill(8, 8192)  # made once
+    assert Deals(described(requests=10)).prefill(32, 16384) == (1.0, 1.0)  # too few for a sample
+    assert Deals(described(requests=10)).decode(32, 64) == 1.0
 
 
 SPEC = f"""
@@ -301,6 +409,7 @@ def test_a_planned_job_is_simulated(tmp_path):
         ("[model]", "[model]\nmodel = 1", ["model.model", "not a known key"]),
         ("[model]", "[model", ["cannot read the spec"]),
         ("deepseek-r1.toml", "nowhere.toml", ["no price list", "nowhere.toml"]),
+        ("requests = 3000", "requests = 3000\nhit_share = 0.5\nhit_depth = 0.4", ["hit_depth is 0.4", "hit_share 0.5"]),
         ("nodes = 30", "nodes = 30\nfinish_hours = 1e-6", ["finish_hours", "give more time"]),
     ],
 )

@@ -119,7 +119,7 @@ PLAN_EXPERTS = _table(
     ("tokens", pa.float64(), "tokens it would have got of the load that was measured"),
     ("bound", pa.float64(), "of the layer: tokens that no placement's busiest rank goes below"),
 )
-# What a plan predicts of balance and time; null what only an earlier run can tell. Copied to stats/run.
+# What a plan predicts of balance and time; null what is not known. Copied to stats/run.
 PREDICTIONS = (
     ("expected_output_tokens", pa.int64(), "output tokens expected from answer lengths of an earlier run"),
     (
@@ -130,9 +130,11 @@ PREDICTIONS = (
     ("prefill_bound", pa.float64(), "what no plan's prefill_max_over_mean goes below"),
     ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean"),
     ("decode_bound", pa.float64(), "what no plan's decode_max_over_mean goes below"),
-    ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group, at an earlier run's speed"),
+    ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group"),
+    ("is_simulated", pa.bool_(), "whether at the speed of cluster.gpu by published figures, not of an earlier run"),
     ("gpu_hours", pa.float64(), "accelerator-hours held in that time"),
     ("cost_usd", pa.float64(), "their price"),
+    ("nodes_to_finish", pa.int64(), "nodes of cluster.gpu that finish within cluster.finish_hours"),
 )
 PLAN_SUMMARY = _table(
     "plan/summary",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -88,7 +89,26 @@ def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> f
         return None
     decode_s = decoded / (cluster.num_decode_ranks * (speeds.decode_tokens_per_s or 1.0))
     busy_s = prefill_s + decode_s if cluster.mode == "colocated" else max(prefill_s, decode_s)
-    return speeds.startup_s + busy_s * speeds.seconds_per_busy_second
+    return speeds.startup_s + max(busy_s * speeds.seconds_per_busy_second, speeds.longest_answer_s)
+
+
+def nodes_to_finish(
+    work_s: float, deadline_s: float, *, least_s: float, num_units: int, num_ranks: int, gpus_per_node: int
+) -> int | None:
+    """Nodes for as many groups of ranks as are done in time, each with whole units.
+
+    Args:
+        work_s: of one group.
+        least_s: what no number of groups goes below.
+        num_ranks: of a group.
+
+    Returns:
+        None when no number of groups is done in time.
+    """
+    num_groups = ceil(work_s / deadline_s)
+    if num_groups > max(num_units, 1) or least_s > deadline_s:
+        return None
+    return ceil(num_groups * num_ranks / gpus_per_node)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,8 @@ from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.plan.earlier_run import Learned, learn
+from batchinfer.plan.earlier_run import Learned, Speeds, learn
+from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
@@ -139,14 +140,61 @@ def _plan(
             block_tokens=job.kv.block_tokens,
             answer_lengths=prepared.learned.answer_lengths,
         )
+    speeds, gpus_per_node = _speeds(prepared, work)
     plan_s = time.monotonic() - started
-    holds_ranks = session.command == "run"
+    held_before_s = plan_s if session.command == "run" else 0.0
     summary = {
         **count_plan(rows, requests, work, plan_s),
-        **predict(job, work, prepared.learned.speeds, held_before_s=plan_s if holds_ranks else 0.0),
+        **predict(job, work, speeds, held_before_s=held_before_s, gpus_per_node=gpus_per_node),
     }
+    if speeds is not None and job.cluster.finish_hours is not None and summary["nodes_to_finish"] is None:
+        hours = f"{job.cluster.finish_hours:g} h"
+        note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, PLAN_SUMMARY.schema, summary)
     return shards, summary
+
+
+def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int | None]:
+    """(speeds of the earlier run, or else of cluster.gpu on paper; GPUs of a node of those)."""
+    cluster, learned = prepared.job.cluster, prepared.learned.speeds
+    if cluster.gpu is None:
+        return learned, None
+    # the simulator takes its time to load: jobs that do not name a gpu do without it
+    from batchinfer.sim.hardware import accelerator
+    from batchinfer.sim.speeds import Ranks, paper_speeds
+
+    gpus_per_node = accelerator(cluster.gpu).gpus_per_node
+    if learned is not None or len(work.prompt_tokens) == 0:
+        return learned, gpus_per_node
+    if prepared.job.model.dtype != "fp8":
+        note(f"warning: no time is predicted for {cluster.gpu}: only dtype fp8 can be simulated")
+        return None, gpus_per_node
+    ranks = Ranks(
+        gpu=cluster.gpu,
+        prefill_ranks=cluster.num_prefill_ranks,
+        decode_ranks=cluster.num_decode_ranks,
+        redundant_experts=cluster.redundant_experts,
+        overlap=cluster.overlap is not False,
+        prefill_tokens=cluster.prefill_tokens,
+        decode_requests=cluster.decode_requests,
+        page_bytes=cluster.page_bytes,
+    )
+    answers = np.maximum(1, np.ceil(work.answer_tokens)).astype(np.int64)
+    cached = np.minimum(work.shared_tokens, work.prompt_tokens - 1)
+    try:
+        found = paper_speeds(work.prompt_tokens, cached, answers, prepared.model, ranks)
+    except ConfigError as error:
+        note(f"warning: no time is predicted for {cluster.gpu}: {error}")
+        return None, gpus_per_node
+    speeds = Speeds(
+        found.prefill_tokens_per_s,
+        found.decode_tokens_per_s,
+        seconds_per_busy_second=1.0,
+        startup_s=0.0,
+        longest_answer_s=found.longest_answer_s,
+        is_simulated=True,
+    )
+    return speeds, gpus_per_node
 
 
 @contextmanager

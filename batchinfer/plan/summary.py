@@ -9,7 +9,7 @@ import numpy as np
 
 from batchinfer.config import JobConfig
 from batchinfer.plan.earlier_run import Speeds
-from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
+from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, work_seconds
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.rundir import RunDir, read_json
@@ -35,12 +35,15 @@ def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, pla
     }
 
 
-def predict(job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_before_s: float) -> dict[str, Any]:
+def predict(
+    job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_before_s: float, gpus_per_node: int | None
+) -> dict[str, Any]:
     """schemas.PREDICTIONS by name.
 
     Args:
-        speeds: of an earlier run; without them time and cost are not known.
+        speeds: of an earlier run, or simulated; without them time and cost are not known.
         held_before_s: seconds for which the command holds the ranks before they start.
+        gpus_per_node: to count nodes; None: not known.
     """
     cluster = job.cluster
     prefill, decode = balances(work, cluster)
@@ -49,6 +52,16 @@ def predict(job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_be
     work_s = None if seconds is None else held_before_s + seconds
     gpu_hours = None if work_s is None else cluster.num_ranks * work_s / 3600
     gpu_hour = job.pricing.gpu_hour
+    nodes = None
+    if speeds is not None and work_s is not None and cluster.finish_hours is not None and gpus_per_node is not None:
+        nodes = nodes_to_finish(
+            work_s,
+            cluster.finish_hours * 3600,
+            least_s=speeds.longest_answer_s,
+            num_units=len(work.unit_starts) - 1,
+            num_ranks=cluster.num_ranks,
+            gpus_per_node=gpus_per_node,
+        )
     return {
         "expected_output_tokens": round(float(work.answer_tokens.sum())) if is_known else None,
         "prefill_max_over_mean": prefill.max_over_mean,
@@ -56,8 +69,10 @@ def predict(job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_be
         "decode_max_over_mean": decode.max_over_mean,
         "decode_bound": decode.bound,
         "work_s": work_s,
+        "is_simulated": None if speeds is None else speeds.is_simulated,
         "gpu_hours": gpu_hours,
         "cost_usd": None if gpu_hours is None or gpu_hour is None else gpu_hours * gpu_hour,
+        "nodes_to_finish": nodes,
     }
 
 
@@ -92,13 +107,21 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
 
 def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["work_s"] is None:
-        return [f"time, cost  {'-':>14} not known; plan with --learn-from and a finished run of this model"]
+        return [
+            f"time, cost  {'-':>14} not known; plan with --learn-from and a finished run of this model, or name "
+            "cluster.gpu"
+        ]
     done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))
     cost = summary["cost_usd"]
-    return [
+    lines = [
         f"time        {summary['work_s']:>14,.1f} s on one group of ranks: done at {done} if it starts now",
         f"GPU-hours   {summary['gpu_hours']:>14,.4f}" + ("" if cost is None else f", {cost:,.4f} $"),
     ]
+    if summary["nodes_to_finish"] is not None:
+        lines.append(f"nodes       {summary['nodes_to_finish']:>14,} finish within cluster.finish_hours")
+    if summary["is_simulated"]:
+        lines.append(f"on paper    {'':>14} by published figures of cluster.gpu, start-up left out")
+    return lines
 
 
 def _planned_line(summary: dict[str, Any]) -> str:

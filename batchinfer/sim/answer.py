@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,10 @@ from batchinfer.report.pricing import TOKENS_PER_PRICE, cost_profit_margin, gros
 from batchinfer.report.pricing import cost as cost_of
 from batchinfer.report.pricing import revenue as revenue_of
 from batchinfer.sim.cluster import Cluster, History, nodes_for, simulate
+from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator, accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
-from batchinfer.sim.search import (
-    LARGEST_BATCH,
-    Rated,
-    best_decode,
-    best_prefill,
-    decode_rated,
-    prefill_rated,
-    requests_that_fit,
-    skewed_unit,
-)
+from batchinfer.sim.search import LARGEST_BATCH, Rated, Rater
 from batchinfer.sim.spec import Spec
 from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.workload import Workload, make_workload
@@ -44,8 +36,9 @@ class _Job:
     spec: Spec
     model: ModelConfig
     gpu: Accelerator
-    prices: PriceList
     workload: Workload
+    rater: Rater
+    prices: PriceList
     prefill: Unit
     decode: Unit
     requests_per_gpu: int
@@ -68,7 +61,7 @@ def answer(spec: Spec) -> dict[str, Any]:
         needed, history, cluster = _nodes_to_finish(job, spec.cluster.finish_hours * HOUR_S)
     if nodes is not None:
         cluster = _cluster(job, nodes)
-        history = simulate(job.workload, cluster)
+        history = simulate(job.workload, cluster, job.rater.deals)
     figures = {
         "gpu": job.gpu.name,
         "requests": len(job.workload),
@@ -93,34 +86,44 @@ def _resolve(spec: Spec) -> _Job:
             f"{spec.model.path}: a model without routed experts cannot be simulated; name one with experts"
         )
     prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
-    workload = make_workload(spec.workload)
-    spread, seed = spec.workload.expert_spread, spec.workload.seed
-    release = spec.cluster.exchange
+    workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
+    rater = Rater(
+        workload=workload,
+        deals=Deals(workload),
+        model=model,
+        gpu=gpu,
+        memory_reserve=spec.cluster.memory_reserve,
+        disk_bytes_per_s=spec.cluster.disk_bytes_per_s,
+        expert_spread=spec.workload.expert_spread,
+        seed=spec.workload.seed,
+    )
+    release, reserve = spec.cluster.exchange, spec.cluster.memory_reserve
     prefill = Unit(spec.prefill.ep_size, spec.prefill.redundant_experts, release=release)
     decode = Unit(spec.decode.ep_size, spec.decode.redundant_experts, release=release)
-    kv_tokens_per_gpu(model, prefill, gpu, spec.cluster.memory_reserve)  # only whether the weights fit
-    kv_tokens = kv_tokens_per_gpu(model, decode, gpu, spec.cluster.memory_reserve)
-    fitting = requests_that_fit(workload, kv_tokens)
+    kv_tokens_per_gpu(model, prefill, gpu, reserve)  # only whether the weights fit
+    kv_tokens = kv_tokens_per_gpu(model, decode, gpu, reserve)
+    fitting = rater.requests_that_fit(kv_tokens)
     if fitting < 1:
         raise ConfigError(
             f"decode.ep_size is {decode.ep_size}: its GPUs have room for {kv_tokens:,.0f} KV tokens, less than one "
             "request needs; use a larger ep_size or a GPU with more memory"
         )
     requests = spec.decode.requests_per_gpu or min(fitting, LARGEST_BATCH)
-    prefill = skewed_unit(prefill, model, tokens_per_gpu=spec.prefill.tokens_per_gpu, expert_spread=spread, seed=seed)
-    decode = skewed_unit(decode, model, tokens_per_gpu=requests, expert_spread=spread, seed=seed)
+    prefill = rater.with_skew(prefill, spec.prefill.tokens_per_gpu)
+    decode = rater.with_skew(decode, requests)
     return _Job(
         spec=spec,
         model=model,
         gpu=gpu,
-        prices=prices,
         workload=workload,
+        rater=rater,
+        prices=prices,
         prefill=prefill,
         decode=decode,
         requests_per_gpu=requests,
         kv_tokens=kv_tokens,
-        prefill_rated=prefill_rated(workload, model, gpu, prefill, spec.prefill.tokens_per_gpu),
-        decode_rated=decode_rated(workload, model, gpu, decode, min(requests, fitting)),
+        prefill_rated=rater.rate("prefill", prefill, spec.prefill.tokens_per_gpu),
+        decode_rated=rater.rate("decode", decode, min(requests, fitting)),
     )
 
 
@@ -182,7 +185,7 @@ def _nodes_to_finish(job: _Job, deadline_s: float) -> tuple[int, History, Cluste
     nodes = ceil(max(unit_gpus, gpu_seconds / deadline_s) / per_node)
     for _ in range(MAX_TRIES):
         cluster = _cluster(job, nodes)
-        history = simulate(job.workload, cluster)
+        history = simulate(job.workload, cluster, job.rater.deals)
         if history.end_s <= deadline_s:
             used = cluster.num_prefill_units * job.prefill.ep_size + cluster.num_decode_units * job.decode.ep_size
             return ceil(used / per_node), history, cluster
@@ -267,11 +270,8 @@ def _stage(rated: Rated, limits: dict[str, float], batch_name: str) -> dict[str,
 
 def _cheapest(job: _Job) -> dict[str, Any]:
     """The best EP sizes and batch of full units, latency aside."""
-    spec = job.spec
-    spread, seed, reserve = spec.workload.expert_spread, spec.workload.seed, spec.cluster.memory_reserve
-    base = replace(Unit(1), release=spec.cluster.exchange)
-    prefill = best_prefill(job.workload, job.model, job.gpu, base, reserve=reserve, expert_spread=spread, seed=seed)
-    decode = best_decode(job.workload, job.model, job.gpu, base, reserve=reserve, expert_spread=spread, seed=seed)
+    base = Unit(1, release=job.spec.cluster.exchange)
+    prefill, decode = job.rater.cheapest("prefill", base), job.rater.cheapest("decode", base)
     output = float(job.workload.output_tokens.sum())
 
     def usd_per_million(gpu_seconds: float) -> float | None:

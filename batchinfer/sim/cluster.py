@@ -16,16 +16,15 @@ from math import ceil, exp, log
 
 import numpy as np
 
-from batchinfer.balance.decode import assign_decode
-from batchinfer.balance.prefill import assign_prefill
 from batchinfer.model.config import ModelConfig
+from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.steps import Step, Unit, decode_step, prefill_step
+from batchinfer.sim.steps import Step, Unit, decode_step
+from batchinfer.sim.unit_steps import Batch, prefill_batch
 from batchinfer.sim.workload import Workload
 
 TURNS_PER_ANSWER = 32  # a decode unit looks for new requests so often during a mean answer
 LONGEST_TURN = 64  # steps
-SAMPLED_BATCHES = 4  # dealt out by the real balancers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,6 @@ class Cluster:
         return unit.ep_size / self.gpu.gpus_per_node
 
 
-@dataclass(frozen=True, slots=True)
-class Skews:
-    """Work of the busiest GPU of a unit by the mean, as the real balancers deal out sample batches."""
-
-    prefill: float
-    decode: float
-
-
 @dataclass(slots=True)
 class History:
     """What happened."""
@@ -66,6 +57,7 @@ class History:
     held: list[tuple[float, float, float]]  # (from, to, nodes)
     prefill_busy_s: float  # unit-seconds
     decode_busy_s: float
+    num_events: int
     num_prefill_steps: int
     prefill_limits: dict[str, float]  # seconds of prefill steps by what limited them
     decode_limits: dict[str, float]
@@ -91,37 +83,13 @@ class History:
         return float(np.cumsum([num for _, num in changes]).max())
 
 
-def simulate(workload: Workload, cluster: Cluster) -> History:
-    """Run all requests; deterministic."""
-    return _Events(workload, cluster).run()
+def simulate(workload: Workload, cluster: Cluster, deals: Deals | None = None) -> History:
+    """Run all requests; deterministic.
 
-
-def balancer_skews(workload: Workload, cluster: Cluster) -> Skews:
-    """Busiest GPU by the mean when the real balancers deal out batches from all over the workload."""
-    starts = np.linspace(0, len(workload), SAMPLED_BATCHES, endpoint=False).astype(np.int64)
-    prefill, decode = [], []
-    ranks = cluster.prefill.ep_size
-    new_per_prompt = max(1.0, float(workload.new_tokens.mean()))
-    per_step = max(ranks, int(cluster.prefill_tokens_per_gpu * ranks / new_per_prompt))
-    per_unit = cluster.decode_requests_per_gpu * cluster.decode.ep_size
-    for start in starts:
-        part = slice(start, start + per_step)
-        new = workload.new_tokens[part]
-        if len(new) >= per_step:
-            rank = assign_prefill(new, workload.cached_tokens[part], num_ranks=ranks)
-            prefill.append(_max_over_mean(rank, new, ranks))
-        # requests of a running unit stand anywhere in their answers
-        part = slice(start, start + per_unit)
-        kv = workload.prompt_tokens[part] + workload.output_tokens[part] // 2
-        if len(kv) >= per_unit:
-            rank = assign_decode(kv, num_ranks=cluster.decode.ep_size)
-            decode.append(_max_over_mean(rank, kv, cluster.decode.ep_size))
-    return Skews(float(np.mean(prefill or [1.0])), float(np.mean(decode or [1.0])))
-
-
-def _max_over_mean(rank: np.ndarray, sizes: np.ndarray, num_ranks: int) -> float:
-    loads = np.bincount(rank, sizes, minlength=num_ranks)
-    return float(loads.max() / loads.mean())
+    Args:
+        deals: of this workload, to be shared by several calls.
+    """
+    return _Events(workload, cluster, deals or Deals(workload)).run()
 
 
 @dataclass(slots=True)
@@ -145,12 +113,14 @@ class _DecodeUnit:
 class _Events:
     """The queues between the units, and a heap of (time, order, kind, unit)."""
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, deals: Deals) -> None:
         self.work, self.cluster = workload, cluster
-        self.skews = balancer_skews(workload, cluster)
-        self.new_before = np.concatenate([[0], np.cumsum(workload.new_tokens)])
-        self.pairs_before = np.concatenate([[0.0], np.cumsum(workload.attention_pairs)])
-        self.prompt_before = np.concatenate([[0], np.cumsum(workload.prompt_tokens)])
+        self.prefill_skews = deals.prefill(cluster.prefill.ep_size, cluster.prefill_tokens_per_gpu)
+        self.decode_skew = deals.decode(cluster.decode.ep_size, cluster.decode_requests_per_gpu)
+        self.prompt_before = _sums_before(workload.prompt_tokens)
+        self.new_before = _sums_before(workload.new_tokens)
+        self.pairs_before = _sums_before(workload.attention_pairs)
+        self.expanded_before = _sums_before(workload.expanded_tokens)
         self.new_list, self.arrival_list = self.new_before.tolist(), workload.arrival_s.tolist()
         self.prompts, self.outputs = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
         self.next_request = 0
@@ -163,9 +133,8 @@ class _Events:
         mean_output = float(workload.output_tokens.mean())
         self.turn = int(min(LONGEST_TURN, max(1, mean_output // TURNS_PER_ANSWER)))
         self.events: list[tuple[float, int, str, int]] = []
-        self.num_events = 0
         self.busy: dict[tuple[str, int], list[list[float]]] = {}
-        self.history = History(0.0, [], 0.0, 0.0, 0, {}, {}, np.zeros(len(workload)), np.zeros(len(workload)))
+        self.history = History(0.0, [], 0.0, 0.0, 0, 0, {}, {}, np.zeros(len(workload)), np.zeros(len(workload)))
         self.in_prefill: dict[int, tuple[int, int]] = {}
         self.wake_s: float | None = None
 
@@ -193,8 +162,8 @@ class _Events:
         return history
 
     def _push(self, time_s: float, kind: str, unit: int) -> None:
-        self.num_events += 1
-        heapq.heappush(self.events, (time_s, self.num_events, kind, unit))
+        self.history.num_events += 1
+        heapq.heappush(self.events, (time_s, self.history.num_events, kind, unit))
 
     def _start_prefill(self, now: float) -> None:
         """Give the next requests to idle prefill units, the first units first."""
@@ -227,26 +196,18 @@ class _Events:
 
     def _prefill_seconds(self, first: int, end: int) -> tuple[float, str]:
         """Of a step with requests first .. end - 1, and what limits it."""
-        cluster, ranks = self.cluster, self.cluster.prefill.ep_size
-        new = float(self.new_before[end] - self.new_before[first])
-        prompt = float(self.prompt_before[end] - self.prompt_before[first])
-        pairs = float(self.pairs_before[end] - self.pairs_before[first])
-        share = self.skews.prefill / ranks
-        step: Step = prefill_step(
-            new * share,
-            pairs * share,
-            prompt * share,
-            (end - first) * share,
-            cluster.model,
-            cluster.gpu,
-            cluster.prefill,
+        cluster = self.cluster
+        batch = Batch(
+            prompts=end - first,
+            prompt_tokens=float(self.prompt_before[end] - self.prompt_before[first]),
+            new_tokens=float(self.new_before[end] - self.new_before[first]),
+            attention_pairs=float(self.pairs_before[end] - self.pairs_before[first]),
+            expanded_tokens=float(self.expanded_before[end] - self.expanded_before[first]),
         )
-        kv_bytes = cluster.model.kv_bytes_per_token(2)
-        disk_s = (prompt - new) * kv_bytes / (cluster.disk_bytes_per_s * cluster.nodes_of(cluster.prefill))
-        network_s = prompt * kv_bytes / (cluster.gpu.network_bytes_per_s * ranks)
-        limits = {step.bottleneck: step.seconds, "disk": disk_s, "KV to decode": network_s}
-        limit = max(limits, key=limits.__getitem__)
-        return limits[limit], limit
+        seconds, limit, _ = prefill_batch(
+            batch, self.prefill_skews, cluster.model, cluster.gpu, cluster.prefill, cluster.disk_bytes_per_s
+        )
+        return seconds, limit
 
     def _hand_over(self, first: int, end: int, now: float) -> None:
         for request in range(first, end):
@@ -282,7 +243,7 @@ class _Events:
         num_steps = min(self.turn, unit.ends[-1][0] - unit.steps) if num_running == 1 else self.turn
         num_steps = max(1, num_steps)
         mean_kv = unit.kv_tokens + num_running * (num_steps - 1) / 2
-        step = _decode_step(num_running / ranks, mean_kv / ranks * self.skews.decode, cluster)
+        step = _decode_step(num_running / ranks, mean_kv / ranks * self.decode_skew, cluster)
         turn_s = step.seconds * num_steps
         start_steps = unit.steps
         unit.steps += num_steps
@@ -315,6 +276,11 @@ class _Events:
             nodes = self.cluster.nodes_of(self.cluster.prefill if kind == "prefill" else self.cluster.decode)
             held += [(start, min(end + self.cluster.release_after_s, max(end, end_s)), nodes) for start, end in spans]
         return held
+
+
+def _sums_before(values: np.ndarray) -> np.ndarray:
+    """[N + 1] sums of the values before each place, and of all."""
+    return np.concatenate([[0], np.cumsum(values)])
 
 
 def _decode_step(requests: float, kv_tokens: float, cluster: Cluster) -> Step:

@@ -34,7 +34,11 @@ class WorkloadSpec(_Part):
     output_tokens: Positive | None = Field(None, description="mean length of an answer")
     prompt_spread: float = Field(0.0, ge=0, le=4, description="sigma of the lognormal lengths; 0: all alike")
     output_spread: float = Field(0.0, ge=0, le=4, description="the same for answers")
+    longest_prompt: Count | None = Field(None, description="longer prompts are as long as this")
     hit_share: Share = Field(0.0, description="share of prompt tokens that are in a cache")
+    hit_depth: Share | None = Field(
+        None, description="share of a prompt that hits, of those that do; unset: all prompts hit alike"
+    )
     arrival: Literal["at once", "day"] = Field(
         "at once", description='"day": over 24 h, most at noon, fewest at midnight'
     )
@@ -50,6 +54,8 @@ class WorkloadSpec(_Part):
             raise ValueError(f"{missing[0]} is missing; describe the requests with {', '.join(numbers)}, or give plan")
         if self.plan is not None and len(missing) < len(numbers):
             raise ValueError("plan and requests are both given; keep one of them")
+        if self.hit_depth is not None and self.hit_depth < self.hit_share:
+            raise ValueError(f"hit_depth is {self.hit_depth}, below hit_share {self.hit_share}; give at least that")
         return self
 
 
@@ -57,6 +63,7 @@ class PrefillSpec(_Part):
     ep_size: EpSize = Field(32, description="GPUs of a prefill unit")
     redundant_experts: int = Field(32, ge=0, le=4096)
     tokens_per_gpu: Count = Field(16384, description="new tokens per GPU and step")
+    part_tokens: Count = Field(4096, description="prompts with more new tokens are prefilled in parts of so many")
 
 
 class DecodeSpec(_Part):

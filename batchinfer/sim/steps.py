@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log, sqrt
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
@@ -28,6 +27,11 @@ class Unit:
     skew: float = 1.0  # expert rows of the busiest GPU by the mean
     overlap: bool = True
     release: Release = LATEST  # of the exchange
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a step that run side by side."""
+        return 2 if self.overlap and self.ep_size > 1 else 1
 
     def slots_per_gpu(self, model: ModelConfig) -> int:
         """Expert slots of each GPU.
@@ -73,7 +77,7 @@ def prefill_step(
         kv_tokens: new and cached tokens of one GPU.
         prompts: whose last token's logits are wanted.
     """
-    halves = 2 if unit.overlap and unit.ep_size > 1 else 1
+    halves = unit.micro_batches
     sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
     tokens = new_tokens / halves
     slots = unit.slots_per_gpu(model)
@@ -93,7 +97,7 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
         requests: of one GPU.
         kv_tokens: KV tokens of one GPU, over all its requests.
     """
-    halves = 2 if unit.overlap and unit.ep_size > 1 else 1
+    halves = unit.micro_batches
     tokens = requests / halves
     load = Load(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
     exchange = decode_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
@@ -101,16 +105,6 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
     dense = decode_stages(load, model, gpu, exchange, is_moe=False)
     moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
-
-
-def sampling_skew(rows_per_gpu: float, ep_size: int) -> float:
-    """Rows of the busiest GPU by the mean when every token picks its experts at random: the noise of counting.
-
-    The largest of n normal variables lies about sqrt(2 ln n) deviations above the mean.
-    """
-    if ep_size == 1 or rows_per_gpu <= 0:
-        return 1.0
-    return 1.0 + sqrt(2 * log(ep_size) / rows_per_gpu)
 
 
 def _rows(tokens: float, model: ModelConfig, unit: Unit) -> float:

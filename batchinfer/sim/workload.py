@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.balance.experts import place_experts
 from batchinfer.balance.prefill import attention_work
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.sim.spec import WorkloadSpec
 
 DAY_S = 86_400.0
-SAMPLED_LAYERS = 4
+PART_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Workload:
     cached_tokens: np.ndarray  # [N] int64, below the prompt's
     output_tokens: np.ndarray  # [N] int64, at least 1
     arrival_s: np.ndarray  # [N] float64, rising
+    part_tokens: int = PART_TOKENS  # a prompt with more new tokens is prefilled in parts of so many
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -46,37 +46,49 @@ class Workload:
         return attention_work(self.new_tokens, self.cached_tokens)
 
     @cached_property
+    def expanded_tokens(self) -> np.ndarray:
+        """[N] tokens whose keys and values prefill expands: each part of a prompt does it for all before it, too."""
+        num_parts = -(-self.new_tokens // self.part_tokens)
+        earlier = self.part_tokens * (num_parts * (num_parts - 1) // 2)
+        return num_parts * self.cached_tokens + earlier + self.new_tokens
+
+    @cached_property
     def mean_kv_tokens(self) -> float:
         """KV length that an output token attends to, on average over output tokens."""
         attended = self.output_tokens * (self.prompt_tokens + (self.output_tokens + 1) / 2)
         return float(attended.sum() / self.output_tokens.sum())
 
 
-def make_workload(spec: WorkloadSpec) -> Workload:
+def make_workload(spec: WorkloadSpec, *, part_tokens: int = PART_TOKENS) -> Workload:
     """The requests that a spec asks for; the same spec always gives the same ones.
 
     Raises:
         ConfigError: the plan's tables are not there.
     """
     if spec.plan is not None:
-        return _planned(Path(spec.plan))
+        return _planned(Path(spec.plan), part_tokens)
     if spec.requests is None or spec.prompt_tokens is None or spec.output_tokens is None:
         raise ConfigError("workload: requests, prompt_tokens and output_tokens are needed; add them")
     rng = np.random.default_rng(spec.seed)
     prompts = _lengths(rng, spec.requests, spec.prompt_tokens, spec.prompt_spread)
     outputs = _lengths(rng, spec.requests, spec.output_tokens, spec.output_spread)
-    cached = np.minimum(np.round(prompts * spec.hit_share).astype(np.int64), prompts - 1)
+    if spec.longest_prompt is not None:
+        prompts = np.minimum(prompts, spec.longest_prompt)
+    hits = prompts * spec.hit_share
+    if spec.hit_depth is not None:
+        hits = np.where(rng.random(spec.requests) < spec.hit_share / spec.hit_depth, prompts * spec.hit_depth, 0.0)
+    cached = np.minimum(np.round(hits).astype(np.int64), prompts - 1)
     arrival = _arrivals(spec.requests, spec.peak_over_mean) if spec.arrival == "day" else np.zeros(spec.requests)
-    return Workload(prompts, cached, outputs, arrival)
+    return Workload(prompts, cached, outputs, arrival, part_tokens)
 
 
-@cache
-def expert_skew(spread: float, *, num_experts: int, num_slots: int, num_gpus: int, seed: int) -> float:
-    """Rows of the busiest GPU by the mean after the expert balancer, for lognormal loads; 1.0 when all are alike."""
-    if spread == 0 or num_gpus == 1 or num_experts == 0:
-        return 1.0
-    load = np.random.default_rng(seed).lognormal(0.0, spread, (SAMPLED_LAYERS, num_experts))
-    return float(place_experts(load, num_slots=num_slots, num_gpus=num_gpus).max_over_mean.mean())
+def parts_of_prompts(workload: Workload, which: slice) -> tuple[np.ndarray, np.ndarray]:
+    """(new tokens, tokens before them) of each part that these prompts are prefilled in."""
+    new, size = workload.new_tokens[which], workload.part_tokens
+    num_parts = -(-new // size)
+    prompt = np.repeat(np.arange(len(new)), num_parts)
+    before = size * (np.arange(len(prompt)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
+    return np.minimum(size, new[prompt] - before), workload.cached_tokens[which][prompt] + before
 
 
 def _lengths(rng: np.random.Generator, num: int, mean: float, spread: float) -> np.ndarray:
@@ -95,7 +107,7 @@ def _arrivals(num: int, peak_over_mean: float) -> np.ndarray:
     return np.interp((np.arange(num) + 0.5) / num, arrived, at)
 
 
-def _planned(run_folder: Path) -> Workload:
+def _planned(run_folder: Path, part_tokens: int) -> Workload:
     """Requests of plan/requests.parquet; answers as long as expected, or else as allowed."""
     path = RunDir(run_folder).requests
     columns = ["cached_tokens", "max_tokens", "expected_tokens", "token_ids"]
@@ -112,7 +124,10 @@ def _planned(run_folder: Path) -> Workload:
     allowed = np.concatenate([batch["max_tokens"].to_numpy(False) for batch in batches])
     expected = np.concatenate([batch["expected_tokens"].to_numpy(False) for batch in batches]).astype(np.float64)
     outputs = np.where(np.isnan(expected), allowed, np.minimum(np.ceil(expected), allowed))
-    num = len(prompts)
     return Workload(
-        prompts.astype(np.int64), cached.astype(np.int64), np.maximum(1, outputs).astype(np.int64), np.zeros(num)
+        prompts.astype(np.int64),
+        cached.astype(np.int64),
+        np.maximum(1, outputs).astype(np.int64),
+        np.zeros(len(prompts)),
+        part_tokens,
     )

@@ -1,0 +1,93 @@
+"""How fast a planned job's ranks would be on GPUs that are not here, when they are full. Called by the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.records import ConfigError
+from batchinfer.sim.dealing import Deals
+from batchinfer.sim.hardware import accelerator
+from batchinfer.sim.memory import kv_tokens_per_gpu
+from batchinfer.sim.search import Rater
+from batchinfer.sim.spec import ClusterSpec
+from batchinfer.sim.steps import Unit, decode_step
+from batchinfer.sim.unit_steps import BF16
+from batchinfer.sim.workload import Workload
+
+DEFAULTS = ClusterSpec(nodes=1)  # of a spec, where a job says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A group of ranks as its job describes it, one GPU each."""
+
+    gpu: str
+    prefill_ranks: int
+    decode_ranks: int
+    redundant_experts: int
+    overlap: bool
+    prefill_tokens: int  # new tokens per rank and step, and the most of one prompt
+    decode_requests: int  # per rank, if their KV fits
+    page_bytes: int | None  # for KV of a rank; None: what the weights leave
+
+
+@dataclass(frozen=True, slots=True)
+class PaperSpeeds:
+    """Tokens per second of one rank, and the time that no number of ranks goes below."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float | None  # None: nothing is decoded
+    longest_answer_s: float
+
+
+def paper_speeds(
+    prompt_tokens: np.ndarray, cached_tokens: np.ndarray, output_tokens: np.ndarray, model: ModelConfig, ranks: Ranks
+) -> PaperSpeeds:
+    """Speeds at which the ranks run these requests.
+
+    Args:
+        prompt_tokens, cached_tokens, output_tokens: [N] int64, N at least 1, outputs at least 1.
+
+    Raises:
+        ConfigError: the model cannot be simulated, or it does not fit onto so many GPUs.
+    """
+    gpu = accelerator(ranks.gpu)
+    if model.n_routed_experts == 0:
+        raise ConfigError("a model without routed experts cannot be simulated")
+    prefill, decode = (
+        Unit(size, ranks.redundant_experts, overlap=ranks.overlap) for size in (ranks.prefill_ranks, ranks.decode_ranks)
+    )
+    work = Workload(
+        prompt_tokens, cached_tokens, output_tokens, np.zeros(len(prompt_tokens)), part_tokens=ranks.prefill_tokens
+    )
+    rater = Rater(
+        workload=work,
+        deals=Deals(work),
+        model=model,
+        gpu=gpu,
+        memory_reserve=DEFAULTS.memory_reserve,
+        disk_bytes_per_s=DEFAULTS.disk_bytes_per_s,
+        expert_spread=0.0,
+        seed=0,
+    )
+    kv_tokens_per_gpu(model, prefill, gpu, rater.memory_reserve)  # only whether the weights fit
+    kv_tokens = kv_tokens_per_gpu(model, decode, gpu, rater.memory_reserve)
+    if ranks.page_bytes is not None:
+        kv_tokens = min(kv_tokens, ranks.page_bytes / model.kv_bytes_per_token(BF16))
+    fitting = rater.requests_that_fit(kv_tokens)
+    if fitting < 1:
+        raise ConfigError(f"a rank has room for {kv_tokens:,.0f} KV tokens, less than one request needs")
+    requests = min(ranks.decode_requests, fitting, ceil(len(work) / ranks.decode_ranks))
+    prefill_s = rater.rate("prefill", rater.with_skew(prefill, ranks.prefill_tokens), ranks.prefill_tokens).gpu_seconds
+    decode_s = rater.rate("decode", rater.with_skew(decode, requests), requests).gpu_seconds
+    decoded = float((work.output_tokens - 1).sum())
+    alone = decode_step(1.0 / ranks.decode_ranks, 1.0, model, gpu, decode)
+    return PaperSpeeds(
+        prefill_tokens_per_s=float(work.new_tokens.sum()) / prefill_s,
+        decode_tokens_per_s=decoded / decode_s if decoded else None,
+        longest_answer_s=float(work.output_tokens.max() - 1) * alone.seconds,
+    )
