@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 
 from batchinfer.data.duck import read_parquet
@@ -168,6 +167,8 @@ def _recorded(folder: Path, table: str, what: str) -> list[Path]:
 
 
 def _query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
+    import duckdb  # a plan without an earlier run starts without it
+
     try:
         with duckdb.connect() as connection:
             return connection.execute(sql).fetchall()
