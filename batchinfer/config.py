@@ -117,7 +117,9 @@ class ClusterConfig(_Part):
         "auto", description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16"
     )
     exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
-        "auto", description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs"
+        "auto",
+        description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs; "
+        "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
     collective_seconds: float = Field(
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
