@@ -116,6 +116,7 @@ _TRITON = tuple(
         triton_ops.router,
         triton_ops.rms_norm,
         triton_ops.silu_mul,
+        triton_ops.silu_mul_blocks,
         triton_ops.gate,
         triton_ops.rope_and_cache,
         triton_ops.grouped_mlp,
@@ -136,7 +137,7 @@ _TRITON = tuple(
         probe_auto=triton_probe.why_not_auto,
         device_types=triton_probe.device_types,
     )
-    for function in (triton_ops.quantize_fp8_block, triton_ops.dequantize_fp8_block)
+    for function in (triton_ops.quantize_fp8_block, triton_ops.quantize_fp8_rows, triton_ops.dequantize_fp8_block)
 )
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
@@ -174,6 +175,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.router,
         reference.rms_norm,
         reference.silu_mul,
+        reference.silu_mul_blocks,
         reference.gate,
         reference_rows.rope_and_cache,
         reference.grouped_mlp,
@@ -185,6 +187,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference_mla.mla_prefill,
         reference_mla.mla_decode,
         reference.quantize_fp8_block,
+        reference.quantize_fp8_rows,
         reference.dequantize_fp8_block,
     )
 }
