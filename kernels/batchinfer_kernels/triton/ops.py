@@ -242,8 +242,12 @@ def mla_prefill(
     *,
     v_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V]."""
+    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
+
+    How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
+    """
     run = reference_mla.mla_prefill
     if _takes(q_THA, pages, kv_b_HZC):
         from batchinfer_kernels.triton import prefill
@@ -259,6 +263,7 @@ def mla_prefill(
         kv_b_HZC,
         v_dim=v_dim,
         scale=scale,
+        schedule=schedule,
     )
 
 
