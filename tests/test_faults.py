@@ -22,7 +22,10 @@ def reference(tmp_path_factory):
     return make_reference(tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "apart"])
+SLOW = pytest.mark.slow  # what a quicker case shows, too
+
+
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=SLOW), "two", "apart"])
 def test_killing_ranks_at_random_moments_changes_nothing(reference, layout):
     folder, expected = reference
     run = folder / f"killed-{layout}"
@@ -32,7 +35,7 @@ def test_killing_ranks_at_random_moments_changes_nothing(reference, layout):
     assert output_bytes(run) == expected
 
 
-@pytest.mark.parametrize("layout", ["two", "gloo"])
+@pytest.mark.parametrize("layout", ["two", pytest.param("gloo", marks=SLOW)])
 def test_a_killed_rank_is_named_and_started_again(reference, layout):
     folder, expected = reference
     run = folder / f"named-{layout}"
@@ -54,7 +57,7 @@ def test_a_killed_rank_is_named_and_started_again(reference, layout):
     assert metrics["cached_tokens"] == metrics["optimal_cached_tokens"]
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "gloo"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=SLOW), "two", pytest.param("gloo", marks=SLOW)])
 def test_a_rank_that_does_not_answer_is_replaced_after_the_deadline(reference, layout):
     folder, expected = reference
     run = folder / f"stopped-{layout}"
@@ -82,7 +85,7 @@ def test_when_the_controller_is_killed_its_ranks_end(reference):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGTERM])
 def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number):
     folder, expected = reference
     run = folder / f"group-{number}"
@@ -123,17 +126,16 @@ def set_trap(folder: Path, monkeypatch, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "action", "named"),
+    ("layout", "action", "named", "bad"),
     [
-        ("two", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-        ("one", "raise RuntimeError('no luck with this one')", "no luck with this one"),
+        ("two", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", {(0, 5)}),
+        ("one", "raise RuntimeError('no luck with this one')", "no luck with this one", {(0, 5), (2, 1)}),
     ],
 )
 def test_only_the_requests_that_bring_the_ranks_down_become_error_rows(
-    reference, tmp_path, monkeypatch, layout, action, named
+    reference, tmp_path, monkeypatch, layout, action, named, bad
 ):
     folder, _ = reference
-    bad = {(0, 5), (2, 1)}
     set_trap(tmp_path / "trap", monkeypatch, TRAP.replace("ROWS", repr(bad)).replace("ACTION", action))
     run = tmp_path / "run"
     done = batchinfer("run", folder / "job.toml", "--set", f"output.dir={run}", *LAYOUTS[layout])
