@@ -103,7 +103,7 @@ def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
     if scales is None:
         return 0, 0, 0
     if scales.dim() == 2:
-        return 0, *scales.stride()
+        return 0, scales.stride(0), scales.stride(1)
     expert, row, block = scales.stride()
     return expert - scales.shape[1] * row, row, block
 
