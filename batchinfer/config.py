@@ -113,8 +113,10 @@ class ClusterConfig(_Part):
     overlap: bool | None = Field(
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
-    backend: Literal["auto", "hopper", "triton", "cpu", "reference"] = Field(
-        "auto", description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16"
+    backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
+        "auto",
+        description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16; sdpa: as auto, but "
+        "PyTorch's own attention for prefill, on GPUs",
     )
     exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",

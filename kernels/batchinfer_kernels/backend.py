@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows
+from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows, sdpa
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.triton import ops as triton_ops
@@ -140,6 +140,10 @@ _TRITON = tuple(
     for function in (triton_ops.quantize_fp8_block, triton_ops.quantize_fp8_rows, triton_ops.dequantize_fp8_block)
 )
 
+_SDPA = (
+    Candidate("mla_prefill", sdpa.NAME, sdpa.mla_prefill, _always, probe_auto=sdpa.why_not_auto, device_types=_on_gpu),
+)
+
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
     Candidate(function.__name__, CPU, function, cpu_build.why_not, dtype=torch.bfloat16, device_types=_on_cpu)
@@ -164,9 +168,9 @@ _CPU = tuple(
     )
 )
 
-# Faster candidates (hopper, triton, cpu) go in front of the reference, in that order.
+# Faster candidates (hopper, triton, sdpa, cpu) go in front of the reference, in that order.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    function.__name__: _candidates(function, (*_HOPPER, *_TRITON, *_CPU))
+    function.__name__: _candidates(function, (*_HOPPER, *_TRITON, *_SDPA, *_CPU))
     for function in (
         reference.pack,
         reference.pack_router,

@@ -34,7 +34,7 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
     return [
         *cases,
-        Case("mla_prefill", words, partial(_prefill, dims, *prompts)),
+        Case("mla_prefill", words, partial(_prefill, dims, *prompts), ("triton", "sdpa")),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
     ]
 

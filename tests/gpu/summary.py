@@ -58,7 +58,7 @@ def _check(record: Record) -> Iterator[str]:
 
 def _named(key: str) -> tuple[str, str, str]:
     """Operation, candidate and shape of a check; see check.jobs_of."""
-    for candidate in ("hopper", "triton"):
+    for candidate in ("hopper", "triton", "sdpa"):
         op, found, shape = key.partition(f", {candidate}, ")
         if found:
             return op, candidate, shape
