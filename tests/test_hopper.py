@@ -546,3 +546,9 @@ def test_the_readme_names_the_versions_that_are_installed():
     assert set(pinned) == {"sgl-deep-gemm", "apache-tvm-ffi"}
     for name, version in pinned.items():
         assert f"{name} {version}" in readme
+    # flash_mla's package asks for a newer torch than its kernels need, so it goes in apart
+    assert "pip install --no-deps sgl-flash-mla==1.0.0" in readme
+    (torch_needed,) = [requirement for requirement in extra if requirement.startswith("torch")]
+    assert torch_needed == "torch>=2.11,<2.12"
+    assert "| torch | 2.11, built for CUDA 13.0 |" in readme
+    assert "written and checked against signatures, not run" in readme
