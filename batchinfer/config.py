@@ -113,11 +113,15 @@ class ClusterConfig(_Part):
     overlap: bool | None = Field(
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
-    backend: Literal["auto", "hopper", "triton", "cpu", "reference"] = Field(
-        "auto", description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16"
+    backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
+        "auto",
+        description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16; sdpa: as auto, but "
+        "PyTorch's own attention for prefill, on GPUs",
     )
     exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
-        "auto", description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs"
+        "auto",
+        description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs; "
+        "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
     collective_seconds: float = Field(
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"

@@ -65,6 +65,12 @@ def compile_all():
     for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
         ops.masked_mlp(of(HELD, 4096, D), counts, gate_up, down)
+    rows, scales = of(2, 18432, D, dtype=FP8), of(2, 56, 18432, dtype=FLOAT).mT  # decode's, as DeepEP gives them
+    ops.masked_mlp(rows, of(2, dtype=torch.int32), blocks(2, 2 * F, D), blocks(2, D, F), scales)
+    for fp8 in (True, False):
+        ops.silu_mul_blocks(of(2, 18432, 2 * F), of(2, dtype=torch.int32), fp8=fp8)
+    ops.quantize_fp8_rows(x)
+    ops.quantize_fp8_rows(of(2, 18432, D), of(2, dtype=torch.int32))
     ops.router(x, of(3, E, D))
     ops.rms_norm(x, of(D), 1e-6)
     ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))

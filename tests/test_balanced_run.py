@@ -71,7 +71,9 @@ def query(run, sql):
     return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["2", pytest.param("4", marks=pytest.mark.slow), pytest.param("1+2", marks=pytest.mark.slow), "2+2"]
+)
 def test_requests_that_move_while_they_run_give_the_same_outputs(job, monkeypatch, layout):
     # move whatever makes loads the least bit more even, at every step
     monkeypatch.setattr(decode, "START_MOVING", 1.0)
@@ -105,6 +107,8 @@ def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkey
         # with redundant experts other shares may be enough
         assert (table.expert_of_slot != in_order).any() or not np.allclose(table.share_of_slot, even), "all as before"
         assert table.bound_over_mean - 1e-9 <= table.max_over_mean
+    if layout == "2":
+        return
     # whoever goes on later begins with these experts in place
     (run / "stats" / "run.parquet").unlink()
     shutil.rmtree(run / "units")

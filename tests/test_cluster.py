@@ -87,21 +87,22 @@ class Case:
 
 
 # every value of every option for every model, not all their combinations
+SLOW = pytest.mark.slow  # one of its models or layouts is in others, too
 CASES = [
     Case("sample", "2", True),
     Case("sample", "2", False, "gloo", redundant_experts=4, spare_pages=1),
     Case("sample", "4", None, spare_pages=1),
     Case("sample", "2+2", True, "gloo", spare_pages=1),
-    Case("sample", "1+2", True),
+    pytest.param(Case("sample", "1+2", True), marks=SLOW),
     Case("random-v3", "2", True, "gloo", redundant_experts=2),
     Case("random-v3", "2", None, spare_pages=0),
-    Case("random-v3", "4", False, redundant_experts=4),
+    pytest.param(Case("random-v3", "4", False, redundant_experts=4), marks=SLOW),
     Case("random-v3", "2+2", True, spare_pages=1),
     Case("random-v3", "2+1", True, spare_pages=1),
     Case("random-v2", "2", False, spare_pages=1),
-    Case("random-v2", "2", None, "gloo"),
+    pytest.param(Case("random-v2", "2", None, "gloo"), marks=SLOW),
     Case("random-v2", "4", True, redundant_experts=8, spare_pages=1),
-    Case("random-v2", "2+2", None, "gloo", redundant_experts=2),
+    pytest.param(Case("random-v2", "2+2", None, "gloo", redundant_experts=2), marks=SLOW),
     Case("random-v2", "2+2", False, spare_pages=0),
 ]
 

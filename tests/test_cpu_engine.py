@@ -23,7 +23,13 @@ VARIANTS = {
 }
 
 
-FP8_VARIANTS = ("small steps", "two ranks, prefill apart", "four ranks, redundant experts")
+SLOW = pytest.mark.slow  # what others show, too
+FEW_VARIANTS = ("small steps", "two ranks, prefill apart", "four ranks, redundant experts", "without overlap")
+FP8_VARIANTS = (
+    "small steps",
+    "two ranks, prefill apart",
+    pytest.param("four ranks, redundant experts", marks=SLOW),
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,9 @@ def run(folder, name, *, dtype="bfloat16", cluster=None, **parts):
     return folder / name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [name if name in FEW_VARIANTS else pytest.param(name, marks=SLOW) for name in VARIANTS]
+)
 def test_how_a_job_is_run_changes_no_byte(job, variant):
     assert output_bytes(run(job, variant.replace(" ", "-"), cluster=VARIANTS[variant])) == output_bytes(job / "one")
 

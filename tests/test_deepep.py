@@ -18,6 +18,9 @@ import pytest
 import torch
 
 import deep_ep_stand_in
+from batchinfer.config import load_job
+from batchinfer.engine.layout import rank_places
+from batchinfer.engine.load import load_model
 from batchinfer.model.moe import MoeMlp, Point, Routing
 from batchinfer.model.ops import Ops
 from batchinfer.parallel.deepep import KINDS, open_dispatchers, why_not
@@ -28,6 +31,7 @@ from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError
 from batchinfer_kernels import reference
 from deep_ep_stand_in import Group, World
+from jobs import write_job, write_questions
 
 HIDDEN, TOPK, NUM_EXPERTS, MAX_TOKENS = 512, 3, 6, 20
 SENDING = {
@@ -330,6 +334,29 @@ def test_low_latency_refuses_more_tokens_than_its_queues_take(monkeypatch):
         opened("deepep-low-latency", Group(World(8), 0), placements, max_tokens=500)
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "2048")
     opened("deepep-low-latency", Group(World(8), 0), placements, max_tokens=500)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("colocated", [("deepep-low-latency", 300)] * 2),
+        ("disaggregated", [("deepep-v1", 300)] * 2 + [("deepep-low-latency", 40)] * 2),
+    ],
+)
+def test_the_low_latency_mode_serves_decode_with_room_for_its_rows_alone(tmp_path, mode, expected):
+    cluster = {"mode": mode, "prefill_ranks": 2, "decode_ranks": 2, "exchange": "deepep-low-latency"}
+    write_questions(tmp_path / "prompts", (1,))
+    job = load_job(write_job(tmp_path, cluster=cluster | {"prefill_tokens": 300, "decode_requests": 40}))
+    found = []
+    for place in rank_places(job.cluster):
+
+        def dispatchers(placements, row_format, *, max_tokens, hidden, topk, place=place):
+            found.append((place.exchange(job.cluster), max_tokens))
+            return [LocalDispatcher(placement.num_experts) for placement in placements]
+
+        mesh = SimpleNamespace(size=2, rank=place.group_rank, dispatchers=dispatchers)
+        load_model(job, mesh, place, None, torch.device("cpu"))
+    assert found == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8, experts too"])

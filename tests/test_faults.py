@@ -22,7 +22,10 @@ def reference(tmp_path_factory):
     return make_reference(tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "apart"])
+SLOW = pytest.mark.slow  # what a quicker case shows, too
+
+
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=SLOW), "two", "apart"])
 def test_killing_ranks_at_random_moments_changes_nothing(reference, layout):
     folder, expected = reference
     run = folder / f"killed-{layout}"
@@ -32,7 +35,7 @@ def test_killing_ranks_at_random_moments_changes_nothing(reference, layout):
     assert output_bytes(run) == expected
 
 
-@pytest.mark.parametrize("layout", ["two", "gloo"])
+@pytest.mark.parametrize("layout", ["two", pytest.param("gloo", marks=SLOW)])
 def test_a_killed_rank_is_named_and_started_again(reference, layout):
     folder, expected = reference
     run = folder / f"named-{layout}"
@@ -54,7 +57,7 @@ def test_a_killed_rank_is_named_and_started_again(reference, layout):
     assert metrics["cached_tokens"] == metrics["optimal_cached_tokens"]
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "gloo"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=SLOW), "two", pytest.param("gloo", marks=SLOW)])
 def test_a_rank_that_does_not_answer_is_replaced_after_the_deadline(reference, layout):
     folder, expected = reference
     run = folder / f"stopped-{layout}"
@@ -82,7 +85,7 @@ def test_when_the_controller_is_killed_its_ranks_end(reference):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGTERM])
 def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number):
     folder, expected = reference
     run = folder / f"group-{number}"
@@ -122,32 +125,40 @@ def set_trap(folder: Path, monkeypatch, text: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise RuntimeError('no luck with this one')"
+
+
+# some seven starts of all ranks until the cause is found; a few more with more rows
 @pytest.mark.parametrize(
-    ("layout", "action", "named"),
+    ("layout", "action", "shards", "bad"),
     [
-        ("two", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-        ("one", "raise RuntimeError('no luck with this one')", "no luck with this one"),
+        ("one", KILL, (2,), {(0, 4)}),
+        pytest.param("one", RAISE, (1, 2), {(0, 5), (1, 1)}, marks=SLOW),
+        pytest.param("two", KILL, (0, 1, 2), {(0, 5), (2, 1)}, marks=SLOW),
     ],
+    ids=["killed", "raised", "many"],
 )
 def test_only_the_requests_that_bring_the_ranks_down_become_error_rows(
-    reference, tmp_path, monkeypatch, layout, action, named
+    reference, tmp_path, monkeypatch, layout, action, shards, bad
 ):
     folder, _ = reference
-    bad = {(0, 5), (2, 1)}
     set_trap(tmp_path / "trap", monkeypatch, TRAP.replace("ROWS", repr(bad)).replace("ACTION", action))
-    run = tmp_path / "run"
-    done = batchinfer("run", folder / "job.toml", "--set", f"output.dir={run}", *LAYOUTS[layout])
+    run, named = tmp_path / "run", "SIGKILL" if action is KILL else "no luck with this one"
+    files = json.dumps([f"prompts/part-{shard}.parquet" for shard in shards])
+    options = ("--set", f"output.dir={run}", "--set", f"input.files={files}", *LAYOUTS[layout])
+    done = batchinfer("run", folder / "job.toml", *options)
     assert done.code == 3, done.err
     expected, seen = outputs(folder / "run"), outputs(run)
-    for index, name in enumerate(sorted(expected)):
+    assert list(seen) == [f"part-{shard}.parquet" for shard in shards]
+    for index, name in enumerate(seen):
         for good, row in zip(expected[name], seen[name], strict=True):
             if (index, row["row"]) in bad:
                 assert row["status"] == "error"
                 assert "only this request was running" in row["error"]
                 assert named in row["error"]
                 assert row["completion_tokens"] == 0
-            else:
-                assert row == good
+            else:  # what was cached depends on the other shards
+                assert row | {"cached_tokens": 0} == good | {"cached_tokens": 0}
 
 
 def test_ranks_that_fail_with_every_request_end_the_job(reference, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -24,6 +25,8 @@ import check
 import exact
 from accelerator import Limits
 from cases import TINY, Case, Dims, Work, normal
+from summary import summary
+from supervised import read_record, supervise
 from wheels import WheelError, unpack_wheels
 
 CPU = torch.device("cpu")
@@ -120,13 +123,120 @@ def test_the_command_for_all_of_it_stops_where_there_is_no_gpu(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == check.UNUSABLE, done.stderr
     assert "needs a Hopper GPU" in (tmp_path / "results" / "check.txt").read_text()
+    assert "Nothing has been measured." in (tmp_path / "results" / "summary.md").read_text()
     assert not (tmp_path / "results" / "slice.txt").exists()
     (tmp_path / "empty").mkdir()
-    done = subprocess.run(
-        [*command, str(tmp_path / "empty")], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == check.UNUSABLE
-    assert "has no *.whl files" in done.stderr
+    for arguments, sentence in (
+        ([tmp_path / "results", tmp_path / "empty"], "has no *.whl files"),
+        (["--only", "slices"], "there is no section 'slices'"),
+        (["--minutes", "soon"], "--minutes takes a number above 0"),
+        (["--fast"], "there is no option --fast"),
+    ):
+        done = subprocess.run([*command[:2], *arguments], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == check.UNUSABLE
+        assert sentence in done.stderr
+
+
+@needs_interpreter
+def test_the_command_for_all_of_it_says_what_time_did_not_allow(tmp_path):
+    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--minutes", "0.1", str(tmp_path / "results")]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == check.UNFINISHED, done.stderr
+    for section in ("check", "slice", "tests-operations", "tests-engine"):
+        assert f"== {section}: not run, time is up" in done.stdout
+
+
+@needs_interpreter
+def test_a_kernel_that_brings_its_process_down_costs_its_own_row(tmp_path, monkeypatch, capsys):
+    trap = """
+import os, sys
+if "--work" in sys.orig_argv:
+    from batchinfer_kernels.triton import ops
+    ops.silu_mul = lambda *args: os.kill(os.getpid(), 11)
+"""
+    (tmp_path / "sitecustomize.py").write_text(trap)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'kernels'}")
+    operations = ["rms_norm", "silu_mul", "argmax"]
+    arguments = ["--rehearse", "--out", str(tmp_path / "check.jsonl"), "--only", *operations]
+    assert check.main(arguments) == check.FAILED
+    out = capsys.readouterr().out
+    assert "3 checks, 1 failed" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(tuple(operations))}
+    assert "FAILED its process ended: killed by SIGSEGV" in lines["silu_mul"]
+    assert "FAILED" not in lines["rms_norm"] + lines["argmax"]
+    summed_up = summary(tmp_path)
+    assert "FAILED silu_mul, triton, 37 x 128: its process ended: killed by SIGSEGV" in summed_up
+    assert "| argmax | triton | 37 x 300 | 0.0e+00 unequal | same |" in summed_up
+    # what the file has is not run again
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert check.main(arguments) == check.FAILED
+    assert capsys.readouterr().out == out
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, GPU)
+from supervised import read_record, write_line
+path, plan = Path(sys.argv[1]), sys.argv[2:]
+record = read_record(path)
+if record.header is None:
+    write_line(path, machine={})
+for word in plan:
+    key, _, what = word.partition(":")
+    if key in record.done:
+        continue
+    write_line(path, begun=key)
+    if what == "dies":
+        os._exit(3)
+    if what == "hangs":
+        time.sleep(60)
+    write_line(path, done=key, row=what)
+    if what == "asks":
+        sys.exit(17)
+""".replace("GPU", repr(str(Path(check.__file__).parent)))
+
+
+def supervised(path, *plan, silent_s=20.0, minutes=None):
+    command = [sys.executable, "-c", CHILD, str(path), *plan]
+    keys = [word.partition(":")[0] for word in plan]
+    end_s = None if minutes is None else time.monotonic() + 60 * minutes
+    return supervise(command, keys, path, silent_s=silent_s, end_s=end_s), read_record(path)
+
+
+def test_work_goes_on_behind_a_piece_that_kills_or_stops_it(tmp_path):
+    why_not, record = supervised(tmp_path / "a", "a:fine", "b:dies", "c:asks", "d:hangs", "e:fine", silent_s=1.5)
+    assert why_not is None
+    assert [line.get("row") or line["died"] for line in record.done.values()] == [
+        "fine",
+        "exit code 3",
+        "asks",
+        "it said nothing for 2 s and was killed",
+        "fine",
+    ]
+
+
+def test_work_that_cannot_begin_is_given_up_with_its_reason(tmp_path):
+    why_not = supervise([sys.executable, "-c", "exit(5)"], ["a"], tmp_path / "a", silent_s=20, end_s=None)
+    assert why_not == "the process that does the work ends before it has begun (exit code 5)"
+
+
+def test_work_stops_when_time_is_up_and_goes_on_later(tmp_path):
+    why_not, record = supervised(tmp_path / "a", "a:fine", "b:hangs", "c:fine", minutes=0.02)
+    assert why_not == "time is up: 2 of 3 are not done"
+    assert list(record.done) == ["a"]
+    with (tmp_path / "a").open("ab") as file:
+        file.write(b'{"done": "b", "ro')  # a line that was cut off
+    why_not, record = supervised(tmp_path / "a", "a:fine", "b:fine", "c:fine")
+    assert why_not is None
+    assert list(record.done) == ["a", "b", "c"]
+
+
+def test_all_checks_have_names_of_their_own():
+    for options in ({}, {"is_quick": True}):
+        cases = check.all_cases(Dims(), **options)
+        assert len(check.jobs_of(cases)) == sum(len(case.names) for case in cases)
 
 
 def test_an_unknown_operation_is_named(capsys):

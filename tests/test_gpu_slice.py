@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ import slice as slice_script
 from copies import CopyDispatcher
 from schedule import decode_tasks, finish_s, prefill_tasks
 from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
+from supervised import read_record
 
 DECODE_STAGES = {"ATTN-0": 1.0, "ATTN-1": 2.0, "SHARED": 1.0, "MLP": 2.0}
 PREFILL_STAGES = {"ATTN": 2.0, "SHARED": 1.0, "MLP": 2.0}
@@ -126,10 +127,19 @@ def test_experts_get_as_many_rows_as_are_sent_and_tokens_their_sums(num_tokens, 
 
 
 @needs_interpreter
-def test_the_rehearsal_runs_both_units(capsys):
-    assert slice_script.main(["--rehearse", "--json"]) == slice_script.OK
-    document = json.loads(capsys.readouterr().out)
-    decode, prefill = document["figures"]
+def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_path):
+    results = tmp_path / "results"
+    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--only", "slice", str(results)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == slice_script.OK, done.stderr + done.stdout
+    assert "a tiny model in Triton's interpreter" in (results / "slice.txt").read_text()
+    assert not (results / "check.txt").exists()
+    summed_up = (results / "summary.md").read_text()
+    assert "| decode EP144 | 4 |" in summed_up
+    assert "| prefill EP32 | 80 |" in summed_up
+    record = read_record(results / "slice.jsonl")
+    decode, prefill = (record.done[key]["figures"] for key in ("decode 4", "prefill"))
     assert (decode["unit"], prefill["unit"]) == (DECODE.name, PREFILL.name)
     # 3 layers, 2 of them with experts; the exchange counts when it starts and when it is taken in
     assert decode["stages"] == {
@@ -146,7 +156,10 @@ def test_the_rehearsal_runs_both_units(capsys):
     for figures in (decode, prefill):
         assert figures["is_finite"]
         assert figures["whole_s"] is figures["half_s"] is figures["overlapped_s"] is None
-    assert any("3 layers, all distinct" in note for note in document["notes"])
+    assert any("3 layers, all distinct" in note for note in record.notes)
+    # what is done is not done again
+    assert slice_script.main(["--rehearse", "--out", str(results / "slice.jsonl"), "--json"]) == slice_script.OK
+    assert read_record(results / "slice.jsonl") == record
 
 
 @needs_interpreter

@@ -70,6 +70,7 @@ def gpu(monkeypatch, install):
     monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
     monkeypatch.setattr(hopper, "_behind", behind_is_called)
     monkeypatch.setattr(hopper, "_other", lambda op: backend.select(op, "reference").run)
+    stand_ins.COPIED.clear()
     return install
 
 
@@ -94,6 +95,7 @@ def test_a_product_in_fp8_is_that_of_the_reference(gpu, library, num_rows, num_i
         y, expected = hopper.linear(x, weight, **options), reference.linear(x, weight, **options)
         assert torch.equal(y, expected)
         assert y.dtype == expected.dtype
+    assert not stand_ins.COPIED
 
 
 def experts(num_experts=5, hidden=256, width=128):
@@ -123,6 +125,7 @@ def test_experts_in_fp8_are_those_of_the_reference(gpu, library, counts):
     assert torch.equal(moved, expected)
     assert torch.equal(hopper.grouped_mlp(values.clone().view(torch.uint8).flip(0).view(values.dtype), num_rows,
                                           *weights, tokens, scales.flip(0)), expected)  # fmt: skip
+    assert not stand_ins.COPIED, "the library had to put scales into its own order"
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -154,17 +157,44 @@ def test_experts_in_blocks_are_those_of_the_reference(gpu, library, room):
     num_rows, weights = torch.tensor(counts), tuple(to_blocks(weight) for weight in experts())
     expected = reference.masked_mlp(blocks, num_rows, *weights)
     y = hopper.masked_mlp(blocks, num_rows, *weights, expected_rows=40)
+    assert not stand_ins.COPIED
     assert y.shape == expected.shape
     assert torch.equal(y[is_row], expected[is_row])
     values, scales = reference.quantize_fp8_block(blocks.flatten(0, 1), ROW_BLOCK)
     values, scales = values.view(blocks.shape), scales.view(5, room, -1)
     by_column = scales.mT.contiguous().mT  # as DeepEP's low-latency mode gives them
     for form in (scales, by_column):
+        stand_ins.COPIED.clear()
         assert torch.equal(hopper.masked_mlp(values, num_rows, *weights, form)[is_row], expected[is_row])
+        assert len(stand_ins.COPIED) == (form is scales and room == 128)  # these alone go to the library as they came
     plain = hopper.masked_mlp(blocks, num_rows, *experts(), expected_rows=10**6)
     assert close(plain[is_row], reference.masked_mlp(blocks, num_rows, *experts())[is_row])
     nothing = hopper.masked_mlp(blocks[:, :0], torch.zeros(5, dtype=torch.int64), *weights)
     assert nothing.shape == (5, 0, 256)
+
+
+def test_what_stands_between_the_products_skips_rows_of_nobody(gpu, monkeypatch):
+    gpu(stand_ins.deep_gemm_sgl())
+    asked = []
+
+    def other(op):
+        def run(x, num_rows_E=None, **options):
+            asked.append((op, x.shape, num_rows_E, options))
+            return backend.select(op, "reference").run(x, num_rows_E, **options)
+
+        return run
+
+    monkeypatch.setattr(hopper, "_other", other)
+    blocks, _ = blocks_of([3, 0, 128, 64, 1], 128)
+    num_rows = torch.tensor([3, 0, 128, 64, 1])
+    hopper.masked_mlp(blocks, num_rows, *(to_blocks(weight) for weight in experts()))
+    hopper.masked_mlp(blocks, num_rows, *experts())
+    assert [(op, shape, options) for op, shape, _, options in asked] == [
+        ("quantize_fp8_rows", (5, 128, 256), {}),
+        ("silu_mul_blocks", (5, 128, 256), {"fp8": True}),
+        ("silu_mul_blocks", (5, 128, 256), {"fp8": False}),
+    ]
+    assert all(torch.equal(counts, num_rows.int()) for _, _, counts, _ in asked)
 
 
 def test_places_of_rows_worked_out(monkeypatch):
@@ -516,3 +546,9 @@ def test_the_readme_names_the_versions_that_are_installed():
     assert set(pinned) == {"sgl-deep-gemm", "apache-tvm-ffi"}
     for name, version in pinned.items():
         assert f"{name} {version}" in readme
+    # flash_mla's package asks for a newer torch than its kernels need, so it goes in apart
+    assert "pip install --no-deps sgl-flash-mla==1.0.0" in readme
+    (torch_needed,) = [requirement for requirement in extra if requirement.startswith("torch")]
+    assert torch_needed == "torch>=2.11,<2.12"
+    assert "| torch | 2.11, built for CUDA 13.0 |" in readme
+    assert "written and checked against signatures, not run" in readme

@@ -17,6 +17,7 @@ from jobs import batchinfer, output_bytes, write_job, write_questions
 
 COMMAND = "from batchinfer.cli import main; main()"
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
+NEEDS_ROOT = pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
 APART = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2}
 
 
@@ -60,10 +61,8 @@ def ended(processes):
     ("cluster", "other_hosts"),
     [
         ({"prefill_ranks": 2}, False),
-        pytest.param(
-            {"prefill_ranks": 2}, True, marks=pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
-        ),
-        pytest.param(APART, True, marks=pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")),
+        pytest.param({"prefill_ranks": 2}, True, marks=[NEEDS_ROOT, pytest.mark.slow]),
+        pytest.param(APART, True, marks=NEEDS_ROOT),
     ],
     ids=["same host", "two hosts", "two hosts, prefill apart from decode"],
 )

@@ -44,7 +44,12 @@ def wait_for(pattern, run, process):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+SLOW = pytest.mark.slow  # what a quicker case shows, too
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGUSR1, signal.SIGKILL]
+)
 def test_a_signal_while_working(reference, number):
     options, run = another(reference, f"signal-{number}")
     job = reference[0] / "job.toml"
@@ -71,7 +76,7 @@ def test_a_signal_while_working(reference, number):
     assert json.loads(states)[0]["state"] == ("running" if number == signal.SIGKILL else "interrupted")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
 def test_kill_at_random_moments_until_it_ends(reference, seed):
     rng = random.Random(seed)
     options, run = another(reference, f"killed-{seed}")

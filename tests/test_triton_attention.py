@@ -137,5 +137,15 @@ def test_chunks_of_several_requests_do_not_meet():
             positions[rows], kv_b, **options,
         )  # fmt: skip
         assert torch.equal(alone, whole[rows])
+    # the work is cut once per step: a second layer finds it, another step must not
+    schedule = {}
+    again = [
+        ops.mla_prefill(q, pages, table, *lengths, positions, kv_b, **options, schedule=schedule) for _ in range(2)
+    ]
+    assert torch.equal(again[0], whole)
+    assert torch.equal(again[1], whole)
+    assert list(schedule) == [prefill.SCHEDULE]
+    with pytest.raises(AssertionError, match="serves one step"):
+        ops.mla_prefill(q, pages, table, lengths[0].clone(), lengths[1], positions, kv_b, **options, schedule=schedule)
     none = ops.mla_prefill(q[:0], pages, table[:0], *(part[:0] for part in lengths), positions[:0], kv_b, **options)
     assert none.shape == (0, 2, 8)

@@ -17,7 +17,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import backend
 from batchinfer_kernels.triton import ops, probe
-from jobs import answers, batchinfer, write_job, write_questions
+from jobs import answers, batchinfer, write_job, write_shard
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL, SAMPLE_MODEL
 from triton_device import DEVICE, needs_triton
@@ -32,14 +32,14 @@ interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not i
 @needs_triton
 @interpreted
 def test_the_sample_model_answers_as_with_the_reference(tmp_path):
-    write_questions(tmp_path / "prompts", (2,))
+    write_shard(tmp_path / "prompts" / "part-0.parquet", {"prompt": ["What is 2 plus 3?"]})
     for name in ("triton", "reference"):
         job = write_job(
             tmp_path,
             name=f"{name}.toml",
             output={"dir": name},
             model={"path": str(SAMPLE_MODEL), "dtype": "bfloat16"},
-            sampling={"max_tokens": 3},
+            sampling={"max_tokens": 2},
             cluster={"backend": name},
         )
         ended = batchinfer("run", job)
@@ -65,7 +65,7 @@ def test_a_request_has_the_same_logits_alone_as_among_others():
 
 @needs_triton
 @interpreted
-@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("eight_bit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logits_are_as_good_as_those_of_the_reference(eight_bit):
     prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(0))
     exact = logits_of(prompt, dtype=torch.float32, backend="reference")

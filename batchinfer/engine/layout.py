@@ -32,6 +32,20 @@ class RankPlace:
     def runs_decode(self) -> bool:
         return self.role != "prefill"
 
+    def exchange(self, cluster: ClusterConfig) -> str:
+        """How rows travel in this rank's group, as `cluster.exchange` says.
+
+        DeepEP's low-latency mode is for the few rows of decode; ranks for prefill alone take its normal mode.
+        """
+        if cluster.exchange == "deepep-low-latency" and not self.runs_decode:
+            return "deepep-v1"
+        return cluster.exchange
+
+    def most_tokens(self, cluster: ClusterConfig) -> int:
+        """The most tokens that this rank, and any other of its group, has in one step."""
+        prefill = cluster.prefill_tokens if self.runs_prefill else 0
+        return max(prefill, cluster.decode_requests if self.runs_decode else 0)
+
 
 def rank_places(cluster: ClusterConfig) -> list[RankPlace]:
     """All ranks of the job in order.

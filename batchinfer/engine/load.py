@@ -43,10 +43,13 @@ class Surroundings:
     model_digests: dict[str, str]  # of weights and config.json, see fingerprint.py
 
 
-def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None, device: torch.device) -> Transformer:
+def load_model(
+    job: JobConfig, mesh: Mesh, place: RankPlace, slots: ExpertSlots | None, device: torch.device
+) -> Transformer:
     """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
     Args:
+        place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts stand; None: in order.
 
     Raises:
@@ -70,7 +73,7 @@ def load_model(job: JobConfig, mesh: Mesh, slots: ExpertSlots | None, device: to
         dispatchers=mesh.dispatchers(
             placements,
             _row_format(job, mesh, device),
-            max_tokens=max(job.cluster.prefill_tokens, job.cluster.decode_requests),
+            max_tokens=place.most_tokens(job.cluster),
             hidden=config.hidden_size,
             topk=config.num_experts_per_tok,
         ),

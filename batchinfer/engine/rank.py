@@ -94,14 +94,14 @@ def _work(channel: Channel, messages: queue.Queue[Message], environment: RankEnv
     seat = Seat(
         rank=place.group_rank,
         size=place.group_size,
-        exchange=job.cluster.exchange,
+        exchange=place.exchange(job.cluster),
         one_host=message["group_on_one_host"],
         timeout_s=job.cluster.collective_seconds,
     )
     device = rank_device(job.cluster.backend, environment.place)
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
-    model = load_model(job, mesh, None if slots is None else ExpertSlots(**slots), device)
+    model = load_model(job, mesh, place, None if slots is None else ExpertSlots(**slots), device)
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
         warm_up(model, job.cluster.prefill_tokens)
     tokenizer = load_tokenizer(Path(job.model.path))

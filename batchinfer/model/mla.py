@@ -53,7 +53,7 @@ class AttentionStep:
     )
     copy_to: torch.Tensor | None = None
     is_counted: torch.Tensor | None = None  # [T] int64, 0 for rows that only fill a batch up; None: all are counted
-    schedule: dict[str, Any] = field(default_factory=dict)  # what decode attention keeps from one layer to the next
+    schedule: dict[str, Any] = field(default_factory=dict)  # what attention keeps from one layer to the next
 
     @property
     def is_decode(self) -> bool:
@@ -122,6 +122,7 @@ class Attention:
             self.weights.kv_up_HZC,
             v_dim=self.config.v_head_dim,
             scale=self.config.softmax_scale,
+            schedule=step.schedule,
         )
 
     def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:

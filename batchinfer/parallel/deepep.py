@@ -171,8 +171,8 @@ def _low_latency_tokens(max_tokens: int, num_ranks: int) -> int:
     if needed > depth:
         raise ConfigError(
             f"cluster.exchange is 'deepep-low-latency' with {max_tokens} tokens per rank at once, more than its queues "
-            f"take: {depth // 2 - 1}; use smaller steps or set the environment variable NVSHMEM_QP_DEPTH = "
-            f"{1 << (needed - 1).bit_length()}"
+            f"take: {depth // 2 - 1}; lower cluster.decode_requests (and cluster.prefill_tokens, unless prefill has "
+            f"ranks of its own), or set the environment variable NVSHMEM_QP_DEPTH = {1 << (needed - 1).bit_length()}"
         )
     return max_tokens
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows
+from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows, sdpa
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.triton import ops as triton_ops
@@ -116,6 +116,7 @@ _TRITON = tuple(
         triton_ops.router,
         triton_ops.rms_norm,
         triton_ops.silu_mul,
+        triton_ops.silu_mul_blocks,
         triton_ops.gate,
         triton_ops.rope_and_cache,
         triton_ops.grouped_mlp,
@@ -136,7 +137,11 @@ _TRITON = tuple(
         probe_auto=triton_probe.why_not_auto,
         device_types=triton_probe.device_types,
     )
-    for function in (triton_ops.quantize_fp8_block, triton_ops.dequantize_fp8_block)
+    for function in (triton_ops.quantize_fp8_block, triton_ops.quantize_fp8_rows, triton_ops.dequantize_fp8_block)
+)
+
+_SDPA = (
+    Candidate("mla_prefill", sdpa.NAME, sdpa.mla_prefill, _always, probe_auto=sdpa.why_not_auto, device_types=_on_gpu),
 )
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
@@ -163,9 +168,9 @@ _CPU = tuple(
     )
 )
 
-# Faster candidates (hopper, triton, cpu) go in front of the reference, in that order.
+# Faster candidates (hopper, triton, sdpa, cpu) go in front of the reference, in that order.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    function.__name__: _candidates(function, (*_HOPPER, *_TRITON, *_CPU))
+    function.__name__: _candidates(function, (*_HOPPER, *_TRITON, *_SDPA, *_CPU))
     for function in (
         reference.pack,
         reference.pack_router,
@@ -174,6 +179,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.router,
         reference.rms_norm,
         reference.silu_mul,
+        reference.silu_mul_blocks,
         reference.gate,
         reference_rows.rope_and_cache,
         reference.grouped_mlp,
@@ -185,6 +191,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference_mla.mla_prefill,
         reference_mla.mla_decode,
         reference.quantize_fp8_block,
+        reference.quantize_fp8_rows,
         reference.dequantize_fp8_block,
     )
 }

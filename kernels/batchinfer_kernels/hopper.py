@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.reference_fp8 import FP8, ROW_BLOCK, dequantize_fp8_rows
+from batchinfer_kernels.reference_fp8 import FP8, dequantize_fp8_rows
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 NAME = "hopper"
@@ -72,7 +72,7 @@ def grouped_mlp(
     """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; see `reference.grouped_mlp`.
 
     Rows are moved so that each expert starts at a whole tile. How many tiles that takes is known on the device only, so
-    there is room for the most there can be; tiles without rows are marked and skipped.
+    there is room for the most there can be; places of nobody are marked, and tiles without rows are skipped.
     """
     if not _takes_experts(x, scales, gate_up_EFD, down_EDF, libraries.BF16_CONTIGUOUS):
         return _behind("grouped_mlp")(x, num_rows_E, gate_up_EFD, down_EDF, tokens_M, scales)
@@ -81,8 +81,10 @@ def grouped_mlp(
         return torch.empty(0, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     x, scales = _rows_for(gate_up_EFD, x, scales)
     place_M, expert_S = _places(num_rows_E, num_rows)
-    x = _moved(x, tokens_M, place_M, len(expert_S))
-    scales = None if scales is None else _moved(scales, tokens_M, place_M, len(expert_S))
+    source_S = _sources(place_M, tokens_M, len(expert_S))
+    x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
+    # column by column, as the library reads them
+    scales = None if scales is None else scales.t().index_select(1, source_S).t()
 
     def product(rows_SM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
         if isinstance(weight, BlockScaled):
@@ -94,7 +96,9 @@ def grouped_mlp(
             _gemm(libraries.BF16_CONTIGUOUS)(rows_SM, weight, out, expert_S)
         return out
 
-    return _swiglu(x, scales, gate_up_EFD, down_EDF, product)[place_M]
+    gate_up_SF = product(x, scales, gate_up_EFD)
+    active, active_scales = _other("silu_mul_blocks")(gate_up_SF[None], fp8=isinstance(down_EDF, BlockScaled))
+    return product(active[0], None if active_scales is None else active_scales[0], down_EDF)[place_M]
 
 
 def masked_mlp(
@@ -116,12 +120,12 @@ def masked_mlp(
     room = x_ECD.shape[1]
     if x_ECD.numel() == 0:
         return torch.empty(x_ECD.shape, dtype=torch.bfloat16, device=x_ECD.device)
-    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales)
+    num_rows_E = num_rows_E.to(torch.int32).contiguous()
+    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales, num_rows_E)
     missing = -room % _TILE_ROWS
     if missing:  # a block's last tile is written whole: without this the next block's first rows would be overwritten
         x_ECD = _bytes(F.pad(_bytes(x_ECD), (0, 0, 0, missing)), x_ECD.dtype)
-        scales = None if scales is None else F.pad(scales, (0, 0, 0, missing))
-    num_rows_E = num_rows_E.to(torch.int32).contiguous()
+        scales = None if scales is None else F.pad(scales.mT, (0, missing)).mT
     expected = max(1, min(expected_rows or room, room))
 
     def product(rows_ECM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
@@ -134,7 +138,9 @@ def masked_mlp(
             _gemm(libraries.BF16_MASKED)(rows_ECM, weight, out, num_rows_E, expected)
         return out
 
-    return _swiglu(x_ECD, scales, gate_up_EFD, down_EDF, product)[:, :room]
+    gate_up_ECF = product(x_ECD, scales, gate_up_EFD)
+    active, active_scales = _other("silu_mul_blocks")(gate_up_ECF, num_rows_E, fp8=isinstance(down_EDF, BlockScaled))
+    return product(active, active_scales, down_EDF)[:, :room]
 
 
 def mla_decode(
@@ -196,33 +202,20 @@ def mla_decode(
     return out_BQHC.flatten(0, 1)
 
 
-def _swiglu(
-    x: torch.Tensor, scales: torch.Tensor | None, gate_up: Weight, down: Weight, product: Product
-) -> torch.Tensor:
-    """down(silu(gate(x)) × up(x)) of all experts; rows that belong to nobody are computed along."""
-    hidden = product(x, scales, gate_up)
-    gate, up = hidden.flatten(0, -2).chunk(2, dim=-1)
-    active = _other("silu_mul")(gate, up)
-    active_scales = None
-    if isinstance(down, BlockScaled):
-        active, active_scales = _quantized(active)
-        active_scales = active_scales.view(*x.shape[:-1], -1)
-    return product(active.view(*x.shape[:-1], -1), active_scales, down)
-
-
-def _rows_for(weight: Weight, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rows_for(
+    weight: Weight, x: torch.Tensor, scales: torch.Tensor | None, num_rows_E: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows in the form in which they meet this weight: both in FP8, or both in bfloat16."""
     if not isinstance(weight, BlockScaled):
         return (x if scales is None else dequantize_fp8_rows(x, scales, torch.bfloat16)).contiguous(), None
     if scales is not None:
         return x.contiguous(), scales
-    values, scales = _quantized(x.flatten(0, -2))
-    return values.view(x.shape), scales.view(*x.shape[:-1], -1)
+    return _quantized(x, num_rows_E)
 
 
-def _quantized(x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in FP8 with a scale per 128 values, [T, J]; deep_gemm puts the scales into its own order."""
-    values, scales = _other("quantize_fp8_block")(x_TM, ROW_BLOCK)
+def _quantized(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in FP8 with a scale per 128 values, in the order in which deep_gemm reads them without a copy."""
+    values, scales = _other("quantize_fp8_rows")(x, num_rows_E)
     return values, scales
 
 
@@ -247,12 +240,12 @@ def _places(num_rows_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torc
     return place_M, expert_S
 
 
-def _moved(rows: torch.Tensor, source_M: torch.Tensor | None, place_M: torch.Tensor, num_places: int) -> torch.Tensor:
-    """The rows `source_M` of these (None: all), each at its place among zeros."""
-    data = _bytes(rows)
-    out = data.new_zeros(num_places, data.shape[1])
-    out[place_M] = data if source_M is None else data[source_M]
-    return _bytes(out, rows.dtype)
+def _sources(place_M: torch.Tensor, tokens_M: torch.Tensor | None, num_places: int) -> torch.Tensor:
+    """[S] int64, the row that comes to each place; one of nobody takes the first row, so that it holds numbers."""
+    row_M = torch.arange(len(place_M), device=place_M.device) if tokens_M is None else tokens_M
+    source_S = torch.zeros(num_places, dtype=torch.int64, device=place_M.device)
+    source_S[place_M] = row_M
+    return source_S
 
 
 def _bytes(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -28,6 +28,7 @@ from batchinfer_kernels.reference_fp8 import (
     dequantize_fp8_block,
     dequantize_fp8_rows,
     quantize_fp8_block,
+    quantize_fp8_rows,
 )
 
 __all__ = [
@@ -42,10 +43,12 @@ __all__ = [
     "pack",
     "pack_router",
     "quantize_fp8_block",
+    "quantize_fp8_rows",
     "rms_norm",
     "rope",
     "router",
     "silu_mul",
+    "silu_mul_blocks",
 ]
 
 ROW_MULTIPLE = 8
@@ -127,6 +130,24 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
     wide = gate.double()
     return (wide * _sigmoid(wide)).to(gate.dtype) * up
+
+
+def silu_mul_blocks(
+    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """silu(gate) × up of the first rows of each expert's block: what stands between the two products of `masked_mlp`.
+
+    Args:
+        gate_up_ECF: [E, C, 2 * F], gate beside up, C rows of room per expert.
+        num_rows_E: [E] integer, rows of each expert; None: all. What stands behind them may be anything in the result;
+            faster versions neither read nor write it.
+        fp8: round the result as `quantize_fp8_rows` does.
+
+    Returns:
+        [E, C, F] in the dtype of the rows, or in float8_e4m3fn and then with scales [E, C, ceil(F / 128)].
+    """
+    active_ECF = silu_mul(*gate_up_ECF.flatten(0, 1).chunk(2, dim=-1)).unflatten(0, gate_up_ECF.shape[:2])
+    return quantize_fp8_rows(active_ECF, num_rows_E) if fp8 else (active_ECF, None)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

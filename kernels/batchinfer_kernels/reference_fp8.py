@@ -18,6 +18,7 @@ ROW_BLOCK = (1, BLOCK)  # rows and columns that share a scale in rows
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _FP8_MIN_AMAX = 1e-4
+_SCALE_ROWS = 4  # 16 bytes of float32
 
 
 def quantize_fp8_block(
@@ -38,6 +39,32 @@ def quantize_fp8_block(
     scale = blocks.abs().amax(dim=(1, 3)).clamp_min(_FP8_MIN_AMAX) / _FP8_MAX
     quantised = (weight.float() / _spread(scale, weight.shape, block)).clamp(-_FP8_MAX, _FP8_MAX)
     return quantised.to(FP8), scale
+
+
+def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows to FP8 E4M3 with a scale per 128 values, the scales in the order in which deep_gemm reads them.
+
+    That is column by column: the scales of a column of blocks stand together, of as many rows as is a multiple of 4 (16
+    bytes), so that the tensor memory accelerator can load them (DeepGEMM, get_mn_major_tma_aligned_tensor).
+
+    Args:
+        x: [T, M] float, or [E, C, M] with C rows of room per expert.
+        num_rows_E: [E] integer, the rows to round of each expert; None: all. The others may be anything in the result.
+
+    Returns:
+        float8_e4m3fn in the shape of x, and scales [(E,) T, ceil(M / 128)] float32 with steps (…, 1, T rounded up).
+    """
+    values, scales = quantize_fp8_block(x.flatten(0, -2), ROW_BLOCK)
+    by_column = empty_row_scales(*x.shape[:-1], scales.shape[-1], device=x.device)
+    by_column.copy_(scales.view(by_column.shape))
+    return values.view(x.shape), by_column
+
+
+def empty_row_scales(*shape: int, device: torch.device) -> torch.Tensor:
+    """Room for scales [(E,) T, J] float32 of rows, column by column; see `quantize_fp8_rows`."""
+    *experts, num_rows, num_blocks = shape
+    room = -(-num_rows // _SCALE_ROWS) * _SCALE_ROWS
+    return torch.empty(*experts, num_blocks, room, dtype=torch.float32, device=device).mT[..., :num_rows, :]
 
 
 def dequantize_fp8_block(

@@ -35,6 +35,7 @@ def mla_prefill(
     *,
     v_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of several requests' chunks in the plain form: per-head keys and values from the latents.
 
@@ -51,6 +52,7 @@ def mla_prefill(
         kv_b_HZC: [H, N + V, C], from latent to key (N rows), then value (V rows).
         v_dim: V.
         scale: factor on the scores.
+        schedule: as in mla_decode.
 
     Returns:
         [T, H, V] in the dtype of q.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,11 +25,14 @@ _VERSIONS = ("torch", "triton", "deep_gemm", "sgl-deep-gemm", "flash_mla", "sgl-
 
 @dataclass(frozen=True)
 class Limits:
-    """What this card does at best in this run: large products and a large copy (bytes read and written)."""
+    """What this card does at best in this run: large products and a large copy (bytes read and written).
 
-    bf16_tflops: float
-    fp8_tflops: float
-    copy_gb_s: float
+    None: could not be measured.
+    """
+
+    bf16_tflops: float | None
+    fp8_tflops: float | None
+    copy_gb_s: float | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class Accelerator:
         if not self.is_rehearsal:
             torch.cuda.synchronize()
 
+    def works(self) -> bool:
+        """Whether the device still takes work: after some errors a process cannot use its GPU any more."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return False
+        return True
+
     def fits(self, num_bytes: int) -> bool:
         """Whether the card has room for this much and a tenth of its memory besides."""
         if self.is_rehearsal:
@@ -89,14 +101,21 @@ class Accelerator:
 
         source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        for warm_up in (lambda: x @ y, fp8_product, lambda: target.copy_(source)):
-            warm_up()
         flops = 2 * _MATRIX**3 / 1e12
         return Limits(
-            flops / self.seconds(lambda: x @ y),
-            flops / self.seconds(fp8_product),
-            2 * _COPY_BYTES / 1e9 / self.seconds(lambda: target.copy_(source)),
+            self._rate(flops, lambda: x @ y),
+            self._rate(flops, fp8_product),
+            self._rate(2 * _COPY_BYTES / 1e9, lambda: target.copy_(source)),
         )
+
+    def _rate(self, amount: float, run: Callable[[], object]) -> float | None:
+        """Amount per second of one call; None, and a line that says why, where it cannot run."""
+        try:
+            run()
+            return amount / self.seconds(run)
+        except RuntimeError as error:
+            print(f"a limit of the card cannot be measured: {error}", file=sys.stderr)
+            return None
 
     def describe(self) -> dict[str, str]:
         """Device and versions of what is installed."""

@@ -34,7 +34,7 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
     return [
         *cases,
-        Case("mla_prefill", words, partial(_prefill, dims, *prompts)),
+        Case("mla_prefill", words, partial(_prefill, dims, *prompts), ("triton", "sdpa")),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
     ]
 
@@ -83,6 +83,7 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
     assert isinstance(kv_b, torch.Tensor)
     lengths = torch.full((num_prompts,), num_tokens)  # on the host, as a step has them
     positions = torch.arange(num_tokens, device=device).repeat(num_prompts)
+    schedule: dict = {}  # as from a step's second layer on
 
     def of_tokens(whole: torch.Tensor, prompts: slice) -> torch.Tensor:
         return whole.unflatten(0, (num_prompts, -1))[prompts].flatten(0, 1)
@@ -91,6 +92,10 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
         own = lengths[prompts]
         operands = (of_tokens(q, prompts), pages, table[prompts], own, own, of_tokens(positions, prompts), kv_b)
         return function(*operands, v_dim=dims.value, scale=SCALE)
+
+    def timed(function: Function) -> torch.Tensor:
+        operands = (q, pages, table, lengths, lengths, positions, kv_b)
+        return function(*operands, v_dim=dims.value, scale=SCALE, schedule=schedule)
 
     q_BTHA = q.unflatten(0, (num_prompts, -1))
     seen = num_prompts * num_tokens * (num_tokens + 1) // 2
@@ -105,6 +110,7 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
         + 2 * num_prompts * num_tokens * dims.width
         + 2 * num_prompts * num_tokens * dims.heads * dims.value,
         take=of_tokens,
+        timed=timed,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import hopper
+from batchinfer_kernels import hopper, sdpa
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.triton import ops as triton_ops
@@ -35,11 +35,13 @@ _HOPPER_PROBES = {
 
 def has(name: str, op: str) -> bool:
     """Whether the candidate has a version of this operation at all."""
-    return name == "triton" or op in _HOPPER_PROBES
+    return {"hopper": op in _HOPPER_PROBES, "sdpa": op == "mla_prefill"}.get(name, True)
 
 
 def why_not(name: str, op: str) -> str | None:
     """Why the candidate's version cannot run here, or None."""
+    if name == sdpa.NAME:
+        return None
     return probe.why_not() if name == "triton" else _HOPPER_PROBES[op]()
 
 
@@ -47,7 +49,7 @@ def function(name: str, op: str) -> Callable[..., Any]:
     """The candidate's version; signatures as in the `reference` modules, those of products as below."""
     if (name, op) in _PRODUCTS:
         return _PRODUCTS[name, op]
-    return getattr({"hopper": hopper, "triton": triton_ops}[name], op)
+    return getattr({"hopper": hopper, "triton": triton_ops, "sdpa": sdpa}[name], op)
 
 
 def takes_blocks_of_scales(run: Callable[..., Any]) -> bool:

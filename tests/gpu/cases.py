@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from published import Published
 
-from batchinfer_kernels import hopper
+from batchinfer_kernels import hopper, sdpa
 from batchinfer_kernels.block_scaled import BlockScaled, to_blocks
 
 Function = Callable[..., torch.Tensor]
@@ -125,5 +125,5 @@ def bytes_of(*tensors: torch.Tensor | BlockScaled | None) -> int:
 
 
 def may_differ_in_company(function: Function) -> bool:
-    """flash_mla splits a request's keys by what else is in the step; everything else must keep a row's bits."""
-    return function is hopper.mla_decode
+    """flash_mla splits a request's keys by what else is in the step, PyTorch may; all others must keep a row's bits."""
+    return function in (hopper.mla_decode, sdpa.mla_prefill)

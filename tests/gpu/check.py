@@ -3,10 +3,12 @@
 For a bare machine: it needs torch, triton and a CUDA toolkit, and this repository as it lies. Wheels of deep_gemm and
 flash_mla may stand in a folder; nothing is installed. docs/hopper.md explains the columns.
 
-    python tests/gpu/check.py [--wheels FOLDER] [--quick] [--only OPERATION …] [--json]
+    python tests/gpu/check.py [--wheels FOLDER] [--quick] [--only OPERATION …] [--out FILE] [--minutes M] [--json]
     python tests/gpu/check.py --rehearse       on the CPU, tiny shapes, Triton's interpreter, no times
 
-Exit codes: 0 all checks hold, 1 one failed, 2 no such GPU or a wrong option.
+The checks run in a child process (supervised.py): a kernel that brings it down fails its own row alone.
+
+Exit codes: 0 all checks hold, 1 one failed, 2 no such GPU or a wrong option, 3 time was up before all were done.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -31,10 +36,12 @@ from attention_cases import attention_cases  # noqa: E402
 from cases import ALL, TINY, Case, Dims, Function, Work, may_differ_in_company  # noqa: E402
 from product_cases import product_cases  # noqa: E402
 from row_cases import row_cases  # noqa: E402
+from supervised import RESTART, read_record, supervise, write_line  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
-OK, FAILED, UNUSABLE = 0, 1, 2
+OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3
 _QUICK_RUNS = 5
+_SILENT_S = 240.0  # no check takes so long, whatever it compiles
 
 
 @dataclass
@@ -96,7 +103,8 @@ def _check_and_time(row: Row, work: Work, accelerator: Accelerator, limits: Limi
     seconds = accelerator.seconds(call)
     row.ms, row.tflops, row.gb_s = seconds * 1e3, work.flops / seconds / 1e12, work.num_bytes / seconds / 1e9
     peak = limits.fp8_tflops if work.is_fp8 else limits.bf16_tflops
-    row.share = max(row.tflops / peak, row.gb_s / limits.copy_gb_s)
+    if peak and limits.copy_gb_s:
+        row.share = max(row.tflops / peak, row.gb_s / limits.copy_gb_s)
 
 
 def _check_company(row: Row, work: Work, function: Function, result: torch.Tensor) -> None:
@@ -107,21 +115,77 @@ def _check_company(row: Row, work: Work, function: Function, result: torch.Tenso
         row.failure = row.failure or "a row's bits depend on the rows beside it"
 
 
-def run_all(cases: list[Case], accelerator: Accelerator, limits: Limits | None) -> tuple[list[Row], dict[str, str]]:
-    """All cases on all candidates that can run, and per candidate and reason the operations that cannot."""
+def jobs_of(cases: list[Case]) -> dict[str, tuple[Case, str]]:
+    """Every candidate of every case, by what it is called in files."""
+    return {f"{case.op}, {name}, {case.shape}": (case, name) for case in cases for name in case.names}
+
+
+def run_jobs(
+    jobs: dict[str, tuple[Case, str]],
+    accelerator: Accelerator,
+    limits: Limits | None,
+    begin: Callable[[str], object],
+    end: Callable[..., object],
+) -> None:
+    """Run these checks, telling before each and after it; what comes after it is a row, or why there is none."""
+    for key, (case, name) in jobs.items():
+        begin(key)
+        reason = candidates.why_not(name, case.op)
+        if reason is not None:
+            end(key, not_run=reason)
+            continue
+        row = run_case(case, name, accelerator, limits)
+        # a run that is ended early leaves at least these lines
+        words = row.failure or f"error {row.error:.1e}, {_number(row.ms, 3)} ms, {_number(row.tflops)} TFLOP/s"
+        print(f"{key}: {words}", file=sys.stderr, flush=True)
+        end(key, row=asdict(row))
+        accelerator.release()
+
+
+def work(options: argparse.Namespace, jobs: dict[str, tuple[Case, str]]) -> int:
+    """The child: do what the file lacks."""
+    path, accelerator = options.work, _accelerator(options)
+    record = read_record(path)
+    machine = accelerator.describe()
+    if record.header is None:
+        limits = None if options.rehearse else accelerator.limits()
+        write_line(path, machine=machine, limits=limits and asdict(limits))
+    elif record.header["machine"] != machine:
+        print(f"{path} has results of another machine or of other versions; name another file.", file=sys.stderr)
+        return UNUSABLE
+    else:
+        limits = record.header["limits"] and Limits(**record.header["limits"])
+
+    def end(key: str, **result: Any) -> None:
+        write_line(path, done=key, **result)
+        if result.get("row", {}).get("failure") and not accelerator.works():
+            sys.exit(RESTART)
+
+    left = {key: job for key, job in jobs.items() if key not in record.done}
+    run_jobs(left, accelerator, limits, lambda key: write_line(path, begun=key), end)
+    return OK
+
+
+def _in_this_process(
+    options: argparse.Namespace, jobs: dict[str, tuple[Case, str]]
+) -> tuple[dict[str, str], None, dict[str, dict[str, Any]]]:
+    """A rehearsal: the machine, no limits, and what became of each check."""
+    accelerator, results = _accelerator(options), {}
+    run_jobs(jobs, accelerator, None, lambda key: None, lambda key, **result: results.update({key: result}))
+    return accelerator.describe(), None, results
+
+
+def _rows(jobs: dict[str, tuple[Case, str]], results: dict[str, dict[str, Any]]) -> tuple[list[Row], dict[str, str]]:
+    """The rows of the table, and per candidate and operation why it was not run."""
     rows, skipped = [], {}
-    for case in cases:
-        for name in case.names:
-            reason = candidates.why_not(name, case.op)
-            if reason is not None:
-                skipped[f"{name} {case.op}"] = reason
-                continue
-            row = run_case(case, name, accelerator, limits)
-            rows.append(row)
-            accelerator.release()
-            # a run that is ended early leaves at least these lines
-            words = row.failure or f"error {row.error:.1e}, {_number(row.ms, 3)} ms, {_number(row.tflops)} TFLOP/s"
-            print(f"{row.op}, {row.candidate}, {row.shape}: {words}", file=sys.stderr, flush=True)
+    for key, (case, name) in jobs.items():
+        result = results.get(key, {})
+        if "row" in result:
+            rows.append(Row(**result["row"]))
+        elif "died" in result:
+            rows.append(Row(case.op, name, case.shape, failure=f"its process ended: {result['died']}"))
+        elif "not_run" in result:
+            skipped[f"{name} {case.op}"] = result["not_run"]
     return rows, skipped
 
 
@@ -154,8 +218,8 @@ def _print(described: dict[str, str], limits: Limits | None, rows: list[Row], sk
         print("A rehearsal: tiny shapes in Triton's interpreter; no times are taken.")
     else:
         print(
-            f"measured limits: {limits.bf16_tflops:.0f} TFLOP/s bfloat16, {limits.fp8_tflops:.0f} TFLOP/s FP8, "
-            f"{limits.copy_gb_s:,.0f} GB/s copied (read and written)"
+            f"measured limits: {_number(limits.bf16_tflops)} TFLOP/s bfloat16, {_number(limits.fp8_tflops)} TFLOP/s "
+            f"FP8, {_number(limits.copy_gb_s)} GB/s copied (read and written)"
         )
         print(f"first calls (compilation included): {sum(row.first_s or 0 for row in rows):.0f} s")
     print(table(rows))
@@ -172,11 +236,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
     parser.add_argument("--only", nargs="+", metavar="OPERATION", help="these operations alone")
+    parser.add_argument("--out", type=Path, help="JSON lines as checks are done; what the file has is not run again")
+    parser.add_argument("--minutes", type=float, help="stop after so many; the same command with --out goes on")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # this is the child; its file
     return parser
+
+
+def _accelerator(options: argparse.Namespace) -> Accelerator:
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    return Accelerator(device, _QUICK_RUNS) if options.quick else Accelerator(device)
+
+
+def _supervised(
+    options: argparse.Namespace, arguments: list[str], jobs: dict[str, tuple[Case, str]], end_s: float | None
+) -> tuple[str | None, dict[str, Any], dict[str, dict[str, Any]]]:
+    """Why not all was done (None: it was), the file's first line, and what became of each check."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.out or Path(folder) / "check.jsonl"
+        command = [sys.executable, __file__, *arguments, "--work", str(path)]
+        why_not = supervise(command, list(jobs), path, silent_s=_SILENT_S, end_s=end_s)
+        record = read_record(path)
+    return why_not, record.header or {"machine": {}, "limits": None}, record.done
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the script; returns its exit code."""
+    start_s = time.monotonic()
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -192,15 +278,21 @@ def main(arguments: list[str] | None = None) -> int:
         known = ", ".join(dict.fromkeys(case.op for case in cases))
         print(f"--only: there is no operation {', '.join(sorted(unknown))}; known are {known}.", file=sys.stderr)
         return UNUSABLE
+    jobs = jobs_of([case for case in cases if case.op in (options.only or [case.op])])
+    if options.work is not None:
+        return work(options, jobs)
     reason = None if options.rehearse else why_no_hopper()
     if reason is not None:
         print(f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU.", file=sys.stderr)
         return UNUSABLE
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    accelerator = Accelerator(device, _QUICK_RUNS) if options.quick else Accelerator(device)
-    limits = None if options.rehearse else accelerator.limits()
-    rows, skipped = run_all([case for case in cases if case.op in (options.only or [case.op])], accelerator, limits)
-    described = accelerator.describe()
+    why_not = None
+    if options.rehearse and options.out is None:
+        described, limits, results = _in_this_process(options, jobs)
+    else:
+        end_s = None if options.minutes is None else start_s + 60 * options.minutes
+        why_not, header, results = _supervised(options, arguments, jobs, end_s)
+        described, limits = header["machine"], header["limits"] and Limits(**header["limits"])
+    rows, skipped = _rows(jobs, results)
     if options.json:
         document = {
             "machine": described,
@@ -211,9 +303,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(document, indent=1, allow_nan=True))
     else:
         _print(described, limits, rows, skipped)
-    if not rows:
+    if why_not is not None:
+        print(f"not all of it was run: {why_not}.", file=sys.stderr)
+    elif not rows:
         print("nothing could be checked: no candidate can run here.", file=sys.stderr)
-    return OK if rows and not any(row.failure for row in rows) else FAILED
+    if not rows or any(row.failure for row in rows):
+        return FAILED
+    return OK if why_not is None else UNFINISHED
 
 
 if __name__ == "__main__":

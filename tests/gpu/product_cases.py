@@ -15,7 +15,7 @@ from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of, w
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels.reference_fp8 import FP8, ROW_BLOCK
 
 BOTH = ("hopper", "triton")
 # of this project, columns and depth: queries, latents, output; the MLPs of dense layers and of the shared expert
@@ -56,19 +56,23 @@ def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     for num_rows, num_columns, depth in linear:
         words = f"fp8 {num_rows} x {num_columns} x {depth}"
         cases.append(Case("linear", words, partial(_linear, num_rows, num_columns, depth, True), BOTH))
-    for num_experts in (2, 9):  # of a GPU in decode and in prefill
+    for num_experts in (2, 3 if is_tiny else 9):  # of a GPU in decode and in prefill
         for fp8 in (num_experts == 2,) if is_tiny else (True, False):
             name = f"{'fp8' if fp8 else 'bf16'} {num_experts} experts"
-            rows = tokens if num_experts == 9 else decode_rows * 4
+            rows = decode_rows * 4 if num_experts == 2 else tokens
             cases += [
                 Case("grouped_mlp", f"{name}, {rows} rows", partial(_experts, dims, num_experts, rows, fp8), BOTH),
                 Case(
                     "masked_mlp",
                     f"{name}, {rows} rows",
-                    partial(_masked_experts, dims, num_experts, rows, fp8),
+                    partial(_masked_experts, dims, num_experts, rows, fp8, None),
                     BOTH,
                 ),
             ]
+    # as decode on 144 GPUs has them: rows in FP8 in blocks with room for 128 tokens of each GPU
+    filled, room = (decode_rows * 4, _TILE) if is_tiny else (1024, 18432)
+    words = f"fp8 2 experts, {filled} rows in FP8, room {room}"
+    cases.append(Case("masked_mlp", words, partial(_masked_experts, dims, 2, filled, True, room), BOTH))
     return [
         *cases,
         Case(
@@ -192,40 +196,62 @@ def _experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: tor
     )
 
 
-def _masked_experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: torch.device) -> Work:
+def _masked_experts(
+    dims: Dims, num_experts: int, num_rows: int, fp8: bool, room: int | None, device: torch.device
+) -> Work:
+    """Rows in bfloat16 and just enough room, or in FP8 with scales by column and the room that is asked for."""
     gate_up = weight(num_experts, 2 * dims.expert, dims.hidden, device=device, fp8=fp8)
     down = weight(num_experts, dims.hidden, dims.expert, device=device, fp8=fp8, seed=100)
-    counts = _counts(num_experts, num_rows)
-    room = -(-max(counts) // _TILE) * _TILE
-    x_ECD = normal(num_experts, room, dims.hidden, device=device)
+    counts, is_rounded = _counts(num_experts, num_rows), room is not None
+    room = room or -(-max(counts) // _TILE) * _TILE
     num_rows_E = torch.tensor(counts, device=device)
     is_row_EC = torch.arange(room, device=device) < num_rows_E[:, None]
-    x_ECD[~is_row_EC] = torch.nan
+    plain_ECD = torch.full((num_experts, room, dims.hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    plain_ECD[is_row_EC] = normal(num_rows, dims.hidden, device=device)
+    x_ECD, scales = _rounded(plain_ECD, counts) if is_rounded else (plain_ECD, None)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         start, stop, _ = rows.indices(room)
-        filled_E = (num_rows_E - start).clamp(0, stop - start)
-        y_ECD = function(x_ECD[:, rows].contiguous(), filled_E, gate_up, down, expected_rows=num_rows // num_experts)
+        y_ECD = function(
+            x_ECD[:, rows].contiguous(),
+            (num_rows_E - start).clamp(0, stop - start),
+            gate_up,
+            down,
+            None if scales is None else scales.mT[..., rows].contiguous().mT,
+            expected_rows=max(1, num_rows // num_experts),
+        )
         return torch.where(is_row_EC[:, rows, None], y_ECD, 0)
 
     def expected() -> torch.Tensor:
-        y_ECD = torch.zeros(x_ECD.shape, dtype=torch.float64, device=device)
-        y_ECD[is_row_EC] = exact.experts(x_ECD[is_row_EC], counts, gate_up, down)
+        y_ECD = torch.zeros(plain_ECD.shape, dtype=torch.float32, device=device)
+        y_ECD[is_row_EC] = exact.experts(plain_ECD[is_row_EC], counts, gate_up, down).float()
         return y_ECD
 
     return Work(
         run=run,
         expected=expected,
         measure="diff" if fp8 else "relative",
-        parts=parts_of(room),
+        parts=parts_of(counts[0]),
         flops=6 * num_rows * dims.hidden * dims.expert,
-        num_bytes=bytes_of(gate_up, down) + 4 * num_rows * dims.hidden,
+        num_bytes=bytes_of(gate_up, down) + (3 if is_rounded else 4) * num_rows * dims.hidden,
         take=lambda whole, rows: whole[:, rows],
         timed=lambda function: function(
-            x_ECD, num_rows_E, gate_up, down, expected_rows=max(1, num_rows // num_experts)
+            x_ECD, num_rows_E, gate_up, down, scales, expected_rows=max(1, num_rows // num_experts)
         ),
         is_fp8=fp8,
     )
+
+
+def _rounded(plain_ECD: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks in FP8, and scales as DeepEP's low-latency mode gives them; behind the rows stands anything."""
+    num_experts, room, hidden = plain_ECD.shape
+    device = plain_ECD.device
+    x_ECD = torch.full(plain_ECD.shape, 0x7F, dtype=torch.uint8, device=device)  # not a number
+    scales_EJC = torch.full((num_experts, -(-hidden // ROW_BLOCK[1]), room), torch.nan, device=device)
+    for expert, count in enumerate(counts):
+        values, scales = reference.quantize_fp8_block(plain_ECD[expert, :count], ROW_BLOCK)
+        x_ECD[expert, :count], scales_EJC[expert, :, :count] = values.view(torch.uint8), scales.t()
+    return x_ECD.view(FP8), scales_EJC.mT
 
 
 def _router(dims: Dims, num_rows: int, device: torch.device) -> Work:

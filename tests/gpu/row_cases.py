@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of
 
 from batchinfer_kernels import reference, reference_rows
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
 
 
 def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
@@ -27,9 +27,18 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             Case("sum_per_token", f"{num_rows} x {dims.topk} x {dims.hidden}", partial(_sums, dims, num_rows)),
             Case("add_sums", f"{num_rows} x {dims.hidden}", partial(_add, dims, num_rows)),
             Case("quantize_fp8_block", f"{num_rows} x {dims.hidden}, rows", partial(_quantize, num_rows, dims.hidden)),
+            Case("quantize_fp8_rows", f"{num_rows} x {dims.hidden}", partial(_quantize_rows, num_rows, dims.hidden)),
             Case("dequantize_fp8_block", f"{num_rows} x {dims.hidden}", partial(_dequantize, num_rows, dims.hidden)),
         ]
     last = tokens[0] if is_tiny else 128
+    filled, room = (3, 40) if is_tiny else (512, 18432)  # decode's: 2 experts of 256, 128 tokens of each of 144 GPUs
+    cases.append(
+        Case(
+            "silu_mul_blocks",
+            f"fp8 2 x {filled} of {room} x {dims.expert}",
+            partial(_silu_blocks, filled, room, dims.expert),
+        )
+    )
     return [*cases, Case("argmax", f"{last} x {dims.vocabulary}", partial(_argmax, last, dims.vocabulary))]
 
 
@@ -165,6 +174,53 @@ def _quantize(num_rows: int, width: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=1.5 * bytes_of(x),
         timed=lambda function: function(x, ROW_BLOCK),
+    )
+
+
+def _quantize_rows(num_rows: int, width: int, device: torch.device) -> Work:
+    x = normal(num_rows, width, device=device)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        """Values and scales as bytes, row by row."""
+        values, scales = function(x[rows])
+        return torch.cat([values.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)
+
+    return Work(
+        run=run,
+        expected=lambda: run(lambda rows: reference.quantize_fp8_rows(rows.cpu()), ALL),
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=1.5 * bytes_of(x),
+        timed=lambda function: function(x),
+    )
+
+
+def _silu_blocks(filled: int, room: int, width: int, device: torch.device) -> Work:
+    """Two blocks, of which `filled` rows count; only these are compared."""
+    gate_up = normal(2, room, 2 * width, device=device)
+    gate_up[:, filled:] = torch.nan
+    counts = torch.tensor([filled, filled], device=device)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(filled)
+        values, scales = function(gate_up[:, start:].contiguous(), (counts - start).clamp(0, stop - start), fp8=True)
+        return dequantize_fp8_rows(values[:, : stop - start], scales[:, : stop - start], torch.float32)
+
+    def expected() -> torch.Tensor:
+        values, scales = reference.silu_mul_blocks(gate_up[:, :filled].cpu(), fp8=True)
+        assert scales is not None
+        return dequantize_fp8_rows(values, scales, torch.float32)
+
+    return Work(
+        run=run,
+        expected=lambda: expected().to(device),
+        measure="diff",  # exp differs in its last bit from the CPU's, and with it an E4M3 value here and there
+        parts=parts_of(filled),
+        flops=0,
+        num_bytes=2 * filled * width * 5,
+        take=lambda whole, rows: whole[:, rows],
+        timed=lambda function: function(gate_up, counts, fp8=True),
     )
 
 

@@ -7,10 +7,13 @@ Weights are random, in FP8. Rows come as balanced routing over all GPUs would se
 copies of the same bytes (copies.py). Added to the measured times are published times of the exchange, once not hidden
 and once under the published schedules (schedule.py). docs/hopper.md explains the lines.
 
-    python tests/gpu/slice.py [--wheels FOLDER] [--decode | --prefill] [--requests 64 128 256] [--json]
+    python tests/gpu/slice.py [--wheels FOLDER] [--decode | --prefill] [--requests 64 128 256]
+                              [--out FILE] [--minutes M] [--json]
     python tests/gpu/slice.py --rehearse       on the CPU, a tiny model, Triton's interpreter, no times
 
-Exit codes: 0 done, 1 a result was not finite, 2 no such GPU or a wrong option.
+Each batch size is a piece of work of a child process (supervised.py): one that brings it down costs that one alone.
+
+Exit codes: 0 done, 1 a result was not finite or a batch size failed, 2 no such GPU or a wrong option, 3 time was up.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +39,7 @@ import torch  # noqa: E402
 from accelerator import Accelerator, why_no_hopper  # noqa: E402
 from schedule import decode_tasks, finish_s, prefill_tasks  # noqa: E402
 from stages import StageEvents  # noqa: E402
+from supervised import read_record, supervise, write_line  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
 from batchinfer.model.mla import PrefillSpan  # noqa: E402
@@ -41,8 +47,10 @@ from batchinfer.model.step import StepInput, StepTensors  # noqa: E402
 from batchinfer.model.transformer import PAGE_TOKENS  # noqa: E402
 from batchinfer.parallel.overlap import run_to_end  # noqa: E402
 
-OK, FAILED, UNUSABLE = 0, 1, 2
+OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3
 _RUNS = 10
+_SILENT_S = 400.0  # weights, compiling and two batches take less
+_PREFILL = "prefill"
 _KV_TOKENS, _PROMPT_TOKENS, _BATCH_TOKENS = 4989, 4096, 16384
 _HIT_SHARE = 0.563  # of input tokens, open-infra-index day 6
 # github.com/deepseek-ai/DeepEP docs/legacy.md, H800 with 400 Gb/s InfiniBand. Low latency, EP128, 128 tokens per rank:
@@ -259,6 +267,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in Triton's interpreter, a tiny model")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines as batch sizes are done; those in the file are not run again"
+    )
+    parser.add_argument("--minutes", type=float, help="stop after so many; the same command with --out goes on")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # this is the child; its file
     return parser
 
 
@@ -278,34 +291,34 @@ def _why_not(options: argparse.Namespace) -> str | None:
     return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
 
 
+def jobs_of(options: argparse.Namespace) -> dict[str, int]:
+    """The pieces of work, by what they are called in files: requests of decode, 0 for prefill."""
+    requests = [4] if options.rehearse else sorted(set(options.requests))
+    jobs = {} if options.prefill else {f"decode {count}": count for count in requests}
+    return jobs if options.decode else jobs | {_PREFILL: 0}
+
+
 def measure(
-    options: argparse.Namespace, accelerator: Accelerator, say: Callable[[str], object]
-) -> tuple[list[str], list[Figures]]:
-    """What is held, and the figures of every batch size; each is said as soon as it is known."""
+    jobs: dict[str, int],
+    accelerator: Accelerator,
+    begin: Callable[[str], object],
+    end: Callable[..., object],
+    note: Callable[[str], object],
+) -> None:
+    """Run these pieces of work, telling before each and after it; `note` takes what else there is to say."""
     from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
 
-    config = config_of(TINY if options.rehearse else DEEPSEEK_V3)
-    kv_tokens, requests = (70, [4]) if options.rehearse else (_KV_TOKENS, sorted(options.requests))
-    notes: list[str] = []
-    figures: list[Figures] = []
-
-    def note(words: str) -> None:
-        notes.append(words)
-        say(words)
-
-    def add(one: Figures) -> None:
-        figures.append(one)
-        say(describe(one))
-
-    if not options.prefill:
+    is_tiny = accelerator.is_rehearsal
+    config, kv_tokens = config_of(TINY if is_tiny else DEEPSEEK_V3), 70 if is_tiny else _KV_TOKENS
+    requests = [count for key, count in jobs.items() if key != _PREFILL]
+    if requests:
+        begin(f"decode {requests[0]}")
         share = Share(DECODE, config, accelerator.device)
         note(_hold(share))
         note(f"operations: {share.origin}")
         per_request = -(-kv_tokens // PAGE_TOKENS)
         page_bytes = config.kv_bytes_per_token(2) * PAGE_TOKENS
         fitting = [count for count in requests if accelerator.fits(count * per_request * page_bytes)]
-        for count in requests[len(fitting) :]:
-            note(f"{count} requests of {kv_tokens} tokens do not fit this card")
         if fitting:
             pages = share.model.new_pages(fitting[-1] * per_request)
             for layer_pages in pages:
@@ -313,20 +326,69 @@ def measure(
             table = torch.arange(fitting[-1] * per_request).view(-1, per_request)
             note(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
             for count in fitting:
-                add(run_decode(share, pages, table[:count], kv_tokens, accelerator))
+                begin(f"decode {count}")
+                end(f"decode {count}", figures=run_decode(share, pages, table[:count], kv_tokens, accelerator))
             del pages, layer_pages
+        for count in requests[len(fitting) :]:
+            end(f"decode {count}", not_run=f"{count} requests of {kv_tokens} tokens do not fit this card")
         del share
         accelerator.release()
-    if not options.decode:
+    if _PREFILL in jobs:
+        begin(_PREFILL)
         share = Share(PREFILL, config, accelerator.device)
         note(_hold(share))
-        prompt_tokens, num_prompts = (20, 4) if options.rehearse else (_PROMPT_TOKENS, _BATCH_TOKENS // _PROMPT_TOKENS)
-        add(run_prefill(share, num_prompts, prompt_tokens, accelerator))
-    return notes, figures
+        prompt_tokens, num_prompts = (20, 4) if is_tiny else (_PROMPT_TOKENS, _BATCH_TOKENS // _PROMPT_TOKENS)
+        end(_PREFILL, figures=run_prefill(share, num_prompts, prompt_tokens, accelerator))
+
+
+def work(options: argparse.Namespace, jobs: dict[str, int]) -> int:
+    """The child: do what the file lacks, and say it."""
+    path, accelerator = options.work, _accelerator(options)
+    record, machine = read_record(path), accelerator.describe()
+    if record.header is None:
+        write_line(path, machine=machine)
+    elif record.header["machine"] != machine:
+        print(f"{path} has results of another machine or of other versions; name another file.", file=sys.stderr)
+        return UNUSABLE
+
+    def end(key: str, figures: Figures | None = None, **result: str) -> None:
+        write_line(path, done=key, **(result if figures is None else {"figures": asdict(figures)}))
+        print(result["not_run"] if figures is None else describe(figures), file=sys.stderr, flush=True)
+
+    def note(words: str) -> None:
+        write_line(path, note=words)
+        print(words, file=sys.stderr, flush=True)
+
+    left = {key: count for key, count in jobs.items() if key not in record.done}
+    with torch.inference_mode():
+        measure(left, accelerator, lambda key: write_line(path, begun=key), end, note)
+    return OK
+
+
+def _in_this_process(
+    options: argparse.Namespace, jobs: dict[str, int]
+) -> tuple[dict[str, str], list[str], dict[str, dict[str, Any]]]:
+    """A rehearsal: the machine, what is held, and what became of each piece of work."""
+    notes: list[str] = []
+    results: dict[str, dict[str, Any]] = {}
+
+    def end(key: str, figures: Figures | None = None, **result: str) -> None:
+        results[key] = result if figures is None else {"figures": asdict(figures)}
+
+    accelerator = _accelerator(options)
+    with torch.inference_mode():
+        measure(jobs, accelerator, lambda key: None, end, notes.append)
+    return accelerator.describe(), notes, results
+
+
+def _accelerator(options: argparse.Namespace) -> Accelerator:
+    return Accelerator(torch.device("cpu" if options.rehearse else "cuda"), _RUNS)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the script; returns its exit code."""
+    start_s = time.monotonic()
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -334,20 +396,42 @@ def main(arguments: list[str] | None = None) -> int:
     if reason is not None:
         print(f"{reason}.", file=sys.stderr)
         return UNUSABLE
-    accelerator = Accelerator(torch.device("cpu" if options.rehearse else "cuda"), _RUNS)
-    described = accelerator.describe()
-    say: Callable[[str], object] = (lambda words: None) if options.json else lambda words: print(words, flush=True)
-    say(", ".join(f"{name} {value}" for name, value in described.items()))
-    if options.rehearse:
-        say("A rehearsal: a tiny model in Triton's interpreter; no times are taken.")
-    with torch.inference_mode():
-        notes, figures = measure(options, accelerator, say)
+    jobs, why_not = jobs_of(options), None
+    if options.work is not None:
+        return work(options, jobs)
+    if options.rehearse and options.out is None:
+        described, notes, results = _in_this_process(options, jobs)
+    else:
+        end_s = None if options.minutes is None else start_s + 60 * options.minutes
+        with tempfile.TemporaryDirectory() as folder:
+            path = options.out or Path(folder) / "slice.jsonl"
+            command = [sys.executable, __file__, *arguments, "--work", str(path)]
+            why_not = supervise(command, list(jobs), path, silent_s=_SILENT_S, end_s=end_s)
+            record = read_record(path)
+        described, notes, results = (record.header or {"machine": {}})["machine"], record.notes, record.done
+    figures = {key: Figures(**results[key]["figures"]) for key in jobs if "figures" in results.get(key, {})}
+    failed = {key: results[key]["died"] for key in jobs if "died" in results.get(key, {})}
     if options.json:
-        print(json.dumps({"machine": described, "notes": notes, "figures": [asdict(one) for one in figures]}, indent=1))
-    wrong = [one for one in figures if not one.is_finite]
+        document = {"machine": described, "notes": notes, "figures": [asdict(one) for one in figures.values()]}
+        print(json.dumps(document | {"failed": failed}, indent=1))
+    else:
+        print(", ".join(f"{name} {value}" for name, value in described.items()))
+        if options.rehearse:
+            print("A rehearsal: a tiny model in Triton's interpreter; no times are taken.")
+        print("\n".join([*dict.fromkeys(notes), *map(describe, figures.values())]))
+        for key in jobs:
+            if "not_run" in results.get(key, {}):
+                print(results[key]["not_run"])
+    wrong = [one for one in figures.values() if not one.is_finite]
     for one in wrong:
         print(f"{one.unit}, {one.tokens} tokens: results are not finite.", file=sys.stderr)
-    return FAILED if wrong or not figures else OK
+    for key, why in failed.items():
+        print(f"{key}: its process ended: {why}.", file=sys.stderr)
+    if why_not is not None:
+        print(f"not all of it was run: {why_not}.", file=sys.stderr)
+    if wrong or failed or not figures:
+        return FAILED
+    return OK if why_not is None else UNFINISHED
 
 
 if __name__ == "__main__":

@@ -239,6 +239,7 @@ def mla_prefill(
     *,
     v_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
 

@@ -53,13 +53,13 @@ def masked_mlp(
     What stands behind them is not written: filling a decode step's mostly empty blocks would only take time.
 
     Args:
-        scales: [E, C, ceil(D / 128)] float32 of rows that come in FP8.
+        scales: [E, C, ceil(D / 128)] float32 of rows that come in FP8, in any order in memory.
     """
     num_experts, room, hidden = x_ECD.shape
     out = torch.empty(num_experts * room, hidden, dtype=torch.bfloat16, device=x_ECD.device)
     if out.numel():
-        if scales is not None:  # column by column, as DeepEP gives them, or row by row
-            scales = scales.flatten(0, 1) if scales.is_contiguous() else scales.mT.transpose(0, 1).flatten(1).t()
+        if scales is None and isinstance(gate_up_EFD, BlockScaled):
+            x_ECD, scales = quantize_rows(x_ECD, num_rows_E, by_column=True)
         _swiglu(x_ECD.flatten(0, 1), scales, gate_up_EFD, down_EDF, masked_tiles(num_rows_E, room), None, out)
     return out.view(num_experts, room, hidden)
 
@@ -76,7 +76,8 @@ def _swiglu(
     if not isinstance(gate_up_EFD, BlockScaled):
         assert not isinstance(down_EDF, BlockScaled), "both weights of an expert are in FP8, or none"
         if scales is not None:
-            x = dequantize_blocks(x, scales, torch.bfloat16, (1, ROW_BLOCK))
+            rows_of_scales = scales if scales.dim() == 2 else scales.flatten(0, 1)
+            x = dequantize_blocks(x, rows_of_scales, torch.bfloat16, (1, ROW_BLOCK))
         gate_up = _between(out, gate_up_EFD.shape[1])
         product(x, gate_up_EFD, out=gate_up, tiles=tiles, rows=rows)
         active = _between(out, gate_up_EFD.shape[1] // 2)
@@ -88,7 +89,7 @@ def _swiglu(
     product(x, gate_up_EFD, scales, out=gate_up, tiles=tiles, rows=rows)
     width = gate_up.shape[1] // 2
     active = _between(out, width, torch.float8_e4m3fn)
-    active_scales = new_scales(len(out), triton.cdiv(width, ROW_BLOCK), out.device, by_column=True)
+    active_scales = new_scales(len(out), triton.cdiv(width, ROW_BLOCK), device=out.device, by_column=True)
     silu_mul_tiles(gate_up, active, active_scales, tiles)
     return product(active, down_EDF, active_scales, out=out, tiles=tiles)
 

@@ -5,7 +5,7 @@ float32. FP8: 128 products are added by the matrix unit, scaled by row and weigh
 (DeepSeek-V3 report section 3.3.2).
 """
 
-# T rows, N columns of the result (out), M depth of the sum (in), B batches
+# T rows, N columns of the result (out), M depth of the sum (in), B batches, E experts, C rows of room per expert
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def product(
     Args:
         x: [T, M] or [B, T, M] bfloat16 or float8_e4m3fn, the last dim without gaps.
         weight: [N, M], or [B, N, M] with batches of x or one weight per expert; the last dim without gaps.
-        scales: [T, ceil(M / 128)] float32, of FP8 rows.
+        scales: [T, ceil(M / 128)] float32, of FP8 rows; [E, C, ceil(M / 128)] of rows in blocks with C rows of room.
         out: [T, N] or [B, T, N], the last dim without gaps; with `tiles` only their rows are written.
         tiles: the experts' row tiles.
         rows: [T] int64, the row of x behind each row of the result.
@@ -80,7 +80,7 @@ def product(
         x.stride(0) if is_batched else 0,
         out.stride(0) if is_batched else 0,
         values.stride(0) if values.dim() == 3 else 0,
-        *((0, 0) if scales is None else scales.stride()),
+        *row_scale_steps(scales),
         *_scale_strides(weight),
         row_programs,
         ROWS=tile_rows,
@@ -93,6 +93,19 @@ def product(
         num_stages=shape.stages,
     )
     return out
+
+
+def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
+    """Steps between the scales of two experts, beyond those of their C rows, of two rows and of two blocks.
+
+    Row e * C + c of expert e has its scales at (e * C + c) * row step + e * expert step, however these lie in memory.
+    """
+    if scales is None:
+        return 0, 0, 0
+    if scales.dim() == 2:
+        return 0, scales.stride(0), scales.stride(1)
+    expert, row, block = scales.stride()
+    return expert - scales.shape[1] * row, row, block
 
 
 def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
@@ -111,7 +124,7 @@ def _product(
     num_rows, num_columns, depth,
     x_stride, out_stride, stream_stride, w_stride,
     x_batch, out_batch, w_batch,
-    scale_row, scale_block, w_scale_batch, w_scale_row,
+    scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     row_programs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, SWIZZLE: tl.constexpr,
@@ -127,7 +140,7 @@ def _product(
                 column_tile, num_columns, depth,
                 x_stride, out_stride, stream_stride, w_stride,
                 x_batch, out_batch, w_batch,
-                scale_row, scale_block, w_scale_batch, w_scale_row,
+                scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
                 ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
             )  # fmt: skip
     else:
@@ -140,7 +153,7 @@ def _product(
             in_group // group_tiles, num_columns, depth,
             x_stride, out_stride, stream_stride, w_stride,
             x_batch, out_batch, w_batch,
-            scale_row, scale_block, w_scale_batch, w_scale_row,
+            scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
             ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
         )  # fmt: skip
 
@@ -152,7 +165,7 @@ def _tile(
     column_tile, num_columns, depth,
     x_stride, out_stride, stream_stride, w_stride,
     x_batch, out_batch, w_batch,
-    scale_row, scale_block, w_scale_batch, w_scale_row,
+    scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +183,7 @@ def _tile(
     x_at = x_ptr + batch * x_batch + x_row[:, None] * x_stride + steps[None, :]
     w_at = w_ptr + expert * w_batch + w_row[:, None] * w_stride + steps[None, :]
     if scales_ptr is not None:
-        scales_at = scales_ptr + x_row * scale_row
+        scales_at = scales_ptr + expert * scale_expert + x_row * scale_row
         w_scales_at = w_scales_ptr + expert * w_scale_batch + column_tile * COLUMNS // SCALE_BLOCK * w_scale_row
 
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

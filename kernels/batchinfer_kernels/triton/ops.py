@@ -101,6 +101,17 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return silu.silu_mul(_dense(gate), _dense(up))
 
 
+def silu_mul_blocks(
+    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """silu(gate) × up of the first rows of each expert's block, [E, C, 2 * F] to [E, C, F], also in FP8 with scales."""
+    if not _takes(gate_up_ECF):
+        return reference.silu_mul_blocks(gate_up_ECF, num_rows_E, fp8=fp8)
+    from batchinfer_kernels.triton import silu
+
+    return silu.silu_mul_blocks(gate_up_ECF.contiguous(), num_rows_E, fp8=fp8)
+
+
 def gate(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -231,8 +242,12 @@ def mla_prefill(
     *,
     v_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V]."""
+    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
+
+    How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
+    """
     run = reference_mla.mla_prefill
     if _takes(q_THA, pages, kv_b_HZC):
         from batchinfer_kernels.triton import prefill
@@ -248,6 +263,7 @@ def mla_prefill(
         kv_b_HZC,
         v_dim=v_dim,
         scale=scale,
+        schedule=schedule,
     )
 
 
@@ -280,6 +296,15 @@ def quantize_fp8_block(weight: torch.Tensor, block: tuple[int, int] = (128, 128)
     if block == (1, quantize.ROW_BLOCK):
         return quantize.quantize_rows(_dense(weight))
     return quantize.quantize_blocks(weight, block)
+
+
+def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows [T, M] or [E, C, M] to FP8 E4M3 with a scale per 128 values, scales column by column."""
+    if not _runs_on(x):
+        return reference.quantize_fp8_rows(x, num_rows_E)
+    from batchinfer_kernels.triton import quantize
+
+    return quantize.quantize_rows(_dense(x) if x.dim() == 2 else x.contiguous(), num_rows_E, by_column=True)
 
 
 def dequantize_fp8_block(

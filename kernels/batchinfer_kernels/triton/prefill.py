@@ -11,6 +11,9 @@ prompt was cut does not matter.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +25,16 @@ PAGE_TOKENS = 64
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 _TILE_ROWS = 128
 _LOG2_E = 1.4426950408889634
+SCHEDULE = "triton prefill"  # its entry in a step's schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """How a step's attention is cut, the same in all layers."""
+
+    page_ids: torch.Tensor  # [X / 64] int64, all requests' pages one behind the other
+    slots_X: torch.Tensor  # int64, of their tokens
+    tiles: torch.Tensor  # [tiles, 4] int32: first row, behind the request's last row, place of its first page, context
 
 
 def mla_prefill(
@@ -35,6 +48,7 @@ def mla_prefill(
     *,
     v_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """[T, H, V] bfloat16; see `reference_mla.mla_prefill`. Softmax weights are rounded to bfloat16 before values."""
     num_tokens, num_heads, _ = q_THA.shape
@@ -42,8 +56,12 @@ def mla_prefill(
     if out_THV.numel() == 0:
         return out_THV
     q_THA, kv_b_HZC, pages = q_THA.contiguous(), kv_b_HZC.contiguous(), pages.contiguous()
-    page_ids, tiles = _key_pages_and_tiles(page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), q_THA)
-    slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=page_ids.device)).flatten()
+    schedule = {} if schedule is None else schedule
+    if SCHEDULE not in schedule:
+        schedule[SCHEDULE] = num_tokens_B, _cut(page_table_BP, num_tokens_B, context_tokens_B, q_THA.device)
+    source, work = schedule[SCHEDULE]
+    assert source is num_tokens_B, "a schedule serves one step: another one has other chunks"
+    slots_X = work.slots_X
     z_dim, latent_dim = kv_b_HZC.shape[1:]
     latents = pages.view(-1, pages.shape[-1])[:, :latent_dim]
     heads_at_once = max(1, _MAX_KEY_BYTES // (len(slots_X) * z_dim * 2))
@@ -51,18 +69,17 @@ def mla_prefill(
         kv_b = kv_b_HZC[first : first + heads_at_once]
         kv_XHZ = torch.empty(len(slots_X), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
         product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
-        _attend(q_THA, kv_XHZ, pages, page_ids, tiles, positions_T, out_THV, first, latent_dim, scale)
+        _attend(q_THA, kv_XHZ, pages, work.page_ids, work.tiles, positions_T, out_THV, first, latent_dim, scale)
     return out_THV
 
 
-def _key_pages_and_tiles(
-    page_table_BP: torch.Tensor, num_tokens_B: list[int], context_tokens_B: list[int], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All requests' pages one behind the other; tiles of queries [tiles, 4]: first row, behind the request's last row,
-    place of its first page, tokens in its pages. Made on the host, which knows the lengths."""
+def _cut(
+    page_table_BP: torch.Tensor, num_tokens_B: torch.Tensor, context_tokens_B: torch.Tensor, device: torch.device
+) -> _Work:
+    """The work of all requests, made on the host, which knows the lengths."""
     places, tiles = [], []
     start, num_pages_before = 0, 0
-    for request, (num_tokens, context) in enumerate(zip(num_tokens_B, context_tokens_B, strict=True)):
+    for request, (num_tokens, context) in enumerate(zip(num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True)):
         num_pages = triton.cdiv(context, PAGE_TOKENS)
         stop = start + num_tokens
         if num_tokens:
@@ -70,10 +87,11 @@ def _key_pages_and_tiles(
             tiles += [(row, stop, num_pages_before, context) for row in range(start, stop, _TILE_ROWS)]
             num_pages_before += num_pages
         start = stop
-    # the longest first, so that no tile starts late
-    tiles.sort(key=lambda tile: -tile[3])
-    page_ids = page_table_BP.to(like.device).flatten()[torch.tensor(places, device=like.device)]
-    return page_ids, torch.tensor(tiles, dtype=torch.int32, device=like.device)
+    # those that see most keys first, so that no long one starts late
+    tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
+    page_ids = page_table_BP.to(device).flatten()[torch.tensor(places, device=device)]
+    slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
+    return _Work(page_ids, slots_X, torch.tensor(tiles, dtype=torch.int32, device=device))
 
 
 def _attend(

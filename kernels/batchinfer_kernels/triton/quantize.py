@@ -1,6 +1,6 @@
 """FP8 E4M3 with a scale per block of rows or weights, in Triton, with the bits of `reference.quantize_fp8_block`."""
 
-# T rows, N rows of a weight, M columns, J blocks of columns
+# T rows, N rows of a weight, M columns, J blocks of columns, E experts, C rows of room per expert
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference_fp8 import empty_row_scales
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
 ROW_BLOCK = 128
@@ -15,33 +16,48 @@ _TILE_ROWS = 16
 _TILE_VALUES = 1024
 
 
-def quantize_rows(x: torch.Tensor, *, by_column: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round rows [T, M] to E4M3 with a scale per 128 values.
+def quantize_rows(
+    x: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, by_column: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows [T, M], or [E, C, M], to E4M3 with a scale per 128 values.
 
     Args:
-        x: float, its last dim without gaps.
-        by_column: let the scales of a column of blocks stand together in memory, which products read faster.
+        x: float, its last dim without gaps; [E, C, M] without any.
+        num_rows_E: [E] integer, the rows of each expert; the others are neither read nor written. None: all.
+        by_column: let the scales of a column of blocks stand together in memory, which products read faster; see
+            `reference.quantize_fp8_rows`.
 
     Returns:
-        [T, M] float8_e4m3fn and scales [T, ceil(M / 128)] float32.
+        float8_e4m3fn in the shape of x, and scales [T, ceil(M / 128)] or [E, C, …] float32.
     """
-    num_rows, width = x.shape
+    width = x.shape[-1]
+    num_experts, room = x.shape[:-1] if x.dim() == 3 else (1, len(x))
     num_blocks = triton.cdiv(width, ROW_BLOCK)
-    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = new_scales(num_rows, num_blocks, x.device, by_column=by_column)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = new_scales(*x.shape[:-1], num_blocks, device=x.device, by_column=by_column)
     if x.numel():
-        grid = (triton.cdiv(num_rows, _TILE_ROWS), num_blocks)
+        grid = (triton.cdiv(room, _TILE_ROWS), num_blocks, num_experts)
         _quantize_rows[grid](
-            x, values, scales, num_rows, width, x.stride(0), *scales.stride(), BLOCK=ROW_BLOCK, ROWS=_TILE_ROWS
+            x,
+            values,
+            scales,
+            num_rows_E,
+            room,
+            width,
+            x.stride(-2),
+            scales.stride(0) if x.dim() == 3 else 0,
+            *scales.stride()[-2:],
+            BLOCK=ROW_BLOCK,
+            ROWS=_TILE_ROWS,
         )
     return values, scales
 
 
-def new_scales(num_rows: int, num_blocks: int, device: torch.device, *, by_column: bool) -> torch.Tensor:
-    """Room for scales [T, J] of rows."""
+def new_scales(*shape: int, device: torch.device, by_column: bool) -> torch.Tensor:
+    """Room for scales [(E,) T, J] of rows."""
     if by_column:
-        return torch.empty(num_blocks, num_rows, dtype=torch.float32, device=device).t()
-    return torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
+        return empty_row_scales(*shape, device=device)
+    return torch.empty(*shape, dtype=torch.float32, device=device)
 
 
 def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,18 +97,24 @@ def dequantize_blocks(
 
 @triton.jit
 def _quantize_rows(
-    x_ptr, values_ptr, scales_ptr, num_rows, width, x_stride, scale_row_stride, scale_stride,
+    x_ptr, values_ptr, scales_ptr, num_rows_ptr, room, width, x_stride, scale_expert, scale_row, scale_block,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    block = tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    is_inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=is_inside, other=0.0).to(tl.float32)
-    scales = scale_of(tl.max(tl.abs(x), 1), tl.sum((x != x).to(tl.int32), 1) == 0)
-    values = to_e4m3(scaled(x, scales[:, None]))
-    tl.store(values_ptr + rows[:, None] * width + columns[None, :], values, mask=is_inside)
-    tl.store(scales_ptr + rows * scale_row_stride + block * scale_stride, scales, mask=rows < num_rows)
+    first, block, expert = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    stop = room
+    if num_rows_ptr is not None:
+        stop = tl.load(num_rows_ptr + expert).to(tl.int32)
+    if first < stop:
+        in_block = first + tl.arange(0, ROWS)
+        rows = expert * room + in_block
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        is_inside = (in_block < stop)[:, None] & (columns < width)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=is_inside, other=0.0).to(tl.float32)
+        scales = scale_of(tl.max(tl.abs(x), 1), tl.sum((x != x).to(tl.int32), 1) == 0)
+        values = to_e4m3(scaled(x, scales[:, None]))
+        tl.store(values_ptr + rows[:, None] * width + columns[None, :], values, mask=is_inside)
+        scales_at = scales_ptr + expert * scale_expert + in_block.to(tl.int64) * scale_row + block * scale_block
+        tl.store(scales_at, scales, mask=in_block < stop)
 
 
 @triton.jit

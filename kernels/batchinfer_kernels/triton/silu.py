@@ -3,7 +3,7 @@
 silu is rounded to bfloat16 before it is multiplied, as in the reference.
 """
 
-# T rows, F width, M rows of experts
+# T rows, F width, M rows of experts, E experts, C rows of room per expert
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.triton.gemm import row_scale_steps
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
-from batchinfer_kernels.triton.quantize import ROW_BLOCK
-from batchinfer_kernels.triton.tiles import RowTiles
+from batchinfer_kernels.triton.quantize import ROW_BLOCK, new_scales
+from batchinfer_kernels.triton.tiles import RowTiles, masked_tiles
 
 _TILE_VALUES = 4096
 _TILE_ROWS = 16
@@ -32,23 +33,42 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def silu_mul_blocks(
+    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None, *, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The first rows of each expert's block, without gaps; see `reference.silu_mul_blocks`."""
+    num_experts, room, double = gate_up_ECF.shape
+    dtype = torch.float8_e4m3fn if fp8 else gate_up_ECF.dtype
+    out = torch.empty(num_experts, room, double // 2, dtype=dtype, device=gate_up_ECF.device)
+    scales = None
+    if fp8:
+        num_blocks = triton.cdiv(double // 2, ROW_BLOCK)
+        scales = new_scales(num_experts, room, num_blocks, device=out.device, by_column=True)
+    if out.numel():
+        if num_rows_E is None:
+            num_rows_E = torch.full((num_experts,), room, device=out.device)
+        silu_mul_tiles(gate_up_ECF.flatten(0, 1), out.flatten(0, 1), scales, masked_tiles(num_rows_E, room))
+    return out, scales
+
+
 def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
     """The same for the rows of experts, gate beside up in [M, 2 * F]; other rows are neither read nor written.
 
     Args:
         out: [M, F] bfloat16, or float8_e4m3fn with `scales`.
-        scales: [M, ceil(F / 128)] float32, written.
+        scales: [M, ceil(F / 128)] or [E, C, ceil(F / 128)] float32, written.
     """
     width = out.shape[1]
     _silu_mul_tiles[(tiles.num_programs, triton.cdiv(width, ROW_BLOCK))](
         gate_up,
         out,
         scales,
+        tiles.experts,
         tiles.starts,
         tiles.ends,
         tiles.count,
         width,
-        *((0, 0) if scales is None else scales.stride()),
+        *row_scale_steps(scales),
         TILE_ROWS=tiles.rows,
         ROWS=min(tiles.rows, _TILE_ROWS),
         BLOCK=ROW_BLOCK,
@@ -77,7 +97,8 @@ def _silu_mul(
 
 @triton.jit
 def _silu_mul_tiles(
-    gate_up_ptr, out_ptr, scales_ptr, starts_ptr, ends_ptr, count_ptr, width, scale_row, scale_block,
+    gate_up_ptr, out_ptr, scales_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr,
+    width, scale_expert, scale_row, scale_block,
     TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
@@ -85,6 +106,9 @@ def _silu_mul_tiles(
     is_column = columns < width
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
         start = tl.load(starts_ptr + tile)
+        scales_at = scales_ptr
+        if scales_ptr is not None:
+            scales_at += tl.load(experts_ptr + tile).to(tl.int64) * scale_expert + block * scale_block
         end = tl.minimum(start + TILE_ROWS, tl.load(ends_ptr + tile))
         for first in range(start, end, ROWS):
             rows = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -98,4 +122,4 @@ def _silu_mul_tiles(
             else:
                 scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
                 tl.store(out_at, to_e4m3(scaled(active, scales[:, None])), mask=is_inside)
-                tl.store(scales_ptr + rows * scale_row + block * scale_block, scales, mask=rows < end)
+                tl.store(scales_at + rows * scale_row, scales, mask=rows < end)

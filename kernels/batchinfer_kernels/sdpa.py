@@ -1,0 +1,93 @@
+"""Prefill attention through PyTorch's scaled_dot_product_attention, on GPUs and only where it is asked for by name.
+
+PyTorch has FlashAttention, cuDNN's attention and plainer forms behind this function, and takes the first that knows the
+shapes. They cut the sums over keys by how many queries stand beside each other: a token's last bits may depend on where
+its prompt was cut, which those of Triton's version do not. So "auto" never takes it. Signature and shapes as in
+`reference_mla.mla_prefill`.
+"""
+
+# T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
+# C latent width, X keys of a request, B requests, P pages
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from batchinfer_kernels.reference_mla import PAGE_TOKENS
+
+NAME = "sdpa"
+_MAX_KEY_BYTES = 2**30  # keys and values at a time
+# cuDNN takes queries and keys that are wider than the values; the others follow where it does not
+_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def why_not_auto() -> str:
+    """The reason why "auto" passes it over."""
+    return "a token's last bits may depend on where its prompt was cut, so only by name"
+
+
+def mla_prefill(
+    q_THA: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    context_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    *,
+    v_dim: int,
+    scale: float,
+    schedule: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
+
+    Request by request, for as many heads at a time as fit. `positions_T` is not looked at: a chunk is the last tokens
+    of its context.
+    """
+    out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
+    start = 0
+    for pages_P, num_tokens, context in zip(
+        page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True
+    ):
+        rows = slice(start, start + num_tokens)
+        if num_tokens:
+            latents_XW = pages[pages_P[: -(-context // PAGE_TOKENS)]].flatten(0, 1)[:context]
+            _attend_chunk(q_THA[rows], latents_XW, kv_b_HZC, out_THV[rows], scale)
+        start += num_tokens
+    return out_THV
+
+
+def _attend_chunk(
+    q_THA: torch.Tensor, latents_XW: torch.Tensor, kv_b_HZC: torch.Tensor, out_THV: torch.Tensor, scale: float
+) -> None:
+    """One request's chunk, into `out_THV`."""
+    (num_tokens, num_heads, width), v_dim = q_THA.shape, out_THV.shape[-1]
+    context, latent_dim = len(latents_XW), kv_b_HZC.shape[-1]
+    k_rotary_XR = latents_XW[:, latent_dim:]
+    heads_at_once = max(1, _MAX_KEY_BYTES // (context * (kv_b_HZC.shape[1] + width) * q_THA.element_size()))
+    for first in range(0, num_heads, heads_at_once):
+        heads = slice(first, first + heads_at_once)
+        kv_b = kv_b_HZC[heads]
+        kv_HXZ = F.linear(latents_XW[:, :latent_dim], kv_b.flatten(0, 1)).unflatten(-1, (len(kv_b), -1)).transpose(0, 1)
+        k_nope_HXN, v_HXV = kv_HXZ.split([kv_HXZ.shape[-1] - v_dim, v_dim], dim=-1)
+        k_HXA = torch.cat([k_nope_HXN, k_rotary_XR.expand(len(kv_b), -1, -1)], dim=-1)
+        q_HTA = q_THA[:, heads].transpose(0, 1)
+        operands = q_HTA[None], k_HXA[None], v_HXV[None]
+        if num_tokens == context:
+            with sdpa_kernel(_ORDER, set_priority=True) if q_THA.is_cuda else contextlib.nullcontext():
+                out_HTV = F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale)
+        else:  # the last query sees the last key
+            mask = causal_lower_right(num_tokens, context)
+            out_HTV = F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale)
+        out_THV[:, heads] = out_HTV[0].transpose(0, 1)

@@ -1,0 +1,128 @@
+"""Work done by a child process that may die: what is done stands in a file, what kills the child costs one piece.
+
+check.py and slice.py start themselves as the child. The file has one JSON document per line:
+
+    {"machine": {…}, …}      the child's first line
+    {"begun": KEY}           a piece of work, before it is done
+    {"done": KEY, …}         and its result
+    {"note": TEXT}           what else is to be told
+
+A child that ends before its work is done is started again, without the piece that it was at. A file that is there
+already is gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESTART = 17  # exit code of a child that asks to be started again: its GPU cannot be used any more
+_LOOK_EVERY_S = 0.2
+
+
+@dataclass
+class Record:
+    """What a file holds."""
+
+    header: dict[str, Any] | None = None
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    begun: str | None = None  # and neither done nor followed by another one
+    notes: list[str] = field(default_factory=list)
+
+
+def read_record(path: Path) -> Record:
+    """A line that was cut off when its writer died is left out."""
+    record = Record()
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if "machine" in line:
+            record.header = record.header or line
+        elif "note" in line:
+            record.notes.append(line["note"])
+        elif "begun" in line:
+            record.begun = line["begun"]
+        elif "done" in line:
+            record.done[line["done"]] = line
+            record.begun = None
+    return record
+
+
+def write_line(path: Path, **line: Any) -> None:
+    """Add a line, behind the end of one that was cut off."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def supervise(
+    command: Sequence[str], keys: Sequence[str], path: Path, *, silent_s: float, end_s: float | None
+) -> str | None:
+    """Run the child again and again until the file has all of `keys`, or nothing more can be done.
+
+    A piece of work at which the child dies gets the line {"done": KEY, "died": why}.
+
+    Args:
+        command: starts the child, which does what the file lacks.
+        silent_s: a child that writes no line for so long hangs and is killed.
+        end_s: time.monotonic() at which to stop; None: never.
+
+    Returns:
+        None when all is done, else why not.
+    """
+    while left := [key for key in keys if key not in read_record(path).done]:
+        num_lines = _num_lines(path)
+        process = subprocess.Popen(command)
+        try:
+            why = _wait(process, path, silent_s, end_s)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if why == _TIME_IS_UP:
+            return (
+                f"{why}: {len([key for key in left if key not in read_record(path).done])} of {len(keys)} are not done"
+            )
+        begun = read_record(path).begun
+        if begun is not None:
+            write_line(path, done=begun, died=why or _how_it_ended(process.returncode))
+        elif _num_lines(path) == num_lines:
+            return f"the process that does the work ends before it has begun ({_how_it_ended(process.returncode)})"
+    return None
+
+
+_TIME_IS_UP = "time is up"
+
+
+def _wait(process: subprocess.Popen[bytes], path: Path, silent_s: float, end_s: float | None) -> str | None:
+    """Until the process has ended (None), or must be ended."""
+    num_lines, changed_s = _num_lines(path), time.monotonic()
+    while process.poll() is None:
+        time.sleep(_LOOK_EVERY_S)
+        now_s = time.monotonic()
+        if _num_lines(path) != num_lines:
+            num_lines, changed_s = _num_lines(path), now_s
+        if end_s is not None and now_s > end_s:
+            return _TIME_IS_UP
+        if now_s - changed_s > silent_s:
+            return f"it said nothing for {silent_s:.0f} s and was killed"
+    return None
+
+
+def _how_it_ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
