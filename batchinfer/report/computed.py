@@ -94,7 +94,7 @@ class Computed:
         records = self.records(f"SELECT * FROM {table}")
         if len(records) != 1:
             raise ConfigError(
-                f"the table {table} of {self._where} has {len(records)} rows instead of 1; run `batchinfer finish` again"
+                f"the table {table} of {self._where} has {len(records)} rows, not 1; run `batchinfer finish` again"
             )
         return records[0]
 

@@ -37,7 +37,7 @@ def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
             except duckdb.Error as error:
                 line = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"cannot write {target}: {line}; free space, choose another folder, or run `batchinfer finish` again"
+                    f"cannot write {target}: {line}; free space, choose another folder, or repeat `batchinfer finish`"
                 ) from None
             files.append(target)
     return files
@@ -52,8 +52,10 @@ def refuse_inside_runs(run_folders: Sequence[Path], target: Path) -> None:
     try:
         where = Path(target).resolve()
         roots = [Path(folder).resolve() for folder in run_folders]
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise ConfigError(f"{str(target)!r} cannot be a path: {error}; give another one") from None
     for root in roots:
         if where.is_relative_to(root) and not where.is_relative_to(root / "report"):
-            raise ConfigError(f"{target} lies among the files of the run in {root}; use {root / 'report'} or another path")
+            raise ConfigError(
+                f"{target} lies among the files of the run in {root}; use {root / 'report'} or another path"
+            )

@@ -49,9 +49,10 @@ SECONDS_LABELS = {
     "tail": "tail",
     "idle": "idle otherwise",
 }
+# what is divided by which tokens
 UNIT_COST_LABELS = {
-    "output": ("all cost on output", "output"),
-    "all_tokens": ("all cost on all tokens", "input + output"),
-    "prefill_input": ("by pool: prefill", "input"),
-    "decode_output": ("by pool: decode", "output"),
+    "usd_per_million_output_tokens": ("all cost on output", "output"),
+    "usd_per_million_tokens": ("all cost on all tokens", "input + output"),
+    "prefill_usd_per_million_input_tokens": ("by pool: prefill", "input"),
+    "decode_usd_per_million_output_tokens": ("by pool: decode", "output"),
 }

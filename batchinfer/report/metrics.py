@@ -100,10 +100,10 @@ class RankSeconds:
 class UnitCosts:
     """$ per million tokens by the three usual conventions; None: not known, or there were no such tokens."""
 
-    output: float | None = None  # all cost on the output tokens
-    all_tokens: float | None = None  # all cost on input and output tokens
-    prefill_input: float | None = None  # by pool: what prefill cost on the input tokens
-    decode_output: float | None = None  # by pool: what decode cost on the output tokens
+    usd_per_million_output_tokens: float | None = None  # all cost on the output tokens
+    usd_per_million_tokens: float | None = None  # all cost on input and output tokens
+    prefill_usd_per_million_input_tokens: float | None = None  # by pool: what prefill cost on the input tokens
+    decode_usd_per_million_output_tokens: float | None = None  # by pool: what decode cost on the output tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,11 @@ class RunDetails:
     store: StoreDetails | None  # None: no KV store on disk
     seconds: RankSeconds = RankSeconds()
     unit_costs: UnitCosts = UnitCosts()
+
+
+def is_worth_showing(found: Prediction) -> bool:
+    """Balance always has a bound to be measured by; other figures say something only beside a plan."""
+    return found.happened is not None and (found.planned is not None or found.name.endswith("_balance"))
 
 
 def report_metrics(run_folder: Path) -> dict[str, Figure]:
@@ -258,8 +263,8 @@ def _unit_costs(metrics: dict[str, Figure], prefill_share: float | None) -> Unit
         return whole
     return replace(
         whole,
-        prefill_input=pricing.per_million(cost * prefill_share, inputs),
-        decode_output=pricing.per_million(cost * (1 - prefill_share), outputs),
+        prefill_usd_per_million_input_tokens=pricing.per_million(cost * prefill_share, inputs),
+        decode_usd_per_million_output_tokens=pricing.per_million(cost * (1 - prefill_share), outputs),
     )
 
 

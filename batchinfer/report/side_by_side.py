@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from batchinfer.report import forms
@@ -70,10 +71,7 @@ LINES: tuple[tuple[str, tuple[tuple[str, str, forms.Form], ...]], ...] = (
             ("revenue at list prices, $", "revenue_usd", forms.dollars),
             ("cost profit margin, %", "cost_profit_margin", forms.percent),
             ("gross margin, %", "gross_margin", forms.percent),
-            *(
-                (f"{label}, $/M", f"{name}_usd_per_million", forms.unit_dollars)
-                for name, (label, _) in forms.UNIT_COST_LABELS.items()
-            ),
+            *((f"{label}, $/M", name, forms.unit_dollars) for name, (label, _) in forms.UNIT_COST_LABELS.items()),
         ),
     ),
 )
@@ -85,6 +83,13 @@ class Column:
 
     name: str
     figures: dict[str, Figure]  # from all_figures
+
+
+def run_names(run_folders: Sequence[Path]) -> list[str]:
+    """What tells runs apart: their folders' names, or whole paths where two names are the same."""
+    folders = [Path(folder).resolve() for folder in run_folders]
+    names = [folder.name for folder in folders]
+    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
 
 
 def all_figures(metrics: dict[str, Figure], details: RunDetails) -> dict[str, Figure]:
@@ -100,7 +105,7 @@ def all_figures(metrics: dict[str, Figure], details: RunDetails) -> dict[str, Fi
         "disk_tokens": details.disk_tokens,
         "duplicate_tokens": details.duplicate_tokens,
         **part_costs,
-        **{f"{name}_usd_per_million": value for name, value in asdict(details.unit_costs).items()},
+        **asdict(details.unit_costs),
     }
 
 

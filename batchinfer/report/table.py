@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from batchinfer.report import forms
-from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails
+from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails, is_worth_showing
+from batchinfer.report.side_by_side import all_figures
 from batchinfer.report.terminal import fit
 
 PANEL_WIDTH = 80
@@ -38,6 +40,13 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
         lines += _seconds_lines(metrics, details) + _prediction_lines(details) + _rank_lines(details)
         lines += _store_lines(details.store) + _shard_lines(details) + _error_lines(details)
     return "\n".join(lines) + "\n"
+
+
+def report_document(metrics: dict[str, Figure], details: RunDetails) -> dict[str, Any]:
+    """The report as a JSON document: the keys of METRICS, hits by source, costs by part, the plan beside it."""
+    predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
+                   for found in details.predictions}  # fmt: skip
+    return {**all_figures(metrics, details), "predictions": predictions}
 
 
 def _row_lines(m: dict[str, Figure]) -> list[str]:
@@ -138,14 +147,13 @@ def _seconds_lines(m: dict[str, Figure], details: RunDetails) -> list[str]:
     return [_columns("Where the time went", "rank-seconds", "share", "cost, $"), *lines]
 
 
-
 def _prediction_lines(details: RunDetails) -> list[str]:
     """The plan beside what happened, for what it could foresee and what applies."""
     lines = [
         _columns(f"  {label}", form(found.planned), form(found.happened), form(found.at_best))
         for found in details.predictions
         for label, form in [forms.PREDICTION_FORMS[found.name]]
-        if found.happened is not None and (found.planned is not None or found.name.endswith("_balance"))
+        if is_worth_showing(found)
     ]
     return [_columns("Plan", "planned", "happened", "at best"), *lines] if lines else []
 

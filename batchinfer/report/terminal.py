@@ -18,7 +18,7 @@ def fit(text: str, width: int, keep_end: bool = False) -> str:
     """
     # what is far beyond the cut need not be escaped
     near = text[-width - 1 :] if keep_end else text[: width + 1]
-    pieces = [_printable(char) for char in near]
+    pieces = [printable(char) for char in near]
     if len(near) == len(text) and sum(map(display_width, pieces)) <= width:
         return "".join(pieces)
     kept: list[str] = []
@@ -38,7 +38,8 @@ def display_width(text: str) -> int:
     return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
 
 
-def _printable(char: str) -> str:
+def printable(char: str) -> str:
+    """A character as it is, or as its escape when it would not show."""
     if char.isprintable() or unicodedata.category(char) == "Zs":
         return char
     return char.encode("unicode_escape").decode("ascii")

@@ -115,7 +115,9 @@ def price(
         "gross_margin": pricing.gross_margin(revenue, cost),
         "token_price_factor": factor,
         "usd_per_million_output_tokens": pricing.per_million(cost, output),
-        "usd_per_million_tokens": pricing.per_million(cost, None if inputs is None or output is None else inputs + output),
+        "usd_per_million_tokens": pricing.per_million(
+            cost, None if inputs is None or output is None else inputs + output
+        ),
         "usd_per_million_computed_tokens": pricing.per_million(cost, computed),
     }
 
