@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from batchinfer.printable import harmless
+
 WIDTH = 400
 LEFT = 46  # room for the numbers of the vertical axis
 TOP, PLOT_HEIGHT, BOTTOM = 12, 130, 22
@@ -35,6 +37,11 @@ class Axis:
 
     names: Sequence[str]
     marks: Sequence[tuple[float, str]]
+
+
+def inert(text: str) -> str:
+    """Text as HTML and SVG show it, in elements and attributes: it does nothing else."""
+    return escape(harmless(text))
 
 
 def short(value: float) -> str:
@@ -119,8 +126,8 @@ def bars(
     for index, (label, row) in enumerate(rows):
         top = TOP + 4 + index * (BAR_HEIGHT + BAR_GAP)
         total = sum(value for _, _, value in row)
-        parts.append(f'<text class="label" x="0" y="{top}">{escape(label)}</text>')
-        parts.append(f'<text class="label strong" x="{WIDTH}" y="{top}" text-anchor="end">{escape(form(total))}</text>')
+        parts.append(f'<text class="label" x="0" y="{top}">{inert(label)}</text>')
+        parts.append(f'<text class="label strong" x="{WIDTH}" y="{top}" text-anchor="end">{inert(form(total))}</text>')
         left = 0.0
         for name, colour, value in row:
             wide = value / longest * WIDTH
@@ -160,13 +167,15 @@ def heat_map(
     wide = (WIDTH - left - 2) / max(1, num_columns)
     with_titles = num_rows * num_columns <= MAX_CELL_TITLES
     every = max(1, math.ceil(13 / high))
+    most_letters = int((left - 5) / 6.2)
     parts: list[str] = []
     outlines: dict[int, list[str]] = {}
     for line, label in enumerate(rows):
         y = TOP + line * high
         if line % every == 0:
             text_y = y + min(high, 13) / 2 + 4
-            parts.append(f'<text class="tick" x="{left - 5}" y="{text_y:.1f}" text-anchor="end">{escape(label)}</text>')
+            text = label if len(label) <= most_letters else f"{label[: most_letters - 1]}…"
+            parts.append(f'<text class="tick" x="{left - 5}" y="{text_y:.1f}" text-anchor="end">{inert(text)}</text>')
         for place, value in enumerate(values[line]):
             step = min(HEAT_STEPS, max(0, math.ceil(value / largest * HEAT_STEPS - 1e-9))) if largest > 0 else 0
             x = left + place * wide
@@ -194,22 +203,22 @@ def heat_scale(largest: float, form: Callable[[float], str]) -> str:
     )
     wide = 14 * (HEAT_STEPS + 1)
     return (
-        f'<p class="scale">{escape(form(0.0))} '
+        f'<p class="scale">{inert(form(0.0))} '
         f'<svg aria-hidden="true" viewBox="0 0 {wide} 10" width="{wide}" height="10">'
-        f"{cells}</svg> {escape(form(largest))}</p>"
+        f"{cells}</svg> {inert(form(largest))}</p>"
     )
 
 
 def _svg(key: str, title: str, height: float, parts: Sequence[str]) -> str:
     return (
         f'<svg class="chart" role="img" aria-labelledby="{key}-title" viewBox="0 0 {WIDTH} {height:.0f}">'
-        f'<title id="{key}-title">{escape(title)}</title>{"".join(parts)}</svg>'
+        f'<title id="{key}-title">{inert(title)}</title>{"".join(parts)}</svg>'
     )
 
 
 def _rect(x: float, y: float, wide: float, high: float, colour: str, told: str | None = None) -> str:
     shape = f'<rect class="{colour}" x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{high:.2f}"'
-    return f"{shape}/>" if told is None else f"{shape}><title>{escape(told)}</title></rect>"
+    return f"{shape}/>" if told is None else f"{shape}><title>{inert(told)}</title></rect>"
 
 
 def _y_axis(steps: Sequence[float], scale: float, base: float, as_share: bool) -> str:
@@ -218,7 +227,7 @@ def _y_axis(steps: Sequence[float], scale: float, base: float, as_share: bool) -
         y = base - value * scale
         text = f"{value:.0%}" if as_share else short(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 4}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{inert(text)}</text>')
     return "".join(parts)
 
 
@@ -227,5 +236,5 @@ def _x_marks(marks: Sequence[tuple[float, str]], base: float) -> list[str]:
     for x, text in marks:
         anchor = "end" if x > WIDTH - 34 else "start"
         parts.append(f'<line class="base" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 16:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 16:.1f}" text-anchor="{anchor}">{inert(text)}</text>')
     return parts

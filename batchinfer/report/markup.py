@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from batchinfer.report.charts import Series
-from batchinfer.report.terminal import printable
+from batchinfer.printable import harmless
+from batchinfer.report.charts import Series, inert
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ def shown(text: str, limit: int = 300, num_chars: int | None = None) -> str:
         num_chars: length of the whole text when `text` is only its start.
     """
     whole = len(text) if num_chars is None else num_chars
-    kept = "".join(char if char == "\n" else printable(char) for char in text[:limit])
-    html = f"<bdi>{escape(kept).replace(chr(10), '<br>')}</bdi>"
+    kept = escape(harmless(text[:limit]))
+    html = f"<bdi>{kept.replace(chr(10), '<br>')}</bdi>"
     if whole > min(limit, len(text)):
         html += f' <span class="cut">… cut, {whole:,} characters in all</span>'
     return html
@@ -55,15 +55,15 @@ def table(caption: str, headers: Sequence[tuple[str, str]], rows: Sequence[Seque
         headers: (text, kind of its cells).
         rows: cells; the first of each names the row.
     """
-    head = "".join(f'<th scope="col" class="{kind}">{escape(text)}</th>' for text, kind in headers)
+    head = "".join(f'<th scope="col" class="{kind}">{inert(text)}</th>' for text, kind in headers)
     body = []
     for row in rows:
         first, rest = row[0], row[1:]
         cells = "".join(f'<td class="{cell.kind}">{cell.html}</td>' for cell in rest)
         body.append(f'<tr><th scope="row" class="{first.kind}">{first.html}</th>{cells}</tr>')
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{inert(caption)}"><table>'
+        f"<caption>{inert(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -78,7 +78,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     Args:
         entries: (name, class of the colour).
     """
-    items = "".join(f'<li><span class="swatch {colour}"></span>{escape(text)}</li>' for text, colour in entries)
+    items = "".join(f'<li><span class="swatch {colour}"></span>{inert(text)}</li>' for text, colour in entries)
     return f'<ul class="legend">{items}</ul>'
 
 

@@ -197,8 +197,8 @@ def _rank_times(key: str, data: PageData) -> list[str]:
     if data.axis is None or not data.rank_work:
         return []
     axis, each = time_marks(data.axis), stretch(data.axis)
-    num_lines = 1 + max((row["line"] for row in data.rank_times), default=0)
     per_line = math.ceil(len(data.rank_work) / 48)
+    num_lines = math.ceil(len(data.rank_work) / per_line)
     labels = []
     for line in range(num_lines):
         members = data.rank_work[line * per_line : (line + 1) * per_line]
@@ -209,13 +209,12 @@ def _rank_times(key: str, data: PageData) -> list[str]:
     note = "Share of the time in steps that ran tokens, rank by rank"
     if per_line > 1:
         note = f"Share of the time in steps that ran tokens, the mean of {per_line} ranks per line"
-    short_labels = [text if len(text) <= 14 else text[:13] + "…" for text in labels]
     return [
         card(
             "When each rank worked",
             f"{note}, {each}",
             charts.heat_map(
-                f"{key}-ranks", "Busy share of each rank over time", short_labels, axis, values, 1.0, _share, left=96
+                f"{key}-ranks", "Busy share of each rank over time", labels, axis, values, 1.0, _share, left=96
             ),
             charts.heat_scale(1.0, _share),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from batchinfer.printable import printable
+
 
 def fit(text: str, width: int, keep_end: bool = False) -> str:
     """One line of text that a terminal shows as it is, cut to a display width.
@@ -36,10 +38,3 @@ def display_width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
-
-
-def printable(char: str) -> str:
-    """A character as it is, or as its escape when it would not show."""
-    if char.isprintable() or unicodedata.category(char) == "Zs":
-        return char
-    return char.encode("unicode_escape").decode("ascii")
