@@ -75,7 +75,9 @@ def _head(data: PageData) -> str:
         start = datetime.fromtimestamp(data.axis.start_s, UTC)
         when = f", from {start:%Y-%m-%d %H:%M} UTC"
     lasted = forms.duration(data.metrics["wall_s"]) or f"{forms.rate(data.metrics['wall_s'])} s"
-    about = f"{shown(details.model, 200)}, {shown(details.dtype)}{when}, {lasted}"
+    parts = Path(details.model).parts
+    model = "/".join(("…", *parts[-2:])) if len(parts) > 3 else details.model
+    about = f"{shown(model, 200)}, {shown(details.dtype)}{when}, {lasted}"
     return f'<header><h1>{shown(details.run, 200)}</h1><p class="note">{about}</p></header>'
 
 

@@ -161,7 +161,7 @@ def where_time_went(key: str, data: PageData) -> list[str]:
             "Seconds of all ranks held, added up",
             charts.bars(f"{key}-seconds", "Rank-seconds by part", [("rank-seconds", parts)], _seconds),
             legend([(label, colour) for label, colour, _ in parts]),
-            folded("Numbers", numbers),
+            numbers,
         )
     ]
     if cost is not None:
