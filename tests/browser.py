@@ -29,8 +29,8 @@ def install() -> str:
     Raises:
         NoBrowserError: this is no Debian, we are not root, or the package cannot be installed.
     """
-    with open(Path(tempfile.gettempdir()) / f"batchinfer-chromium-install-{os.getuid()}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes wait here
+    with open(Path(tempfile.gettempdir()) / f"batchinfer-apt-{os.getuid()}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes wait here, also those that install Slurm
         found = shutil.which(PACKAGE)
         if found is not None:
             return found

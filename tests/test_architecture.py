@@ -201,6 +201,7 @@ def test_nothing_unpickles_or_runs_foreign_code():
         "batchinfer.cli",
         "batchinfer.plan.planner, batchinfer.finish, batchinfer.engine.controller",
         "batchinfer.report.metrics, batchinfer.report.table, batchinfer.report.rows, batchinfer.schema",
+        "batchinfer.report.html, batchinfer.report.export, batchinfer.report.side_by_side",
         "batchinfer.kv.upkeep",
         "batchinfer.sim.answer, batchinfer.sim.table, batchinfer.report.what_if",
         "batchinfer.schedule, batchinfer.status_text, batchinfer.retry",

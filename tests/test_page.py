@@ -139,6 +139,16 @@ def test_ranks_and_experts_by_their_load(day_data):
     assert "layer 2, expert 3: 1.60 × mean" in document
 
 
+def test_the_revenue_is_split_by_kind_of_tokens(day_data):
+    (parts,) = day_data.revenue
+    # 24 prompts of 400 tokens, 100 of them cached, with 15 tokens of answer
+    assert parts == pytest.approx(
+        {"cached_input": 2400 * 0.14e-6, "computed_input": 7200 * 0.55e-6, "output": 360 * 2.19e-6}
+    )
+    assert sum(parts.values()) == pytest.approx(day_data.metrics["revenue_usd"])
+    assert "revenue of cached input: $0.000336" in page([day_data])
+
+
 def test_many_ranks_share_lines_of_the_picture(tmp_path):
     steps = [
         step("a", "decode", 0.5, new=1, cached=0, output=1, rank=rank, start_s=0.25)

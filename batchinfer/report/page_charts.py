@@ -22,6 +22,7 @@ SECONDS_COLOURS = {
     "tail": "s4",
     "idle": "s5",
 }
+REVENUE_LABELS = {"cached_input": "cached input", "computed_input": "computed input", "output": "output"}
 MAX_TABLE_ROWS = 400
 MAX_MARKS = 6  # of the time axis
 MARKS_S = (
@@ -167,7 +168,12 @@ def where_time_went(key: str, data: PageData) -> list[str]:
     if cost is not None:
         rows = [("cost", [(label, colour, cost * value / total) for label, colour, value in parts])]
         if revenue is not None:
-            rows.append(("revenue at list prices", [("revenue", "s1", float(revenue))]))
+            rows.append(
+                (
+                    "revenue at list prices",
+                    [(f"revenue of {label}", "s1", value) for label, value in _revenue_parts(data)],
+                )
+            )
         unit_costs = asdict(data.details.unit_costs)
         units = table(
             "$ per million tokens, three conventions",
@@ -182,10 +188,21 @@ def where_time_went(key: str, data: PageData) -> list[str]:
                 "What it cost",
                 "Cost by part beside the revenue, on one scale",
                 charts.bars(f"{key}-cost", "Cost by part, and revenue", rows, usd),
+                *([_revenue_table(data)] if revenue is not None else []),
                 units,
             )
         )
     return pictures
+
+
+def _revenue_parts(data: PageData) -> list[tuple[str, float]]:
+    (parts,) = data.revenue
+    return [(REVENUE_LABELS[kind], value) for kind, value in parts.items()]
+
+
+def _revenue_table(data: PageData) -> str:
+    rows = [[name(label), number(forms.dollars(value))] for label, value in _revenue_parts(data)]
+    return table("Revenue at list prices, by kind of tokens", [("tokens", "name"), ("$", "number")], rows)
 
 
 def load(key: str, data: PageData) -> list[str]:

@@ -16,7 +16,17 @@ MAX_BINS = 48
 # stretches of time that people count in, seconds; a day's run gets hours
 WIDTHS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400)
 TEXT_CHARS = 300  # of an answer or an error that are shown
-QUERIES = ("bins", "throughput", "occupancy", "rank_work", "rank_times", "expert_tokens", "slowest", "failed")
+QUERIES = (
+    "bins",
+    "throughput",
+    "occupancy",
+    "revenue",
+    "rank_work",
+    "rank_times",
+    "expert_tokens",
+    "slowest",
+    "failed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,7 @@ class PageData:
     axis: TimeAxis | None  # None: no session is known
     throughput: list[dict[str, Any]]
     occupancy: list[dict[str, Any]]
+    revenue: list[dict[str, Any]]
     rank_work: list[dict[str, Any]]
     rank_times: list[dict[str, Any]]
     expert_tokens: list[dict[str, Any]]
@@ -85,6 +96,7 @@ def read_page_data(run_folder: Path) -> PageData:
             axis,
             throughput=found["throughput"],
             occupancy=found["occupancy"],
+            revenue=found["revenue"],
             rank_work=found["rank_work"],
             rank_times=found["rank_times"],
             expert_tokens=found["expert_tokens"],
