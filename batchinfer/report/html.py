@@ -97,12 +97,9 @@ def _tiles(data: PageData) -> str:
         ("prefill per node", _or_dash(forms.rate(m["prefill_tokens_per_s_per_node"])), "tokens/s, cached included"),
         ("decode per node", _or_dash(forms.rate(m["decode_tokens_per_s_per_node"])), "tokens/s"),
         ("nodes, mean", _or_dash(forms.rate(m["mean_nodes"])), f"{forms.count(m['peak_nodes'])} at most"),
-        ("cost", _dollar(m["cost_usd"]), f"{forms.hours(m['gpu_hours'])} GPU-hours"),
-        (
-            "revenue at list prices",
-            _dollar(m["revenue_usd"]),
-            f"{_dollar(details.unit_costs.usd_per_million_output_tokens)} per M output",
-        ),
+        ("cost", _dollar(m["cost_usd"]), f"{_dollar(details.unit_costs.usd_per_million_output_tokens)} per M output"),
+        ("GPU-hours", forms.hours(m["gpu_hours"]), "ranks held × hours held"),
+        ("revenue at list prices", _dollar(m["revenue_usd"]), "of input and output tokens"),
         ("cost profit margin", _percent(m["cost_profit_margin"]), "profit ÷ cost"),
         ("gross margin", _percent(m["gross_margin"]), "profit ÷ revenue"),
     ]
