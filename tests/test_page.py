@@ -12,8 +12,8 @@ from batchinfer.report import charts, html
 from batchinfer.report.charts import Axis, Series
 from batchinfer.report.html import page, write_page
 from batchinfer.report.metrics import report_metrics
-from batchinfer.report.page_charts import stretch, time_marks
 from batchinfer.report.page_data import MAX_BINS, PageData, TimeAxis, read_page_data, time_axis
+from batchinfer.report.time_marks import stretch, time_marks
 from browser import Browser
 from jobs import batchinfer, write_job, write_questions, write_shard
 from runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run, write_table

@@ -30,6 +30,11 @@ def duration(num_seconds: float | int | None) -> str | None:
     return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
+def share(value: float) -> str:
+    """A share in percent."""
+    return f"{value:.1%}" if value not in (0, 1) else f"{value:.0%}"
+
+
 PREDICTION_FORMS: dict[str, tuple[str, Form]] = {
     "computed_tokens": ("prompt tokens computed", count),
     "output_tokens": ("output tokens", count),

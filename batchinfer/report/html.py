@@ -10,12 +10,13 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from batchinfer.report import forms, page_charts
+from batchinfer.report import forms, page_charts, page_loads
 from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.markup import Cell, name, number, shown, table
 from batchinfer.report.metrics import METRICS, Figure, is_worth_showing
 from batchinfer.report.page_data import PageData, ShownRow, read_page_data
 from batchinfer.report.side_by_side import LINES, Column, all_figures
+from batchinfer.report.terminal import fit
 from batchinfer.rundir import publish_text
 
 
@@ -61,7 +62,7 @@ def _run(key: str, data: PageData) -> str:
             _section("Over time", page_charts.over_time(key, data)),
             _section("Nodes and money", page_charts.nodes_and_money(key, data)),
             _section("Time and cost", page_charts.where_time_went(key, data)),
-            _section("Load", page_charts.load(key, data)),
+            _section("Load", page_loads.load(key, data)),
             _plan(data),
             _rows(data),
             _figures(data),
@@ -218,8 +219,6 @@ def _short(text: str) -> str:
 
 def _plain(text: str) -> str:
     """For <title>, which knows no elements."""
-    from batchinfer.report.terminal import fit
-
     return escape(fit(text, 120))
 
 
