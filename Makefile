@@ -46,6 +46,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 	$(BIN)/python tests/bench/simulate.py 1000000 10000000
+	$(BIN)/python tests/bench/report.py
 
 # pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would
 # stop vLLM at its start. zentorch is its add-on for AMD's processors.

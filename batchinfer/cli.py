@@ -11,6 +11,7 @@ import click
 
 from batchinfer.commands import jobs, kv, reports, slurm
 from batchinfer.commands.options import EXIT_CODES
+from batchinfer.printable import harmless
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
 from batchinfer.stop import StopSignal
 
@@ -77,13 +78,13 @@ def main() -> None:
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {harmless(str(error))}", err=True)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
     except OSError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {harmless(str(error))}", err=True)
         sys.exit(ExitCode.INTERNAL)
     except Exception:
         traceback.print_exc()

@@ -8,6 +8,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from batchinfer.printable import harmless
+
 LINE_SECONDS = 10.0  # between plain lines
 
 
@@ -62,4 +64,4 @@ class Progress:
 
 def note(text: str) -> None:
     """A line of information or a warning on stderr, without tearing a running bar."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(harmless(text), file=sys.stderr)

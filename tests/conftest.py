@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 
 from batchinfer.kv.disk import DiskStore
+from browser import Browser, NoBrowserError, install
 from kv_stores import open_store
 
 
@@ -46,6 +48,19 @@ def cpp() -> None:
     reason = build.why_not()
     if reason is not None:
         pytest.skip(f"the C++ operations cannot run here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A real browser, from Debian's packages if need be."""
+    try:
+        install()
+    except NoBrowserError as error:
+        reason = f"NOT TESTED IN A REAL BROWSER: {error}"
+        warnings.warn(reason, stacklevel=1)
+        pytest.skip(reason)
+    with Browser() as browser:
+        yield browser
 
 
 # In this order before all others: with these at the end one worker would go on alone for minutes.

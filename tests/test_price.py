@@ -79,6 +79,25 @@ def test_discounts_lower_the_revenue_only():
     assert price(day, half)["revenue_usd"] == full["revenue_usd"]
 
 
+def test_the_batch_discount_and_off_peak_hours_of_a_list_are_asked_for(tmp_path):
+    prices = tmp_path / "prices.toml"
+    prices.write_text(
+        'source = "a page"\ndate = 2025-03-01\ngpu_hour = 2.0\ninput_hit = 0.14\ninput_miss = 0.55\noutput = 2.19\n'
+        'batch_discount = 0.5\n[[off_peak]]\nfrom = "22:00"\nto = "04:00"\ndiscount = 0.25\n'
+    )
+    plain, batch, both = (
+        json.loads(batchinfer("price", *DAY, "--prices", prices, *options, "--json").out)
+        for options in ([], ["--batch"], ["--batch", "--start", "12:00"])
+    )
+    assert (plain["token_price_factor"], plain["revenue_usd"]) == (1.0, pytest.approx(562_100))
+    assert batch["revenue_usd"] == pytest.approx(562_100 / 2)
+    # 6 of 24 hours a quarter cheaper, besides half of everything
+    assert both["token_price_factor"] == pytest.approx(0.5 * (1 - 0.25 * 6 / 24))
+    assert both["cost_usd"] == plain["cost_usd"] == pytest.approx(87_072)
+    text = batchinfer("price", *DAY, "--prices", prices, "--batch").out
+    assert "a page (2025-03-01)" in text
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in LISTS.glob("*.toml")))
 def test_every_price_list_has_source_date_and_prices(name):
     prices = read_prices(LISTS / name)

@@ -157,6 +157,13 @@ def test_the_published_day_gives_the_published_figures(tmp_path):
     for key, figure in published.items():
         print(f"{key}: published {figure:,}, own {metrics[key]:,}")
         assert metrics[key] == pytest.approx(figure, rel=2e-3), key
+    # what follows from the rounded tokens to the dollar
+    assert metrics["cost_usd"] == pytest.approx(87_072, abs=0.5)
+    assert metrics["revenue_usd"] == pytest.approx(562_100, abs=0.5)
+    assert f"{metrics['cost_profit_margin']:.3f}, {metrics['gross_margin']:.4f}" == "5.456, 0.8451"
+    panel = format_report(metrics, report_details(tmp_path / "day"))
+    for words in ("87,072.00 $", "562,100.00 $", "545.6 %", "84.5 %", "226.75", "43,536.00 h"):
+        assert words in panel, words
 
 
 def test_nodes_of_several_ranks_add_up(tmp_path):

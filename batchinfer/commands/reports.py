@@ -15,21 +15,51 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
 
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--together", is_flag=True, help="Several runs as one: sums, and rates over all of them.")
+@click.option("--compare", is_flag=True, help="Two runs side by side, with what changed from the first to the second.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option(
     "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
 )
-def report(runs: tuple[Path, ...], as_json: bool, sql: str | None) -> None:
+@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures, one file.")
+@click.option("--parquet", metavar="DIR", type=click.Path(path_type=Path), help="Write every view as a Parquet file.")
+def report(
+    runs: tuple[Path, ...],
+    together: bool,
+    compare: bool,
+    as_json: bool,
+    sql: str | None,
+    html: Path | None,
+    parquet: Path | None,
+) -> None:
     """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
+
+    Several runs stand side by side, with a column for all of them together.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, nodes, kv, run. For example:
       batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
     """
-    if sql is None:
-        print_report(list(runs), as_json=as_json)
+    modes = {"--together": together, "--compare": compare, "--sql": sql is not None}
+    modes |= {"--html": html is not None, "--parquet": parquet is not None}
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
+    if as_json and (html is not None or parquet is not None):
+        raise click.UsageError(f"--json prints figures and {chosen[0]} writes files; ask for one at a time")
+    folders = list(runs)
+    if sql is not None:
+        _print_query(folders, sql, as_json=as_json)
+    elif html is not None:
+        _write_page(folders, html)
+    elif parquet is not None:
+        _export(folders, parquet)
+    elif compare:
+        _print_changes(folders, as_json=as_json)
+    elif together:
+        _print_together(folders, as_json=as_json)
     else:
-        _print_query(list(runs), sql, as_json=as_json)
+        print_report(folders, as_json=as_json)
 
 
 @click.command()
@@ -100,15 +130,62 @@ def simulate(spec: Path, as_json: bool) -> None:
 
 def print_report(runs: list[Path], *, as_json: bool) -> None:
     """The report of one or several finished runs on stdout."""
-    from batchinfer.report.metrics import metrics_and_details, report_metrics
-    from batchinfer.report.table import format_report
+    from batchinfer.report.metrics import metrics_and_details, metrics_together
+    from batchinfer.report.side_by_side import Column, all_figures, format_side_by_side, run_names
+    from batchinfer.report.table import format_report, report_document
 
+    found = [metrics_and_details(folder) for folder in runs]
     if as_json:
-        documents = [report_metrics(folder) for folder in runs]
+        documents = [report_document(*one) for one in found]
         click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
-        return
-    panels = [format_report(*metrics_and_details(folder)) for folder in runs]
-    click.echo("\n".join(panels), nl=False)
+    elif len(found) == 1:
+        click.echo(format_report(*found[0]), nl=False)
+    else:
+        columns = [Column(name, all_figures(*one)) for name, one in zip(run_names(runs), found, strict=True)]
+        together = metrics_together(runs, [metrics for metrics, _ in found])
+        click.echo(format_side_by_side([*columns, Column("together", all_figures(*together))]), nl=False)
+
+
+def _print_together(runs: list[Path], *, as_json: bool) -> None:
+    from batchinfer.report.metrics import metrics_together, report_metrics
+    from batchinfer.report.table import format_report, report_document
+
+    found = metrics_together(runs, [report_metrics(folder) for folder in runs])
+    click.echo(json.dumps(report_document(*found), indent=1) if as_json else format_report(*found), nl=as_json)
+
+
+def _print_changes(runs: list[Path], *, as_json: bool) -> None:
+    from batchinfer.report.metrics import metrics_and_details
+    from batchinfer.report.side_by_side import Column, all_figures, changes, format_changes, run_names
+
+    if len(runs) != 2:
+        raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
+    before, after = (all_figures(*metrics_and_details(folder)) for folder in runs)
+    if as_json:
+        click.echo(json.dumps(changes(before, after), indent=1))
+    else:
+        names = run_names(runs)
+        click.echo(format_changes(Column(names[0], before), Column(names[1], after)), nl=False)
+
+
+def _write_page(runs: list[Path], file: Path) -> None:
+    from batchinfer.report.html import write_page
+    from batchinfer.report.metrics import metrics_together, report_metrics
+    from batchinfer.report.side_by_side import Column, all_figures
+
+    together = None
+    if len(runs) > 1:
+        figures = all_figures(*metrics_together(runs, [report_metrics(folder) for folder in runs]))
+        together = Column("together", figures)
+    write_page(runs, together, file)
+    click.echo(file)
+
+
+def _export(runs: list[Path], folder: Path) -> None:
+    from batchinfer.report.export import export_views
+
+    for file in export_views(runs, folder):
+        click.echo(file)
 
 
 def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
-
-from batchinfer.records import ConfigError
 from batchinfer.report import pricing
-from batchinfer.report.views import open_views
+from batchinfer.report.computed import Computed, query_text
 from batchinfer.rundir import RunDir, read_json
 
 Figure = float | int | None
 
 MAX_ERRORS = 5  # different texts that a report shows
-# queries/<name>.sql in this order, each a table that the ones after it use; errors.sql stands alone
-QUERIES = (
-    "sessions",
-    "spans",
-    "held",
-    "times",
-    "tokens",
-    "speeds",
-    "extra_work",
-    "communication",
-    "ranks",
-    "balance",
-    "predictions",
-    "store",
-)
-
 METRICS: dict[str, str] = {
     "rows": "output rows: input rows times samples",
     "rows_ok": "output rows with status ok; all token counts below are theirs",
@@ -99,6 +80,33 @@ class StoreDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSeconds:
+    """Where each second of each rank went: parts that add up to all seconds in which ranks were held."""
+
+    startup: float = 0.0  # until the first prefill step
+    prefill: float = 0.0  # in prefill steps, without what stands below
+    decode: float = 0.0  # in decode steps, without what stands below
+    exchange: float = 0.0  # in steps, while experts' rows travelled and nothing was computed
+    waste: float = 0.0  # in steps, for wasted_tokens
+    tail: float = 0.0  # after a rank's last tokens, while others of its session had some
+    idle: float = 0.0  # the rest: planning and finishing with ranks held, waiting
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """$ per million tokens by the three usual conventions; None: not known, or there were no such tokens."""
+
+    usd_per_million_output_tokens: float | None = None  # all cost on the output tokens
+    usd_per_million_tokens: float | None = None  # all cost on input and output tokens
+    prefill_usd_per_million_input_tokens: float | None = None  # by pool: what prefill cost on the input tokens
+    decode_usd_per_million_output_tokens: float | None = None  # by pool: what decode cost on the output tokens
+
+
+@dataclass(frozen=True, slots=True)
 class RunDetails:
     """What a person wants to know beside the figures."""
 
@@ -122,6 +130,13 @@ class RunDetails:
     restarts: int  # how often ranks were started again after one died
     moves: int  # running requests that went from one rank to another
     store: StoreDetails | None  # None: no KV store on disk
+    seconds: RankSeconds = RankSeconds()
+    unit_costs: UnitCosts = UnitCosts()
+
+
+def is_worth_showing(found: Prediction) -> bool:
+    """Balance always has a bound to be measured by; other figures say something only beside a plan."""
+    return found.happened is not None and (found.planned is not None or found.name.endswith("_balance"))
 
 
 def report_metrics(run_folder: Path) -> dict[str, Figure]:
@@ -130,27 +145,8 @@ def report_metrics(run_folder: Path) -> dict[str, Figure]:
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
     """
-    with _computed(run_folder) as connection:
-        return _metrics(connection, run_folder)
-
-
-def _metrics(connection: duckdb.DuckDBPyConnection, run_folder: Path) -> dict[str, Figure]:
-    figures: dict[str, Any] = {}
-    for name in ("tokens", "speeds", "extra_work", "communication", "times", "held"):
-        figures |= _one_row(connection, name, run_folder)
-    run = _one_row(connection, "run", run_folder)
-    hit_tokens = figures["cached_tokens"]
-    miss_tokens = figures["input_tokens"] - hit_tokens
-    prices = {name: run[name] for name in ("input_hit", "input_miss", "output")}
-    cost = pricing.cost(figures["gpu_hours"], run["gpu_hour"])
-    revenue = pricing.revenue(hit_tokens, miss_tokens, figures["output_tokens"], **prices)
-    figures |= {
-        "cost_usd": cost,
-        "revenue_usd": revenue,
-        "cost_profit_margin": pricing.cost_profit_margin(revenue, cost),
-        "gross_margin": pricing.gross_margin(revenue, cost),
-    }
-    return {key: _finite(figures[key]) for key in METRICS}
+    with Computed([run_folder]) as computed:
+        return _metrics(computed)
 
 
 def report_details(run_folder: Path, max_errors: int = MAX_ERRORS) -> RunDetails:
@@ -159,32 +155,81 @@ def report_details(run_folder: Path, max_errors: int = MAX_ERRORS) -> RunDetails
     Raises:
         ConfigError: as report_metrics.
     """
-    with _computed(run_folder) as connection:
-        return _details(connection, run_folder, max_errors)
+    with Computed([run_folder]) as computed:
+        return _details(computed, _metrics(computed), max_errors)
 
 
 def metrics_and_details(run_folder: Path) -> tuple[dict[str, Figure], RunDetails]:
     """`report_metrics` and `report_details` of a run, from one reading of its tables."""
-    with _computed(run_folder) as connection:
-        return _metrics(connection, run_folder), _details(connection, run_folder, MAX_ERRORS)
+    with Computed([run_folder]) as computed:
+        return figures_of(computed)
 
 
-def _details(connection: duckdb.DuckDBPyConnection, run_folder: Path, max_errors: int) -> RunDetails:
-    run = _one_row(connection, "run", run_folder)
-    tokens = _one_row(connection, "tokens", run_folder)
-    communication = _one_row(connection, "communication", run_folder)
-    balance = _one_row(connection, "balance", run_folder)
-    store = _one_row(connection, "store", run_folder)
-    predictions = _query(
-        connection, "SELECT name, planned, happened, at_best FROM predictions ORDER BY place", run_folder
-    )
-    ranks = _query(connection, "SELECT * FROM ranks ORDER BY rank", run_folder)
-    ((restarts, moves),) = _query(
-        connection, "SELECT coalesce(sum(restarts), 0), coalesce(sum(moves), 0) FROM nodes", run_folder
-    )
-    errors = _query(
-        connection, f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}", run_folder
-    )
+def figures_of(computed: Computed) -> tuple[dict[str, Figure], RunDetails]:
+    """The figures of one run whose tables are open."""
+    metrics = _metrics(computed)
+    return metrics, _details(computed, metrics, MAX_ERRORS)
+
+
+def metrics_together(
+    run_folders: Sequence[Path], each: Sequence[dict[str, Figure]]
+) -> tuple[dict[str, Figure], RunDetails]:
+    """The figures of several runs as if they were one: tokens, times and money add up, rates are over all of them.
+
+    Args:
+        run_folders: at least one; one that is given twice counts once.
+        each: `report_metrics` of every folder. Runs may have different prices, so money is added up from these.
+
+    Raises:
+        ConfigError: as report_metrics.
+    """
+    folders = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
+    metrics_of = {Path(folder).resolve(): metrics for folder, metrics in zip(run_folders, each, strict=True)}
+    with Computed(folders) as computed:
+        metrics = _metrics(computed)
+        money = {key: _total([metrics_of[folder][key] for folder in folders]) for key in ("cost_usd", "revenue_usd")}
+        metrics |= money | _margins(money["revenue_usd"], money["cost_usd"])
+        return metrics, _details(computed, metrics, MAX_ERRORS)
+
+
+def _metrics(computed: Computed) -> dict[str, Figure]:
+    figures: dict[str, Any] = {}
+    for name in ("tokens", "speeds", "extra_work", "communication", "times", "held"):
+        figures |= computed.one_row(name)
+    run = computed.one_row("run")
+    hit_tokens = figures["cached_tokens"]
+    miss_tokens = figures["input_tokens"] - hit_tokens
+    prices = {name: run[name] for name in ("input_hit", "input_miss", "output")}
+    cost = pricing.cost(figures["gpu_hours"], run["gpu_hour"])
+    revenue = pricing.revenue(hit_tokens, miss_tokens, figures["output_tokens"], **prices)
+    figures |= {"cost_usd": cost, "revenue_usd": revenue} | _margins(revenue, cost)
+    return {key: _finite(figures[key]) for key in METRICS}
+
+
+def _margins(revenue: Figure, cost: Figure) -> dict[str, Figure]:
+    return {
+        "cost_profit_margin": pricing.cost_profit_margin(revenue, cost),
+        "gross_margin": pricing.gross_margin(revenue, cost),
+    }
+
+
+def _total(values: list[Figure]) -> Figure:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _details(computed: Computed, metrics: dict[str, Figure], max_errors: int) -> RunDetails:
+    run = computed.one_row("run")
+    tokens = computed.one_row("tokens")
+    communication = computed.one_row("communication")
+    balance = computed.one_row("balance")
+    store = computed.one_row("store")
+    seconds = computed.one_row("rank_seconds")
+    prefill_share = seconds.pop("prefill_share")
+    predictions = computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY place")
+    ranks = computed.rows("SELECT * FROM ranks ORDER BY rank")
+    ((restarts, moves),) = computed.rows("SELECT coalesce(sum(restarts), 0), coalesce(sum(moves), 0) FROM nodes")
+    errors = computed.rows(f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {max_errors}")
     return RunDetails(
         run=str(run["run"]),
         model=str(run["model"]),
@@ -198,7 +243,7 @@ def _details(connection: duckdb.DuckDBPyConnection, run_folder: Path, max_errors
         tail_s=balance["tail_s"],
         has_gpu_price=run["gpu_hour"] is not None,
         has_token_prices=None not in (run["input_hit"], run["input_miss"], run["output"]),
-        unreadable_shards=_unreadable_shards(run_folder),
+        unreadable_shards=tuple(shard for folder in computed.folders for shard in _unreadable_shards(folder)),
         errors=tuple((error, num_rows) for error, num_rows, _ in errors),
         num_error_texts=errors[0][2] if errors else 0,
         comm_s=communication["comm_s"],
@@ -206,46 +251,21 @@ def _details(connection: duckdb.DuckDBPyConnection, run_folder: Path, max_errors
         restarts=restarts,
         moves=moves,
         store=StoreDetails(**store) if store.pop("is_used") else None,
+        seconds=RankSeconds(**seconds),
+        unit_costs=_unit_costs(metrics, prefill_share),
     )
 
 
-def query_text(name: str) -> str:
-    """The SQL of queries/<name>.sql."""
-    return (resources.files("batchinfer.report") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
-
-
-def _computed(run_folder: Path) -> duckdb.DuckDBPyConnection:
-    """The run's views with the computed ones on top."""
-    connection = open_views([run_folder])
-    try:
-        for name in QUERIES:
-            connection.execute(f"CREATE TEMP TABLE {name} AS {query_text(name)}")
-    except duckdb.Error as error:
-        connection.close()
-        raise _unreadable(run_folder, error) from None
-    return connection
-
-
-def _one_row(connection: duckdb.DuckDBPyConnection, table: str, run_folder: Path) -> dict[str, Any]:
-    rows = _query(connection, f"SELECT * FROM {table}", run_folder)
-    names = [column[0] for column in connection.description or []]
-    if len(rows) != 1:
-        raise ConfigError(
-            f"the table {table} of {run_folder} has {len(rows)} rows instead of 1; run `batchinfer finish` again"
-        )
-    return dict(zip(names, rows[0], strict=True))
-
-
-def _query(connection: duckdb.DuckDBPyConnection, sql: str, run_folder: Path) -> list[tuple[Any, ...]]:
-    try:
-        return connection.execute(sql).fetchall()
-    except duckdb.Error as error:
-        raise _unreadable(run_folder, error) from None
-
-
-def _unreadable(run_folder: Path, error: duckdb.Error) -> ConfigError:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ConfigError(f"cannot compute the report of {run_folder}: {line}; run `batchinfer finish {run_folder}` again")
+def _unit_costs(metrics: dict[str, Figure], prefill_share: float | None) -> UnitCosts:
+    cost, inputs, outputs = metrics["cost_usd"], metrics["input_tokens"] or 0, metrics["output_tokens"] or 0
+    whole = UnitCosts(pricing.per_million(cost, outputs), pricing.per_million(cost, inputs + outputs))
+    if cost is None or prefill_share is None:
+        return whole
+    return replace(
+        whole,
+        prefill_usd_per_million_input_tokens=pricing.per_million(cost * prefill_share, inputs),
+        decode_usd_per_million_output_tokens=pricing.per_million(cost * (1 - prefill_share), outputs),
+    )
 
 
 def _unreadable_shards(run_folder: Path) -> tuple[tuple[str, str], ...]:

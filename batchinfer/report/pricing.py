@@ -60,3 +60,8 @@ def gross_margin(revenue_usd: float | None, cost_usd: float | None) -> float | N
     if revenue_usd is None or cost_usd is None or revenue_usd <= 0:
         return None
     return (revenue_usd - cost_usd) / revenue_usd
+
+
+def per_million(cost_usd: float | None, tokens: float | None) -> float | None:
+    """$ per million tokens when the cost is spread over them; None when either is unknown or there are none."""
+    return None if cost_usd is None or not tokens else cost_usd / tokens * TOKENS_PER_PRICE

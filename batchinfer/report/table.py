@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
-from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails
+from batchinfer.report import forms
+from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails, is_worth_showing
+from batchinfer.report.side_by_side import all_figures
 from batchinfer.report.terminal import fit
 
 PANEL_WIDTH = 80
@@ -34,16 +37,23 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
     for title, body in sections:
         lines += [title, *body]
     if details is not None:
-        lines += _prediction_lines(details) + _rank_lines(details) + _store_lines(details.store)
-        lines += _shard_lines(details) + _error_lines(details)
+        lines += _seconds_lines(metrics, details) + _prediction_lines(details) + _rank_lines(details)
+        lines += _store_lines(details.store) + _shard_lines(details) + _error_lines(details)
     return "\n".join(lines) + "\n"
+
+
+def report_document(metrics: dict[str, Figure], details: RunDetails) -> dict[str, Any]:
+    """The report as a JSON document: the keys of METRICS, hits by source, costs by part, the plan beside it."""
+    predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
+                   for found in details.predictions}  # fmt: skip
+    return {**all_figures(metrics, details), "predictions": predictions}
 
 
 def _row_lines(m: dict[str, Figure]) -> list[str]:
     return [
-        _line("output rows", _count(m["rows"])),
-        _line("ok", _count(m["rows_ok"])),
-        _line("error", _count(m["rows_error"])),
+        _line("output rows", forms.count(m["rows"])),
+        _line("ok", forms.count(m["rows_ok"])),
+        _line("error", forms.count(m["rows_error"])),
     ]
 
 
@@ -51,48 +61,48 @@ def _token_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     hit_rate = m["cache_hit_rate"]
     hit_note = None if hit_rate is None else f"{hit_rate:.1%} of input"
     lines = [
-        _line("input", _count(m["input_tokens"]), "tokens"),
-        _line("from a cache", _count(m["cached_tokens"]), "tokens", hit_note),
+        _line("input", forms.count(m["input_tokens"]), "tokens"),
+        _line("from a cache", forms.count(m["cached_tokens"]), "tokens", hit_note),
     ]
     if details is not None:
         lines += [
-            _line("  in memory", _count(details.memory_tokens), "tokens"),
-            _line("  on disk", _count(details.disk_tokens), "tokens"),
-            _line("  of duplicate rows", _count(details.duplicate_tokens), "tokens"),
+            _line("  in memory", forms.count(details.memory_tokens), "tokens"),
+            _line("  on disk", forms.count(details.disk_tokens), "tokens"),
+            _line("  of duplicate rows", forms.count(details.duplicate_tokens), "tokens"),
         ]
-    lines.append(_line("at best from a cache", _count(m["optimal_cached_tokens"]), "tokens"))
+    lines.append(_line("at best from a cache", forms.count(m["optimal_cached_tokens"]), "tokens"))
     if details is not None:
-        lines.append(_line("computed", _count(details.computed_tokens), "tokens"))
+        lines.append(_line("computed", forms.count(details.computed_tokens), "tokens"))
     return [
         *lines,
-        _line("output", _count(m["output_tokens"]), "tokens"),
-        _line("replicated on purpose", _count(m["replicated_tokens"]), "tokens"),
-        _line("wasted", _count(m["wasted_tokens"]), "tokens"),
+        _line("output", forms.count(m["output_tokens"]), "tokens"),
+        _line("replicated on purpose", forms.count(m["replicated_tokens"]), "tokens"),
+        _line("wasted", forms.count(m["wasted_tokens"]), "tokens"),
     ]
 
 
 def _speed_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     prefill, decode = m["prefill_tokens_per_s_per_node"], m["decode_tokens_per_s_per_node"]
     per_request, kv_tokens = m["output_tokens_per_s_per_request"], m["mean_kv_tokens_per_output_token"]
-    comm_note = None if details is None else f"of {_seconds(details.comm_s)} s"
+    comm_note = None if details is None else f"of {forms.seconds(details.comm_s)} s"
     return [
-        _line("prefill per node", _rate(prefill), "tok/s", "cached tokens included", "no prefill step"),
-        _line("decode per node", _rate(decode), "tok/s", None, "no decode step"),
-        _line("output per request", _rate(per_request), "tok/s", None, "no request of two tokens"),
-        _line("mean KV per output token", _rate(kv_tokens), "tokens", None, "nothing was generated"),
-        _line("communication hidden", _percent(m["hidden_comm_share"]), "%", comm_note, "there was none"),
+        _line("prefill per node", forms.rate(prefill), "tok/s", "cached tokens included", "no prefill step"),
+        _line("decode per node", forms.rate(decode), "tok/s", None, "no decode step"),
+        _line("output per request", forms.rate(per_request), "tok/s", None, "no request of two tokens"),
+        _line("mean KV per output token", forms.rate(kv_tokens), "tokens", None, "nothing was generated"),
+        _line("communication hidden", forms.percent(m["hidden_comm_share"]), "%", comm_note, "there was none"),
     ]
 
 
 def _time_lines(m: dict[str, Figure]) -> list[str]:
     return [
-        _line("wall", _rate(m["wall_s"]), "s", _duration(m["wall_s"])),
-        _line("busy", _rate(m["busy_s"]), "s", "mean over ranks"),
-        _line("idle", _rate(m["idle_s"]), "s", "mean over ranks"),
-        _line("start-up", _rate(m["startup_s"]), "s", "mean over ranks"),
-        _line("nodes, peak", _count(m["peak_nodes"])),
-        _line("nodes, mean", _rate(m["mean_nodes"]), "", None, "no node held ranks"),
-        _line("GPU-hours", _hours(m["gpu_hours"]), "h"),
+        _line("wall", forms.rate(m["wall_s"]), "s", forms.duration(m["wall_s"])),
+        _line("busy", forms.rate(m["busy_s"]), "s", "mean over ranks"),
+        _line("idle", forms.rate(m["idle_s"]), "s", "mean over ranks"),
+        _line("start-up", forms.rate(m["startup_s"]), "s", "mean over ranks"),
+        _line("nodes, peak", forms.count(m["peak_nodes"])),
+        _line("nodes, mean", forms.rate(m["mean_nodes"]), "", None, "no node held ranks"),
+        _line("GPU-hours", forms.hours(m["gpu_hours"]), "h"),
     ]
 
 
@@ -105,12 +115,36 @@ def _money_lines(m: dict[str, Figure], details: RunDetails | None) -> list[str]:
     elif details is not None:
         # the one price that is missing, when the other one is there
         no_margin = no_cost if details.has_token_prices else no_revenue if details.has_gpu_price else no_margin
-    return [
-        _line("cost", _dollars(m["cost_usd"]), "$", None, no_cost),
-        _line("revenue at list prices", _dollars(m["revenue_usd"]), "$", None, no_revenue),
-        _line("cost profit margin", _percent(m["cost_profit_margin"]), "%", "profit / cost", no_margin),
-        _line("gross margin", _percent(m["gross_margin"]), "%", "profit / revenue", no_margin),
+    lines = [
+        _line("cost", forms.dollars(m["cost_usd"]), "$", None, no_cost),
+        _line("revenue at list prices", forms.dollars(m["revenue_usd"]), "$", None, no_revenue),
+        _line("cost profit margin", forms.percent(m["cost_profit_margin"]), "%", "profit / cost", no_margin),
+        _line("gross margin", forms.percent(m["gross_margin"]), "%", "profit / revenue", no_margin),
     ]
+    if details is None or m["cost_usd"] is None:
+        return lines
+    costs = asdict(details.unit_costs)
+    return lines + [
+        _line(label, forms.unit_dollars(costs[name]), "$/M", f"{tokens} tokens", "no such tokens")
+        for name, (label, tokens) in forms.UNIT_COST_LABELS.items()
+    ]
+
+
+def _seconds_lines(m: dict[str, Figure], details: RunDetails) -> list[str]:
+    """Where each second of each rank went, and what it cost."""
+    total, cost = details.seconds.total, m["cost_usd"]
+    if not total:
+        return []
+    lines = [
+        _columns(
+            f"  {forms.SECONDS_LABELS[name]}",
+            forms.rate(part),
+            f"{part / total:.1%}",
+            None if cost is None else forms.dollars(cost * part / total),
+        )
+        for name, part in asdict(details.seconds).items()
+    ]
+    return [_columns("Where the time went", "rank-seconds", "share", "cost, $"), *lines]
 
 
 def _prediction_lines(details: RunDetails) -> list[str]:
@@ -118,15 +152,15 @@ def _prediction_lines(details: RunDetails) -> list[str]:
     lines = [
         _columns(f"  {label}", form(found.planned), form(found.happened), form(found.at_best))
         for found in details.predictions
-        for label, form in [PREDICTION_FORMS[found.name]]
-        if found.planned is not None and found.happened is not None
+        for label, form in [forms.PREDICTION_FORMS[found.name]]
+        if is_worth_showing(found)
     ]
     return [_columns("Plan", "planned", "happened", "at best"), *lines] if lines else []
 
 
 def _rank_lines(details: RunDetails) -> list[str]:
     """What each rank did, when there were several, and how often they were started again, when they were."""
-    restarts = [_line("restarts", _count(details.restarts), "", "after a rank died")] if details.restarts else []
+    restarts = [_line("restarts", forms.count(details.restarts), "", "after a rank died")] if details.restarts else []
     if len(details.ranks) < 2:
         return ["Ranks", *restarts] if restarts else []
     digits = len(str(details.ranks[-1].rank))
@@ -135,9 +169,9 @@ def _rank_lines(details: RunDetails) -> list[str]:
         *(
             _columns(
                 f"  rank {rank.rank:>{digits}}  {rank.role}",
-                _count(rank.prefill_tokens),
-                _count(rank.output_tokens),
-                _rate(rank.busy_s),
+                forms.count(rank.prefill_tokens),
+                forms.count(rank.output_tokens),
+                forms.rate(rank.busy_s),
             )
             for rank in details.ranks
         ),
@@ -152,9 +186,9 @@ def _idle_lines(details: RunDetails) -> list[str]:
     if details.decode_idle_share is None:
         return []
     return [
-        _line("decode turns without work", _percent(details.decode_idle_share), "%"),
-        _line("tail", _seconds(details.tail_s), "s", "with an idle decode rank"),
-        _line("moved while running", _count(details.moves), "", "requests"),
+        _line("decode turns without work", forms.percent(details.decode_idle_share), "%"),
+        _line("tail", forms.seconds(details.tail_s), "s", "with an idle decode rank"),
+        _line("moved while running", forms.count(details.moves), "", "requests"),
     ]
 
 
@@ -167,7 +201,7 @@ def _balance_lines(ranks: tuple[RankDetails, ...]) -> list[str]:
         if len(expert_rows) > 1:
             ratio = max(expert_rows) * len(expert_rows) / sum(expert_rows) if any(expert_rows) else None
             note = f"{role} ranks" if len(roles) > 1 else None
-            lines.append(_line("expert rows, max / mean", _rate(ratio), "", note, "no expert was used"))
+            lines.append(_line("expert rows, max / mean", forms.rate(ratio), "", note, "no expert was used"))
     return lines
 
 
@@ -176,16 +210,16 @@ def _store_lines(store: StoreDetails | None) -> list[str]:
     if store is None:
         return []
     lines = [
-        _line("read", _megabytes(store.read_bytes), "MB"),
-        _line("written", _megabytes(store.written_bytes), "MB"),
-        _line("prefill waited for it", _seconds(store.wait_s), "s", "added up over ranks"),
+        _line("read", forms.megabytes(store.read_bytes), "MB"),
+        _line("written", forms.megabytes(store.written_bytes), "MB"),
+        _line("prefill waited for it", forms.seconds(store.wait_s), "s", "added up over ranks"),
     ]
     if store.evicted_bytes:
-        lines.append(_line("evicted", _megabytes(store.evicted_bytes), "MB"))
+        lines.append(_line("evicted", forms.megabytes(store.evicted_bytes), "MB"))
     if store.unwritten_blocks:
-        lines.append(_line("not written", _count(store.unwritten_blocks), "blocks", "no room, or disk too slow"))
+        lines.append(_line("not written", forms.count(store.unwritten_blocks), "blocks", "no room, or disk too slow"))
     if store.damaged_files:
-        lines.append(_line("damaged", _count(store.damaged_files), "files", "computed again"))
+        lines.append(_line("damaged", forms.count(store.damaged_files), "files", "computed again"))
     return ["KV store", *lines]
 
 
@@ -224,37 +258,3 @@ def _columns(label: str, first: str | None, second: str | None, third: str | Non
     """A line of three numbers, the first one where other lines have theirs."""
     cells = [value or "-" for value in (first, second, third)]
     return f"{label:<{LABEL_WIDTH + 2}}{cells[0]:>{VALUE_WIDTH}}{cells[1]:>{COLUMN_WIDTH}}{cells[2]:>{COLUMN_WIDTH}}"
-
-
-def _known(form: Callable[[float], str]) -> Callable[[Figure], str | None]:
-    return lambda value: None if value is None else form(value)
-
-
-_count = _known(lambda value: f"{value:,.0f}" if isinstance(value, float) else f"{value:,}")
-_rate = _known(lambda value: f"{value:,.0f}" if value >= 10_000 else f"{value:,.2f}")
-_percent = _known(lambda value: f"{100 * value:,.1f}")
-_hours = _known(lambda value: f"{value:,.2f}" if value >= 1 else f"{value:.6f}")
-_dollars = _known(lambda value: f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.6f}")
-_seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}")
-
-_megabytes = _known(lambda value: f"{value / 1e6:,.1f}")
-_ratio = _known(lambda value: f"{value:,.3f}")
-
-PREDICTION_FORMS = {
-    "computed_tokens": ("prompt tokens computed", _count),
-    "output_tokens": ("output tokens", _count),
-    "prefill_balance": ("prefill, busiest / mean", _ratio),
-    "decode_balance": ("decode KV, busiest / mean", _ratio),
-    "expert_balance": ("experts, busiest / mean", _ratio),
-    "work_s": ("seconds on ranks", _rate),
-    "gpu_hours": ("GPU-hours", _hours),
-    "cost_usd": ("cost, $", _dollars),
-}
-
-
-def _duration(seconds: Figure) -> str | None:
-    """'2 h 05 min' for what is longer than two minutes."""
-    if seconds is None or seconds < 120:
-        return None
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from batchinfer.printable import printable
+
 
 def fit(text: str, width: int, keep_end: bool = False) -> str:
     """One line of text that a terminal shows as it is, cut to a display width.
@@ -18,7 +20,7 @@ def fit(text: str, width: int, keep_end: bool = False) -> str:
     """
     # what is far beyond the cut need not be escaped
     near = text[-width - 1 :] if keep_end else text[: width + 1]
-    pieces = [_printable(char) for char in near]
+    pieces = [printable(char) for char in near]
     if len(near) == len(text) and sum(map(display_width, pieces)) <= width:
         return "".join(pieces)
     kept: list[str] = []
@@ -36,9 +38,3 @@ def display_width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
-
-
-def _printable(char: str) -> str:
-    if char.isprintable() or unicodedata.category(char) == "Zs":
-        return char
-    return char.encode("unicode_escape").decode("ascii")

@@ -114,9 +114,11 @@ def price(
         "cost_profit_margin": pricing.cost_profit_margin(revenue, cost),
         "gross_margin": pricing.gross_margin(revenue, cost),
         "token_price_factor": factor,
-        "usd_per_million_output_tokens": _per_million(cost, output),
-        "usd_per_million_tokens": _per_million(cost, None if inputs is None or output is None else inputs + output),
-        "usd_per_million_computed_tokens": _per_million(cost, computed),
+        "usd_per_million_output_tokens": pricing.per_million(cost, output),
+        "usd_per_million_tokens": pricing.per_million(
+            cost, None if inputs is None or output is None else inputs + output
+        ),
+        "usd_per_million_computed_tokens": pricing.per_million(cost, computed),
     }
 
 
@@ -145,10 +147,6 @@ def format_price(figures: dict[str, float | None], prices: PriceList) -> str:
     if prices.source:
         lines.append(f"source: {prices.source} ({prices.date})")
     return "\n".join(lines)
-
-
-def _per_million(cost: float | None, tokens: float | None) -> float | None:
-    return None if cost is None or not tokens else cost / tokens * pricing.TOKENS_PER_PRICE
 
 
 def _text(value: float | None, factor: float) -> str:

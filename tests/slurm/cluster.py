@@ -78,8 +78,8 @@ def install() -> None:
         NoSlurmError: this is no Debian, we are not root, or the packages cannot be installed.
     """
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    with open(Path(tempfile.gettempdir()) / f"batchinfer-slurm-install-{os.getuid()}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes wait here
+    with open(Path(tempfile.gettempdir()) / f"batchinfer-apt-{os.getuid()}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes wait here, also those that install a browser
         if all(map(shutil.which, COMMANDS)):
             return
         if os.getuid() != 0 or not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:

@@ -1,0 +1,61 @@
+"""The views of run folders as Parquet files, for other programs. Called by `batchinfer report --parquet`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import duckdb
+
+from batchinfer.data.duck import literal
+from batchinfer.records import ConfigError
+from batchinfer.report.views import VIEWS, open_views
+from batchinfer.rundir import published
+
+
+def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
+    """Write every view as <folder>/<view>.parquet; files of an earlier export are replaced, one by one and whole.
+
+    Args:
+        run_folders: finished runs; with several, every table has the column `run`.
+        folder: made when it is missing.
+
+    Returns:
+        The files, in the order of the views.
+
+    Raises:
+        ConfigError: a run folder is wrong, or `folder` cannot be written or lies where runs keep their own tables.
+    """
+    refuse_inside_runs(run_folders, folder)
+    files = []
+    with open_views(list(run_folders)) as connection:
+        for table in VIEWS:
+            target = folder / f"{table.name}.parquet"
+            try:
+                with published(target) as temporary:
+                    connection.execute(f"COPY {table.name} TO {literal(temporary)} (FORMAT parquet)")
+            except duckdb.Error as error:
+                line = str(error).splitlines()[0]
+                raise ConfigError(
+                    f"cannot write {target}: {line}; free space, choose another folder, or repeat `batchinfer finish`"
+                ) from None
+            files.append(target)
+    return files
+
+
+def refuse_inside_runs(run_folders: Sequence[Path], target: Path) -> None:
+    """Results of a report must not get among a run's own files: its views would read them.
+
+    Raises:
+        ConfigError: `target` is a run folder or lies in one, and not in its report/.
+    """
+    try:
+        where = Path(target).resolve()
+        roots = [Path(folder).resolve() for folder in run_folders]
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{str(target)!r} cannot be a path: {error}; give another one") from None
+    for root in roots:
+        if where.is_relative_to(root) and not where.is_relative_to(root / "report"):
+            raise ConfigError(
+                f"{target} lies among the files of the run in {root}; use {root / 'report'} or another path"
+            )
