@@ -210,3 +210,8 @@ def test_nothing_unpickles_or_runs_foreign_code():
 def test_commands_that_compute_nothing_start_without_torch(modules):
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_rank_starts_without_torchs_compiler():
+    code = "import sys, batchinfer.engine.rank; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,20 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 NAME = "sdpa"
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 # cuDNN takes queries and keys that are wider than the values; the others follow where it does not
-_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def why_not_auto() -> str:
@@ -72,6 +65,10 @@ def _attend_chunk(
     q_THA: torch.Tensor, latents_XW: torch.Tensor, kv_b_HZC: torch.Tensor, out_THV: torch.Tensor, scale: float
 ) -> None:
     """One request's chunk, into `out_THV`."""
+    # they bring torch's compiler along: a rank that does not use them would start more than a second later
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
     (num_tokens, num_heads, width), v_dim = q_THA.shape, out_THV.shape[-1]
     context, latent_dim = len(latents_XW), kv_b_HZC.shape[-1]
     k_rotary_XR = latents_XW[:, latent_dim:]
@@ -85,7 +82,8 @@ def _attend_chunk(
         q_HTA = q_THA[:, heads].transpose(0, 1)
         operands = q_HTA[None], k_HXA[None], v_HXV[None]
         if num_tokens == context:
-            with sdpa_kernel(_ORDER, set_priority=True) if q_THA.is_cuda else contextlib.nullcontext():
+            order = [getattr(SDPBackend, name) for name in _ORDER]
+            with sdpa_kernel(order, set_priority=True) if q_THA.is_cuda else contextlib.nullcontext():
                 out_HTV = F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale)
         else:  # the last query sees the last key
             mask = causal_lower_right(num_tokens, context)
