@@ -13,7 +13,7 @@ PACKAGE = ROOT / "batchinfer"
 # What a module (or every module of a room) may import from batchinfer besides its own room.
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
-RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts"}
+RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts", "probe"}
 ALLOWED = {
     "records": set(),
     "config": BASE,

@@ -32,6 +32,7 @@ from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
 from batchinfer.fingerprint import check_same, model_fingerprint
 from batchinfer.model.config import load_model_config
+from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
 from batchinfer.records import BatchinferError, Completion, InterruptedRunError, Request, RequestKey
 from batchinfer.rundir import RunDir, read_json
@@ -78,6 +79,7 @@ def work_on(
     open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
     if not open_units:
         return
+    check_file_system(run)
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)

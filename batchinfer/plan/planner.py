@@ -31,6 +31,7 @@ from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
+from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
@@ -210,6 +211,7 @@ def _locked(run: RunDir) -> Iterator[None]:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
     with file:
+        check_file_system(run)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,7 +223,7 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 def _is_leftover(path: Path, run: RunDir) -> bool:
     """Whether a file is what a plan killed at its very start leaves behind."""
-    return path.name.startswith(f".{run.run_json.name}.")
+    return path.name.startswith((f".{run.run_json.name}.", ".probe-"))
 
 
 def _remove_leftovers(run: RunDir) -> None:
