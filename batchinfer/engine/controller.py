@@ -17,6 +17,7 @@ from typing import Any
 from batchinfer.balance.decode import OutputLengths
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import read_rows
+from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.agent import serve_node
 from batchinfer.engine.channel import Message
@@ -34,7 +35,16 @@ from batchinfer.fingerprint import check_same, model_fingerprint
 from batchinfer.model.config import load_model_config
 from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
-from batchinfer.records import BatchinferError, Completion, InterruptedRunError, Request, RequestKey
+from batchinfer.records import (
+    BatchinferError,
+    Completion,
+    InputError,
+    InterruptedRunError,
+    Request,
+    RequestKey,
+    Shard,
+    StoreError,
+)
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session
 from batchinfer.stop import StopSignal
@@ -73,13 +83,15 @@ def work_on(
 
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
-        ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
+        ModelError, RunMismatchError: the model folder cannot be loaded, or it or an input shard changed since the plan.
+        ConfigError: the file system of the run folder cannot hold a run.
         RanksFailError: the ranks die again and again before they have computed anything.
     """
     open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
     if not open_units:
         return
     check_file_system(run)
+    _check_inputs(run, job)
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
@@ -458,6 +470,26 @@ def _given_up(request: Request, reason: str) -> Completion:
         kv_tokens_sum=0,
         error=f"the ranks ended twice while only this request was running; the last time: {reason}",
     )
+
+
+def _writing_of(path: Path) -> tuple[int, int] | None:
+    """What differs between two writings of a file; None while there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _check_inputs(run: RunDir, job: JobConfig) -> None:
+    """Refuse to compute for shards that were replaced: `finish` could not use the results.
+
+    Nothing is read from them here, so a node that cannot reach them may work all the same.
+    """
+    try:
+        refuse_changed([Shard(**shard) for shard in read_json(run.run_json)["shards"]], job.s3)
+    except (InputError, StoreError) as error:
+        note(f"warning: {error}; going on, since the plan holds what is needed")
 
 
 def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:
