@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -21,6 +23,9 @@ RankCount = Annotated[int, Field(ge=1, le=4096)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Price = Annotated[float, Field(ge=0)]
 
+# a scheme of one letter would be a drive
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
 
 class _Part(BaseModel):
     """Strict and frozen: unknown keys, wrong types, NaN and infinities are errors."""
@@ -31,7 +36,10 @@ class _Part(BaseModel):
 class InputConfig(_Part):
     """Where the prompts are and which columns hold what."""
 
-    files: list[Text] = Field(min_length=1, description="Parquet shards: paths or globs (`**` too), in sorted order")
+    files: list[Text] = Field(
+        min_length=1,
+        description="Parquet shards: paths or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
+    )
     id: Text = Field("id", description="column with the row's id (text or integer); ids may repeat or be null")
     prompt: Text | None = Field(None, description="column with raw prompt text (or messages, or token_ids)")
     messages: Text | None = Field(
@@ -62,6 +70,28 @@ class OutputConfig(_Part):
 
     dir: Text = Field(description="run folder: plan, durable results, outputs/ and stats/")
     keep_columns: list[Text] = Field(default=[], description="input columns to copy to the outputs")
+    publish: Text | None = Field(
+        None, description="URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _is_folder(cls, value: str) -> str:
+        if is_uri(value) and not value.startswith("file:"):
+            raise ValueError(
+                "is a URI, but a run folder needs rename and exclusive create, which object stores do not have; name a "
+                "folder that all workers see, and have `finish` copy the results with output.publish"
+            )
+        return value
+
+    @field_validator("publish")
+    @classmethod
+    def _is_a_place(cls, value: str | None) -> str | None:
+        if value is not None and not is_uri(value):
+            raise ValueError(
+                f"is {value!r}, not a URI such as s3://bucket/folder; output.dir is the place for a folder"
+            )
+        return value
 
     @field_validator("keep_columns")
     @classmethod
@@ -209,6 +239,26 @@ class PricingConfig(_Part):
     output: Price | None = Field(None, description="$ per million output tokens")
 
 
+class S3Config(_Part):
+    """How s3:// is reached. Credentials never stand here: they come from AWS's environment variables and profiles."""
+
+    endpoint: Text | None = Field(
+        None, description="URL of another S3 service; unset: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's"
+    )
+    region: Text | None = Field(None, description="unset: AWS_REGION or AWS_DEFAULT_REGION, else asked of the bucket")
+    anonymous: bool = Field(False, description="send no credentials, for public buckets")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/@?#]+/?", value):
+            raise ValueError("is not of the form https://host:port (no path, no credentials)")
+        return value
+
+
+DEFAULT_S3 = S3Config()
+
+
 class SlurmConfig(_Part):
     """How a job uses a Slurm cluster; nothing here changes a result."""
 
@@ -228,6 +278,7 @@ class JobConfig(_Part):
     cluster: ClusterConfig = ClusterConfig()
     kv: KvConfig = KvConfig()
     pricing: PricingConfig = PricingConfig()
+    s3: S3Config = DEFAULT_S3
     slurm: SlurmConfig = SlurmConfig()
 
 
@@ -260,6 +311,11 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
     return _with_absolute_paths(job, path.absolute().parent.resolve())
 
 
+def is_uri(text: str) -> bool:
+    """Whether a path is on another file system, such as s3://bucket/key."""
+    return _URI.match(text) is not None
+
+
 def dump_job(job: JobConfig) -> str:
     """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
     lines = []
@@ -279,10 +335,17 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     ]:
         if "\0" in value:
             raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
+    for pattern in job.input.files:
+        _refuse_credentials("input.files", pattern)
+    _refuse_credentials("output.publish", job.output.publish or "")
+    for what, value in [("model.path", job.model.path), ("kv.dir", job.kv.dir or "")]:
+        if is_uri(value):
+            raise ConfigError(f"{what} is a URI, but must be a folder on a file system; copy what is there to one")
     files = [_absolute_pattern(folder, pattern) for pattern in job.input.files]
+    run_folder = os.path.normpath(folder / _local_path("output.dir", job.output.dir))
     update = {
         "input": job.input.model_copy(update={"files": files}),
-        "output": job.output.model_copy(update={"dir": os.path.normpath(folder / job.output.dir)}),
+        "output": job.output.model_copy(update={"dir": run_folder}),
         "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
     }
     if job.kv.dir is not None:
@@ -292,10 +355,36 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
 
 def _absolute_pattern(folder: Path, pattern: str) -> str:
     """A glob below `folder`; in the folder's own name, and in that of a file that exists, nothing is a wildcard."""
+    pattern = _local_path("input.files", pattern)
+    if is_uri(pattern):
+        return pattern
     as_file = os.path.normpath(folder / pattern)
     if os.path.lexists(as_file):
         return _escape_glob(as_file)
     return os.path.normpath(os.path.join(_escape_glob(str(folder)), pattern))
+
+
+def _local_path(what: str, text: str) -> str:
+    """The path in a file:// URI; anything else as it is."""
+    if not text.startswith("file://"):
+        return text
+    host = text.removeprefix("file://").partition("/")[0]
+    if host not in ("", "localhost"):
+        raise ConfigError(f"{what} names the host {host} in {text}; write file:///path, with three slashes")
+    return unquote(text.removeprefix(f"file://{host}"))
+
+
+def _refuse_credentials(what: str, text: str) -> None:
+    """They would be copied to the run folder and to messages."""
+    scheme, _, rest = text.partition("://")
+    host = rest.partition("/")[0]
+    # a secret key may hold a slash, and no bucket's name a colon
+    is_secret = set(host) & {":", "@"} if scheme in ("s3", "gs") else ":" in host.rpartition("@")[0]
+    if is_uri(text) and is_secret and scheme != "github":  # github://owner:repository@branch
+        raise ConfigError(
+            f"{what} holds credentials in a {scheme}:// URI; take them out: they belong into the environment or a "
+            "profile, for s3 into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
 
 
 def _escape_glob(text: str) -> str:

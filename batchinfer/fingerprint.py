@@ -31,7 +31,7 @@ def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) 
     return {
         **model_fingerprint(job, tokenizer_digest),
         **settings_fingerprint(job),
-        "input shards": [[shard.name, shard.size_bytes, shard.footer] for shard in shards],
+        "input shards": [_identity(shard) for shard in shards],
     }
 
 
@@ -124,6 +124,11 @@ def _hash_safetensors(path: Path, hasher: hashlib.blake2b) -> None:
             stride = max((end - start) // SAMPLES_PER_TENSOR, SAMPLE_BYTES)
             for offset in range(start, end, stride):
                 hasher.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - offset), 8 + header_bytes + offset))
+
+
+def _identity(shard: Shard) -> list[Any]:
+    of_file = [shard.name, shard.size_bytes, shard.footer]
+    return [*of_file, shard.version] if shard.version else of_file
 
 
 def _first_difference(old: list[Any], new: list[Any]) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from batchinfer.config import JobConfig
 from batchinfer.data.duck import literal, read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.kept import KeptRows
-from batchinfer.data.parquet import find_shards, kept_fields, read_rows, table_writer
+from batchinfer.data.parquet import kept_fields, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
+from batchinfer.data.shards import refuse_changed
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
 from batchinfer.progress import Progress, note
-from batchinfer.records import ConfigError, ExitCode, IncompleteRunError, RunMismatchError, Shard
+from batchinfer.publish import publish_run
+from batchinfer.records import BatchinferError, ConfigError, ExitCode, IncompleteRunError, Shard
 from batchinfer.rundir import RunDir, publish_json, published, read_json
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
@@ -47,40 +49,64 @@ class Finished:
 
 
 def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> Finished:
-    """Check that no row is missing or double, then write outputs/ and stats/.
+    """Check that no row is missing or double, then write outputs/ and stats/, and publish them if the job says so.
 
     Raises:
         IncompleteRunError: rows are missing (without `allow_partial`), or a result stands twice.
-        RunMismatchError: an input shard is not the file that was planned.
+        RunMismatchError: an input shard is not the file that was planned; or output.publish is another job's.
+        StoreError: an object store does not answer or refuses to.
     """
+    with _scratch(run, is_last=not allow_partial):
+        result = _finish(run, job, allow_partial=allow_partial)
+        if job.output.publish is not None:
+            _publish(run, job, result)
+    return result
+
+
+def _publish(run: RunDir, job: JobConfig, result: Finished) -> None:
+    try:
+        num_objects = publish_run(run, job, asdict(result))
+    except BatchinferError as error:
+        raise type(error)(
+            f"{error}; the results are all in {run.outputs}: run `batchinfer finish {run.root}` to publish them"
+        ) from None
+    note(
+        f"{num_objects:,} files put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date"
+    )
+
+
+def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> Finished:
     state = read_json(run.run_json)
     shards = [Shard(**shard) for shard in state["shards"]]
-    with _scratch(run):
-        if state["state"] == "finished" and _is_written(run, shards):
-            _write_run(run, job, shards, state["counts"])  # prices may have changed
-            return Finished(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
-        _check_unchanged(run, shards)
-        claims = _claims(run, allow_partial)
-        with _database(run) as connection:
-            num_missing = _load_results(connection, run, claims)
-            if num_missing and not allow_partial:
-                raise IncompleteRunError(_lost_results(connection, run, num_missing))
-            expected = state["counts"]["rows"]
-            num_rows, num_errors = _write_outputs(
-                connection, run, job, shards, pa.type_for_alias(state["id_type"]), expected
-            )
-            _write_stats(connection, run, shards, claims)
-        _write_run(run, job, shards, state["counts"])
-        unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
-        result = Finished(num_rows, num_errors, num_missing, unreadable)
-        finished = {**asdict(result), "unreadable": list(unreadable)}
-        publish_json(run.run_json, {**state, "state": "partial" if num_missing else "finished", "finished": finished})
+    if state["state"] == "finished" and _is_written(run, shards):
+        _write_run(run, job, shards, state["counts"])  # prices may have changed
+        return Finished(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
+    refuse_changed(shards, job.s3)
+    claims = _claims(run, allow_partial)
+    with _database(run) as connection:
+        num_missing = _load_results(connection, run, claims)
+        if num_missing and not allow_partial:
+            raise IncompleteRunError(_lost_results(connection, run, num_missing))
+        expected = state["counts"]["rows"]
+        num_rows, num_errors = _write_outputs(
+            connection, run, job, shards, pa.type_for_alias(state["id_type"]), expected
+        )
+        _write_stats(connection, run, shards, claims)
+    _write_run(run, job, shards, state["counts"])
+    unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
+    result = Finished(num_rows, num_errors, num_missing, unreadable)
+    finished = {**asdict(result), "unreadable": list(unreadable)}
+    publish_json(run.run_json, {**state, "state": "partial" if num_missing else "finished", "finished": finished})
     return result
 
 
 @contextmanager
-def _scratch(run: RunDir) -> Iterator[None]:
-    """One finish at a time, with an empty scratch folder that is gone afterwards."""
+def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
+    """One finish at a time, with an empty scratch folder that is gone afterwards.
+
+    Args:
+        is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
+    """
     with open(run.lock, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,27 +114,20 @@ def _scratch(run: RunDir) -> Iterator[None]:
             raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
         except OSError as error:
             note(f"no file locks in {run.root} ({error.strerror}); do not finish this run twice at once")
-        shutil.rmtree(run.work, ignore_errors=True)
+        shutil.rmtree(run.finish_scratch, ignore_errors=True)
         try:
             yield
+            if is_last:
+                shutil.rmtree(run.work, ignore_errors=True)
         finally:
-            shutil.rmtree(run.work, ignore_errors=True)
+            shutil.rmtree(run.finish_scratch, ignore_errors=True)
+            with suppress(OSError):  # others have something in it
+                run.work.rmdir()
 
 
 def _is_written(run: RunDir, shards: list[Shard]) -> bool:
     outputs = all(run.output(shard.name).exists() for shard in shards if shard.problem is None)
     return outputs and all(run.stats_file(table).exists() for table in ("requests", "units", "run"))
-
-
-def _check_unchanged(run: RunDir, shards: list[Shard]) -> None:
-    """Refuse to put results beside rows of a file that was replaced after planning."""
-    now = {shard.path: shard for shard in find_shards([shard.path for shard in shards if shard.problem is None])}
-    for shard in shards:
-        found = now.get(shard.path)
-        if found is not None and (found.size_bytes, found.footer) != (shard.size_bytes, shard.footer):
-            raise RunMismatchError(
-                f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
-            )
 
 
 def _claims(run: RunDir, allow_partial: bool) -> dict[int, Path]:
@@ -138,9 +157,9 @@ def _database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
         ConfigError: a file of the run folder is damaged, or the disk is full.
     """
     try:
-        run.work.mkdir(parents=True, exist_ok=True)
+        run.finish_scratch.mkdir(parents=True, exist_ok=True)
         with duckdb.connect(
-            config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.work / "spill")}
+            config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.finish_scratch / "spill")}
         ) as connection:
             yield connection
     except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
@@ -182,7 +201,7 @@ def _load_results(connection: duckdb.DuckDBPyConnection, run: RunDir, claims: di
         raise IncompleteRunError(
             f"{surplus} results in {run.root} stand twice and {unplanned} were never planned; please report this fault"
         )
-    target = run.work / "delivered.parquet"
+    target = run.finish_scratch / "delivered.parquet"
     connection.execute(
         f"""
         COPY (
@@ -242,15 +261,15 @@ def _write_outputs(
         expected: output rows that the plan counted.
     """
     readable = [shard for shard in shards if shard.problem is None]
-    kept = kept_fields(shards, job.output.keep_columns)
+    kept = kept_fields(shards, job.output.keep_columns, job.s3)
     schema = output_schema(id_type, kept)
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
             reader = _output_reader(connection, run, shard, schema, kept)
-            kept_rows = KeptRows(shard, kept)
+            kept_rows = KeptRows(shard, kept, job.s3)
             with (
-                published(run.output(shard.name), scratch=run.work) as temporary,
+                published(run.output(shard.name), scratch=run.finish_scratch) as temporary,
                 pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
             ):
                 for batch in reader:
@@ -289,7 +308,7 @@ def _write_stats(
     """Write stats/{requests,units}.parquet; steps, experts and nodes were written while working."""
     readable = [shard for shard in shards if shard.problem is None]
     names = ", ".join(STATS_REQUESTS.schema.names)
-    with published(run.stats_file("requests"), scratch=run.work) as temporary:
+    with published(run.stats_file("requests"), scratch=run.finish_scratch) as temporary:
         connection.execute(
             f"COPY (SELECT {names} FROM ({_output_rows(run, readable)}) ORDER BY shard, row, sample) "
             f"TO {literal(temporary)} (FORMAT parquet)"

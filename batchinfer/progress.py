@@ -17,7 +17,7 @@ class Progress:
     """One bar, or one plain line every few seconds; `advance` is cheap enough to call per step."""
 
     def __init__(self, title: str, total: int, unit: str, *, done: int = 0) -> None:
-        self._title, self._total, self._unit = title, total, unit
+        self._title, self.total, self._unit = title, total, unit
         self.count = self._first = done
         self._detail = ""
         self._start = self._last_line = time.monotonic()
@@ -38,6 +38,12 @@ class Progress:
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._print_line()
 
+    def extend(self, count: int) -> None:
+        """There is more to do than was thought."""
+        self.total += count
+        if self._bar is not None:
+            self._bar.total = self.total
+
     def __enter__(self) -> Progress:
         return self
 
@@ -53,10 +59,10 @@ class Progress:
         self._last_line = time.monotonic()
         seconds = max(self._last_line - self._start, 1e-9)
         rate = (self.count - self._first) / seconds
-        left = f", {(self._total - self.count) / rate:,.0f} s left" if rate and self.count < self._total else ""
+        left = f", {(self.total - self.count) / rate:,.0f} s left" if rate and self.count < self.total else ""
         detail = f", {self._detail}" if self._detail else ""
         print(
-            f"{self._title}: {self.count:,} of {self._total:,} {self._unit} ({rate:,.1f}/s{left}){detail}",
+            f"{self._title}: {self.count:,} of {self.total:,} {self._unit} ({rate:,.1f}/s{left}){detail}",
             file=sys.stderr,
             flush=True,
         )

@@ -41,6 +41,12 @@ class ModelError(BatchinferError):
     exit_code = ExitCode.BAD_JOB
 
 
+class StoreError(BatchinferError):
+    """An object store, or another file system named by URI, cannot be reached, read or written."""
+
+    exit_code = ExitCode.BAD_JOB
+
+
 class RunMismatchError(BatchinferError):
     """The run folder belongs to another job, or an input changed under a running one."""
 
@@ -71,12 +77,13 @@ class Shard:
     """One input file as it stood when the job was planned."""
 
     index: int
-    path: str  # absolute
+    path: str  # absolute, or a URI
     name: str  # below the common folder of all shards, without a leading slash; outputs/<name> mirrors it
     size_bytes: int
     footer: str  # hex digest of the Parquet footer; "" when the file could not be read
     num_rows: int
     problem: str | None = None  # why the file cannot be read
+    version: str = ""  # of an object: its ETag, or when it was written; "" for a file
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,8 @@ def _retry(run: RunDir) -> Retried:
             continue
         run.done(unit).unlink(missing_ok=True)
         num_requests, num_units, num_open = num_requests + num_failed, num_units + 1, num_open + (done is not None)
+    if num_open:
+        publish_json(run.reopened, {"open_units": num_open})  # for workers that took these units for done
     return Retried(num_requests, num_units, num_open, num_held, state["counts"]["bad_rows"])
 
 

@@ -22,6 +22,7 @@ class RunDir:
     plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
+    published.json  units/reopened.json
     slurm/<submission>.json  slurm/*.log
     """
 
@@ -78,8 +79,23 @@ class RunDir:
 
     @property
     def work(self) -> Path:
-        """Scratch space of `finish`; emptied by it."""
+        """What only living processes need."""
         return self.root / "work"
+
+    @property
+    def finish_scratch(self) -> Path:
+        """Scratch space of `finish`; emptied by it."""
+        return self.root / "work" / "finish"
+
+    @property
+    def published(self) -> Path:
+        """What `finish` has put where output.publish says."""
+        return self.root / "published.json"
+
+    @property
+    def reopened(self) -> Path:
+        """Written anew when units that were done are open again."""
+        return self.root / "units" / "reopened.json"
 
     @property
     def slurm(self) -> Path:

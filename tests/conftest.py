@@ -77,6 +77,8 @@ LONG_FILES = (
     "test_gpu_check",
     "test_fp8_engine",
     "test_plan",
+    "test_object_stores",
+    "test_elastic",
 )
 
 

@@ -1,4 +1,4 @@
-"""Killing ranks on purpose: a job worth disturbing, who is below a process, and a run with kills at random moments."""
+"""Faults on purpose: a job worth disturbing, failed rows, ranks killed at random moments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
@@ -33,6 +36,21 @@ def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[
     job = write_job(folder, cluster=SLOW, sampling=MIXED)
     assert batchinfer("run", job).code == 0
     return folder, output_bytes(folder / "run")
+
+
+def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
+    """Make error rows of some results, as if these requests had brought the ranks down; their (shard, row)."""
+    failed = []
+    for path in sorted(run.glob("units/*/*/part-*.parquet")):
+        table = pq.read_table(path)
+        if len(failed) == num_failed or len(table) < 2:
+            continue
+        rows = table.to_pylist()
+        rows[0] |= {"status": "error", "error": "the rank died", "text": "", "token_ids": [], "finish_reason": "error"}
+        failed.append((rows[0]["shard"], rows[0]["row"]))
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    assert len(failed) == num_failed
+    return failed
 
 
 def descendants(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "batchinfer"
 # What a module (or every module of a room) may import from batchinfer besides its own room.
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
-RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts"}
+RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts", "probe"}
 ALLOWED = {
     "records": set(),
     "config": BASE,
@@ -32,15 +32,17 @@ ALLOWED = {
     "schedule": FILES | {"progress", "slurm", "submission"},
     "retry": FILES | {"data", "engine.claims", "progress"},
     "planned": FILES | {"fingerprint"},
+    "probe": FILES,
+    "publish": FILES | {"data", "fingerprint", "progress"},
     "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},
     "data": FILES,
-    "plan": RUN | {"data", "balance", "model.config", "sim"},  # sim only in plan.planner, checked below
+    "plan": RUN | {"data", "balance", "model.config", "publish", "sim"},  # sim only in plan.planner, checked below
     "parallel": BASE,
     "model": BASE | {"parallel"},
     "kv": FILES,
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
-    "finish": RUN | {"data", "engine.claims"},
+    "finish": RUN | {"data", "engine.claims", "publish"},
     "report": FILES | {"data", "printable"},
     "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
     "doctor": FILES | {"engine", "parallel"},
@@ -64,6 +66,8 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "retry",
     "schedule",
     "whereabouts",
+    "probe",
+    "publish",
 }
 # The controller's side of the engine: it must live on when a rank, or torch in it, does not.
 CONTROLLER = {

@@ -14,13 +14,13 @@ import pytest
 
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import (
-    find_shards,
     id_type,
     kept_fields,
     read_batches,
     shard_schema,
     table_writer,
 )
+from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
@@ -225,7 +225,7 @@ MEMORY_PROGRAM = """
 import re, sys
 from pathlib import Path
 from batchinfer.config import JobConfig
-from batchinfer.data.parquet import find_shards
+from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 path, model = sys.argv[1:]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from batchinfer.engine.claims import Claims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
+from faults import fail_some
 from jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05}
@@ -122,21 +122,6 @@ def test_status_retry_and_cancel_start_without_torch(reference):
     for command in ("status", "retry", "cancel"):
         done = subprocess.run([sys.executable, "-c", code, command, reference[0] / "run"], check=False)
         assert done.returncode == 0, command
-
-
-def fail_some(run, num_failed):
-    """Make error rows of some results, as if these requests had brought the ranks down."""
-    failed = []
-    for path in sorted(run.glob("units/*/*/part-*.parquet")):
-        table = pq.read_table(path)
-        if len(failed) == num_failed or len(table) < 2:
-            continue
-        rows = table.to_pylist()
-        rows[0] |= {"status": "error", "error": "the rank died", "text": "", "token_ids": [], "finish_reason": "error"}
-        failed.append((rows[0]["shard"], rows[0]["row"]))
-        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    assert len(failed) == num_failed
-    return failed
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.parquet import column_type, read_batches, shard_schema
 from batchinfer.records import Shard
 
@@ -12,11 +13,11 @@ from batchinfer.records import Shard
 class KeptRows:
     """A cursor over the kept columns of one shard; memory holds a few batches of it."""
 
-    def __init__(self, shard: Shard, kept: list[pa.Field]) -> None:
+    def __init__(self, shard: Shard, kept: list[pa.Field], s3: S3Config = DEFAULT_S3) -> None:
         self._schema = pa.schema(kept)
-        present = shard_schema(shard) if kept else pa.schema([])
+        present = shard_schema(shard, s3) if kept else pa.schema([])
         self._names = [field.name for field in kept if column_type(present, field.name) is not None]
-        self._batches = read_batches(shard, self._names) if self._names else iter(())
+        self._batches = read_batches(shard, self._names, s3=s3) if self._names else iter(())
         self._buffer = self._schema.empty_table()
         self._base = 0  # row of the buffer's first line
 

@@ -1,16 +1,11 @@
-"""Parquet in and out: finding the input shards, reading them in bounded memory, writing whole files or none.
+"""Parquet in and out: reading input shards in bounded memory, writing whole files or none.
 
-Called by plan (shards, prompts), engine (results) and finish (kept columns, outputs).
+Called by plan (prompts), engine (results) and finish (kept columns, outputs).
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import os
-import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,41 +13,28 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.schemas import OUTPUTS
-from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.data.stores import StoreFile
+from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 from batchinfer.rundir import published
 
-MAGIC = b"PAR1"
 BUFFER_BYTES = 1 << 20  # read-ahead per column
+STORE_BUFFER_BYTES = 8 << 20  # the same for objects, each read of which is a request
 BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
 PROBE_ROWS = 8  # rows decoded first to learn how wide rows are
 # what pyarrow raises for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
 
 
-def find_shards(patterns: list[str], exclude: Path | None = None) -> list[Shard]:
-    """List the input files with what their footers say; a file that cannot be read is listed with its `problem`.
-
-    Args:
-        patterns: absolute paths or globs (`**` crosses folders); each file counts once, in the order of its path.
-        exclude: the run folder, whose own files a wide pattern must not take for input.
-
-    Raises:
-        ConfigError: a pattern matches no file, names a folder, or two files would share one output file.
-    """
-    paths = _matching_files(patterns, exclude)
-    names = _output_names(paths)
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(_inspect, range(len(paths)), paths, names))
-
-
-def shard_schema(shard: Shard) -> pa.Schema:
+def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
     """The shard's Arrow schema, from its footer.
 
     Raises:
         InputError: the file is no longer readable.
+        StoreError, RunMismatchError: the same of an object; it is another one now.
     """
-    with _open(shard) as file:
+    with _open(shard, s3) as file:
         return file.schema_arrow
 
 
@@ -71,7 +53,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
-def read_batches(shard: Shard, columns: list[str], batch_rows: int = 1024) -> Iterator[pa.RecordBatch]:
+def read_batches(
+    shard: Shard, columns: list[str], batch_rows: int = 1024, *, s3: S3Config = DEFAULT_S3
+) -> Iterator[pa.RecordBatch]:
     """Read some columns of a shard in order, a few megabytes at a time however large its row groups are.
 
     Args:
@@ -80,12 +64,17 @@ def read_batches(shard: Shard, columns: list[str], batch_rows: int = 1024) -> It
 
     Raises:
         InputError: the file is damaged, or does not hold as many rows as its footer says.
+        StoreError: its store fails.
+        RunMismatchError: the object was replaced, perhaps while it was read.
     """
     num_rows = 0
-    with _open(shard) as file:
+    with _open(shard, s3) as file:
         for batch in _damage_named(shard, _decode(file, columns, batch_rows)):
             num_rows += batch.num_rows
             yield batch
+    if is_uri(shard.path):
+        with _opened_object(shard, s3):
+            pass  # it is still the same
     if num_rows != shard.num_rows:
         raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
 
@@ -119,7 +108,7 @@ def own_file(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        raise ConfigError(f"the run folder is damaged: {path}: {_reason(error)}; use another output.dir") from None
+        raise ConfigError(f"the run folder is damaged: {path}: {first_line(error)}; use another output.dir") from None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -129,15 +118,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def id_type(shards: list[Shard], id_column: str) -> pa.DataType:
+def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> pa.DataType:
     """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text."""
-    found = [column_type(schema, id_column) for _, schema in _readable(shards)]
+    found = [column_type(schema, id_column) for _, schema in _readable(shards, s3)]
     kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
     fits = all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds)
     return pa.int64() if kinds and fits else pa.string()
 
 
-def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
+def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
     """The kept columns as they stand in the outputs: one nullable type each that holds the values of every shard.
 
     Raises:
@@ -146,7 +135,9 @@ def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
     for name in keep_columns:
         if name in OUTPUTS.schema.names:
             raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
-    schemas = _readable(shards)
+    if not keep_columns:
+        return []
+    schemas = _readable(shards, s3)
     if not schemas:
         return [pa.field(name, pa.null()) for name in keep_columns]
     return [_kept_field(schemas, name) for name in keep_columns]
@@ -186,106 +177,42 @@ def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     return wider if is_faithful or pa.null() in (first, second) else None
 
 
-def _readable(shards: list[Shard]) -> list[tuple[Shard, pa.Schema]]:
-    return [(shard, shard_schema(shard)) for shard in shards if shard.problem is None]
-
-
-# ---- finding
-
-
-def _matching_files(patterns: list[str], exclude: Path | None) -> list[str]:
-    outside = f"{os.path.realpath(exclude)}{os.sep}" if exclude is not None else None
-    path_of_file: dict[str, str] = {}
-    for pattern in patterns:
-        # a path that exists is meant as it stands, even when it holds glob characters
-        matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
-        files = [os.path.abspath(match) for match in matches if not os.path.isdir(match)]
-        if matches and not files:
-            raise ConfigError(f"input.files names the folder {matches[0]}; write {matches[0].rstrip('/')}/*.parquet")
-        files = [file for file in files if outside is None or not os.path.realpath(file).startswith(outside)]
-        if not files:
-            raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
-        for file in sorted(files):
-            path_of_file.setdefault(os.path.realpath(file), file)
-    return sorted(path_of_file.values())
-
-
-def _output_names(paths: list[str]) -> list[str]:
-    """The name of each shard's output file: its path below the folder that all shards share."""
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    path_of_name: dict[str, str] = {}
-    for path in paths:
-        name = os.path.relpath(path, folder)
-        name = name if name.endswith(".parquet") else f"{name}.parquet"
-        if not _is_utf8(name):
-            raise ConfigError(f"the file name {path!r} is not valid UTF-8; rename the file")
-        if name in path_of_name:
-            raise ConfigError(f"{path_of_name[name]} and {path} would share the output file {name}; rename one of them")
-        path_of_name[name] = path
-    for name, path in path_of_name.items():
-        clash = next((str(parent) for parent in Path(name).parents if str(parent) in path_of_name), None)
-        if clash is not None:
-            raise ConfigError(f"{path_of_name[clash]} and {path} need {clash} as file and folder; rename one of them")
-    return list(path_of_name)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _inspect(index: int, path: str, name: str) -> Shard:
-    try:
-        size_bytes, footer = _read_footer(path)
-        with pq.ParquetFile(path) as file:
-            # the schema is asked for because a footer can be sound and hold types that Arrow does not know
-            num_rows, _ = file.metadata.num_rows, file.schema_arrow
-    except DAMAGE as error:
-        return Shard(index, path, name, _size(path), "", 0, _reason(error))
-    return Shard(index, path, name, size_bytes, hashlib.blake2b(footer, digest_size=16).hexdigest(), num_rows)
-
-
-def _read_footer(path: str) -> tuple[int, bytes]:
-    # file   PAR1 | data pages ... | footer | length of the footer (4 bytes) | PAR1
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a regular file")
-    size_bytes = status.st_size
-    if size_bytes == 0:
-        raise ValueError("it is empty")
-    with open(path, "rb") as file:
-        head = file.read(4)
-        file.seek(max(size_bytes - 8, 0))
-        tail = file.read(8)
-        footer_bytes = int.from_bytes(tail[:4], "little")
-        if tail[4:] == b"PARE":
-            raise ValueError("it is an encrypted Parquet file")
-        if head != MAGIC:
-            raise ValueError("it is not a Parquet file")
-        if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
-            raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
-        file.seek(size_bytes - 8 - footer_bytes)
-        return size_bytes, file.read(footer_bytes)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+def _readable(shards: list[Shard], s3: S3Config) -> list[tuple[Shard, pa.Schema]]:
+    return [(shard, shard_schema(shard, s3)) for shard in shards if shard.problem is None]
 
 
 # ---- reading
 
 
-def _open(shard: Shard) -> pq.ParquetFile:
+@contextmanager
+def _open(shard: Shard, s3: S3Config) -> Iterator[pq.ParquetFile]:
+    if not is_uri(shard.path):
+        with _parquet_file(shard, shard.path, BUFFER_BYTES) as file:
+            yield file
+        return
+    with (
+        _opened_object(shard, s3) as source,
+        _parquet_file(shard, pa.PythonFile(source, mode="r"), STORE_BUFFER_BYTES) as file,
+    ):
+        yield file
+
+
+def _parquet_file(shard: Shard, source: str | pa.PythonFile, buffer_bytes: int) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(shard.path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+        return pq.ParquetFile(source, pre_buffer=False, buffer_size=buffer_bytes, page_checksum_verification=True)
     except DAMAGE as error:
-        raise InputError(f"{shard.path} cannot be read: {_reason(error)}") from None
+        raise InputError(f"{shard.path} cannot be read: {first_line(error)}") from None
+
+
+@contextmanager
+def _opened_object(shard: Shard, s3: S3Config) -> Iterator[StoreFile]:
+    """The object of a shard, if it is the one that was planned."""
+    with StoreFile(shard.path, s3) as source:
+        if (source.size_bytes, source.version) != (shard.size_bytes, shard.version):
+            raise RunMismatchError(
+                f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
+            )
+        yield source
 
 
 def _decode(file: pq.ParquetFile, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -321,13 +248,13 @@ def _damage_named(shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[p
         try:
             batch = next(batches, None)
         except DAMAGE as error:
-            raise InputError(f"{shard.path} is damaged: {_reason(error)}") from None
+            raise InputError(f"{shard.path} is damaged: {first_line(error)}") from None
         if batch is None:
             return
         yield batch
 
 
-def _reason(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error, without its closing full stop."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -78,6 +78,7 @@ def tokenize_shard(
 
     Raises:
         InputError: the shard is damaged.
+        StoreError, RunMismatchError: its store fails; the object was replaced.
         ModelError: the job has messages, but the model folder no usable chat template.
         ConfigError: the target cannot be written.
     """
@@ -105,6 +106,7 @@ def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
 class _RowChecker:
     def __init__(self, shard: Shard, job: JobConfig, tokenizer: PromptTokenizer, limits: PromptLimits) -> None:
         self._shard = shard
+        self._s3 = job.s3
         self._tokenizer = tokenizer
         self._limits = limits
         self._job_sampling = job.sampling.to_sampling()
@@ -114,7 +116,7 @@ class _RowChecker:
         self._overrides = SamplingOverrides(job.sampling, self._sampling or "")
         if self._kind == "messages":
             tokenizer.chat_template()  # without one no row can work: fail before the first
-        schema = shard_schema(shard)
+        schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
         wanted = dict.fromkeys(name for name in (self._id, self._prompt, self._sampling) if name is not None)
@@ -124,7 +126,7 @@ class _RowChecker:
         self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
-        for columns in read_batches(self._shard, self._columns):
+        for columns in read_batches(self._shard, self._columns, s3=self._s3):
             batch = _Batch(columns, columns.num_rows)
             checked = self._check(batch)
             if batch.errors and self.found.first_error is None:

@@ -17,6 +17,7 @@ from typing import Any
 from batchinfer.balance.decode import OutputLengths
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import read_rows
+from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.agent import serve_node
 from batchinfer.engine.channel import Message
@@ -32,8 +33,18 @@ from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
 from batchinfer.fingerprint import check_same, model_fingerprint
 from batchinfer.model.config import load_model_config
+from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
-from batchinfer.records import BatchinferError, Completion, InterruptedRunError, Request, RequestKey
+from batchinfer.records import (
+    BatchinferError,
+    Completion,
+    InputError,
+    InterruptedRunError,
+    Request,
+    RequestKey,
+    Shard,
+    StoreError,
+)
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.session import Session
 from batchinfer.stop import StopSignal
@@ -42,6 +53,7 @@ from batchinfer.weights_digest import cache_folder, whole_weights_digest
 
 GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
 LOOK_AGAIN_S = 1.0  # between looks at units that others hold
+WAIT_S = 0.2  # between questions whether it is time for that
 # Sending a KV token takes as long as reading it in so many decode steps: two copies, or memory against network speed
 MOVE_STEPS = 4.0
 MOVE_STEPS_BETWEEN_HOSTS = 64.0
@@ -72,12 +84,16 @@ def work_on(
 
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
-        ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
+        ModelError, RunMismatchError: the model folder cannot be loaded, or it or an input shard changed since the plan.
+        ConfigError: the file system of the run folder cannot hold a run.
         RanksFailError: the ranks die again and again before they have computed anything.
     """
-    open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
+    units = read_rows(run.units)
+    open_units = [row for row in units if not run.done(row["unit"]).exists()]
     if not open_units:
         return
+    check_file_system(run)
+    _check_inputs(run, job)
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
@@ -91,10 +107,11 @@ def work_on(
         Progress("work", total, "requests") as progress,
         _rank_group(run, job, session, stop, node, ranks_ahead) as ranks,
     ):
-        Controller(run, job, session, stop, tracer, ranks, claims, open_units, progress).run()
+        Controller(run, job, session, stop, tracer, ranks, claims, units, open_units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
-            f"stopped; {progress.count:,} of {total:,} requests are done and kept; run the same command to go on"
+            f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
+            "run the same command to go on"
         )
 
 
@@ -135,11 +152,14 @@ class Controller:
         tracer: Tracer,
         ranks: RankGroup,
         claims: Claims,
+        all_units: list[dict[str, Any]],
         units: list[dict[str, Any]],
         progress: Progress,
     ) -> None:
         self._run, self._job, self._session, self._stop, self._tracer = run, job, session, stop, tracer
-        self._ranks, self._claims, self._units, self._progress = ranks, claims, units, progress
+        self._ranks, self._claims, self._progress = ranks, claims, progress
+        self._all_units, self._units = all_units, units
+        self._reopening: tuple[int, int] | None = None  # which writing of run.reopened was seen last
         self._results = Results(run, session, claims)
         self._default = job.sampling.to_sampling()
         model = load_model_config(Path(job.model.path))
@@ -184,8 +204,11 @@ class Controller:
         try:
             while not self._is_done():
                 try:
-                    self._start_ranks()
                     self._stop.graceful = True
+                    self._wait_for_unit()
+                    if self._is_done():
+                        break
+                    self._start_ranks()
                     while not self._is_done():
                         self._serve()
                     for rank, message in self._ranks.leave():
@@ -198,6 +221,11 @@ class Controller:
             self._ranks.end()
             self._commit()
             self._stop.graceful = False
+
+    def _wait_for_unit(self) -> None:
+        """Hold a unit before ranks start: loading takes them long, and there may be nothing for them."""
+        while not self._is_done() and not self._dealer.num_unfinished and not self._open_next_unit():
+            time.sleep(WAIT_S)
 
     def _is_done(self) -> bool:
         """Whether to go home. With no request of our own left, units of others may still have to be taken over."""
@@ -222,7 +250,8 @@ class Controller:
             self._commit()
 
     def _start_ranks(self) -> None:
-        most_tokens, largest_tokens = kv_tokens(self._run, self._units)
+        # of all units: those that are done may be opened again
+        most_tokens, largest_tokens = kv_tokens(self._run, self._all_units)
         _empty(self._run.parcels(self._session.name))
         with self._tracer.span("load", "controller"):
             slots: dict[str, Any] = {place.role: self._slots(place.role) for place in self._ranks.places}
@@ -366,6 +395,7 @@ class Controller:
         """Claim a unit that has something left to do; False when there is none now."""
         if time.monotonic() < self._look_again_s:
             return False
+        self._see_reopened()
         for place, row in enumerate(self._units):
             unit = row["unit"]
             claim = None if self._results.is_open(unit) else self._claims.try_claim(unit)
@@ -373,6 +403,8 @@ class Controller:
                 continue
             # start looking behind this unit next time
             self._units = self._units[place + 1 :] + self._units[: place + 1]
+            if unit in self._claimed:
+                self._progress.extend(row["num_requests"])
             self._claimed.add(unit)
             after_tokens = self._shared_with_next.get(unit, 0)
             requests = read_unit(self._run, row, self._default, after_tokens=after_tokens)
@@ -390,8 +422,22 @@ class Controller:
         self._look_again_s = time.monotonic() + LOOK_AGAIN_S
         return False
 
+    def _see_reopened(self) -> None:
+        """Units that were done may be open again, for their failed requests: take them up into the list."""
+        reopening = _writing_of(self._run.reopened)
+        if reopening == self._reopening:
+            return
+        self._reopening = reopening
+        known = {row["unit"] for row in self._units}
+        again = [row for row in self._all_units if row["unit"] not in known]
+        again = [row for row in again if not self._run.done(row["unit"]).exists()]
+        self._progress.extend(sum(row["num_requests"] for row in again))
+        self._claimed -= {row["unit"] for row in again}
+        self._units += again
+
     def _num_not_done(self) -> int:
         """Units that nobody has completed; those that others completed meanwhile count as progress."""
+        self._see_reopened()
         done = [row for row in self._units if self._run.done(row["unit"]).exists()]
         self._units = [row for row in self._units if not self._run.done(row["unit"]).exists()]
         self._progress.advance(sum(row["num_requests"] for row in done if row["unit"] not in self._claimed))
@@ -456,6 +502,26 @@ def _given_up(request: Request, reason: str) -> Completion:
         kv_tokens_sum=0,
         error=f"the ranks ended twice while only this request was running; the last time: {reason}",
     )
+
+
+def _writing_of(path: Path) -> tuple[int, int] | None:
+    """What differs between two writings of a file; None while there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _check_inputs(run: RunDir, job: JobConfig) -> None:
+    """Refuse to compute for shards that were replaced: `finish` could not use the results.
+
+    Nothing is read from them here, so a node that cannot reach them may work all the same.
+    """
+    try:
+        refuse_changed([Shard(**shard) for shard in read_json(run.run_json)["shards"]], job.s3)
+    except (InputError, StoreError) as error:
+        note(f"warning: {error}; going on, since the plan holds what is needed")
 
 
 def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, dump_job
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.parquet import find_shards, id_type, kept_fields, shard_schema
+from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.schemas import PLAN_SUMMARY
+from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
 from batchinfer.fingerprint import check_same, job_fingerprint
@@ -31,7 +32,9 @@ from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
+from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
+from batchinfer.publish import claim_place
 from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 from batchinfer.session import Session
@@ -58,19 +61,21 @@ def plan_job(
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
         InputError: no shard can be read; or `strict` and a shard or row is bad.
-        RunMismatchError: the run folder belongs to another job.
+        RunMismatchError: the run folder, or output.publish, belongs to another job.
+        StoreError: an object store of input.files or output.publish does not answer or refuses to.
     """
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     _check_experts(job.cluster, model)
     tokenizer = load_tokenizer(Path(job.model.path))
-    shards = find_shards(job.input.files, exclude=Path(job.output.dir))
+    shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
     _check_shards(shards, strict)
     _check_columns(job, shards)
     fingerprint = job_fingerprint(job, shards, tokenizer.digest)
     learned = learn(learn_from, expert_loads, model, fingerprint)
     run = RunDir(Path(job.output.dir))
     with _locked(run):
+        claim_place(job, fingerprint)
         if run.run_json.exists():
             state = read_json(run.run_json)
             check_same(state["fingerprint"], fingerprint, run.root)
@@ -79,7 +84,7 @@ def plan_job(
                 "state": "planning",
                 "fingerprint": fingerprint,
                 "shards": [asdict(shard) for shard in shards],
-                "id_type": str(id_type(shards, job.input.id)),
+                "id_type": str(id_type(shards, job.input.id, job.s3)),
             }
             publish_json(run.run_json, state)
         session.attach(run)
@@ -210,6 +215,7 @@ def _locked(run: RunDir) -> Iterator[None]:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
     with file:
+        check_file_system(run)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,7 +227,7 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 def _is_leftover(path: Path, run: RunDir) -> bool:
     """Whether a file is what a plan killed at its very start leaves behind."""
-    return path.name.startswith(f".{run.run_json.name}.")
+    return path.name.startswith((f".{run.run_json.name}.", ".probe-"))
 
 
 def _remove_leftovers(run: RunDir) -> None:
@@ -233,8 +239,8 @@ def _remove_leftovers(run: RunDir) -> None:
 
 def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
     """Refuse column names that no shard has: a misspelt name would make every row bad."""
-    kept_fields(shards, job.output.keep_columns)
-    schemas = [shard_schema(shard) for shard in shards if shard.problem is None]
+    kept_fields(shards, job.output.keep_columns, job.s3)
+    schemas = [shard_schema(shard, job.s3) for shard in shards if shard.problem is None]
     for key, name in [(job.input.prompt_kind, job.input.prompt_column), ("sampling", job.input.sampling)]:
         if name is not None and not any(name in schema.names for schema in schemas):
             have = ", ".join(schemas[0].names[:20])

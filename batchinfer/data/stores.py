@@ -1,0 +1,238 @@
+"""Files that are named by URI: in object stores and on other file systems. Called for input shards and by publish.
+
+pyarrow's own file systems serve s3, gs, hdfs and abfs; fsspec's serve other schemes whose libraries are installed.
+Credentials come from where these libraries look for them, never from the job.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from batchinfer.config import S3Config
+from batchinfer.records import BatchinferError, ConfigError, StoreError
+
+CONNECT_S = 5.0
+REQUEST_S = 15.0  # without a byte
+ATTEMPTS = 3  # per request, with growing pauses
+GCS_RETRY_S = 30
+MOST_LETTERS = 300  # of what a library says
+ARROW_SCHEMES = {"abfs", "abfss", "hdfs", "viewfs"}
+WILDCARDS = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a URI stands for: a file system and a path on it."""
+
+    files: fs.FileSystem
+    path: str
+    uri: str
+
+    @property
+    def is_whole_at_once(self) -> bool:
+        """Whether a new object appears only when all of it is there."""
+        return isinstance(self.files, (fs.S3FileSystem, fs.GcsFileSystem))
+
+    def below(self, name: str) -> Place:
+        """The place of a file in this folder."""
+        path = f"{self.path.rstrip('/')}/{name}" if self.path else name
+        return Place(self.files, path, _below(self.uri, name))
+
+
+def locate(uri: str, s3: S3Config) -> Place:
+    """Find the file system behind a URI; nothing is asked of it yet, but which region an S3 bucket is in.
+
+    Raises:
+        ConfigError: the URI has no bucket, or nothing that is installed knows its scheme.
+        StoreError: the bucket's region cannot be found out.
+    """
+    scheme, _, path = uri.partition("://")
+    if scheme == "s3" and "::" not in uri:
+        bucket = path.partition("/")[0]
+        if not bucket or WILDCARDS.search(bucket):
+            raise ConfigError(f"{uri} names no bucket; write s3://bucket/folder")
+        with store_errors(f"find the bucket of {uri}"):
+            return Place(_s3_files(bucket, s3), path.rstrip("/"), uri.rstrip("/"))
+    try:
+        if scheme == "gs":
+            limit = timedelta(seconds=GCS_RETRY_S)
+            return Place(fs.GcsFileSystem(retry_time_limit=limit), path.rstrip("/"), uri.rstrip("/"))
+        if scheme in ARROW_SCHEMES:
+            files, path = fs.FileSystem.from_uri(uri)
+        else:
+            files, path = _fsspec_files(uri)
+    # whatever a library raises that is missing, of another version, or has no such host
+    except Exception as error:
+        raise ConfigError(f"cannot use {uri}: {reason_of(error)}; correct the URI, or install what serves it") from None
+    return Place(files, path.rstrip("/") or path, uri if "::" in uri else uri.rstrip("/"))
+
+
+def matching_objects(pattern: str, s3: S3Config) -> list[str]:
+    """URIs of the objects that a URI with wildcards stands for, `**` crosses folders; or the URI itself.
+
+    Raises:
+        ConfigError: it stands for a folder or for nothing.
+        StoreError: the store does not answer, or refuses to.
+    """
+    head, folders, tail = _cut(pattern)
+    num_plain = next((i for i, part in enumerate(folders) if WILDCARDS.search(part)), None)
+    if num_plain is None:
+        place = locate(pattern, s3)
+        with store_errors(f"read {pattern}"):
+            kind = place.files.get_file_info(place.path).type
+        if kind == fs.FileType.Directory:
+            raise ConfigError(f"input.files names the folder {pattern}; write {_below(pattern, '*.parquet')}")
+        return [pattern] if kind == fs.FileType.File else []
+    wanted = folders[num_plain:]
+    base = locate(f"{head}{'/'.join(folders[:num_plain])}{tail}", s3)
+    is_deep = len(wanted) > 1 or "**" in wanted
+    with store_errors(f"list {base.uri}"):
+        found = base.files.get_file_info(fs.FileSelector(base.path, recursive=is_deep))
+    names = [info.path[len(base.path) :].lstrip("/") for info in found if info.type == fs.FileType.File]
+    return sorted(base.below(name).uri for name in names if _fits(name.split("/"), wanted))
+
+
+class StoreFile(io.RawIOBase):
+    """An object, open for reading. Arrow passes a StoreError on as it is: no fault of the store looks like damage.
+
+    Raises:
+        StoreError: the store does not answer or has no such object.
+    """
+
+    def __init__(self, uri: str, s3: S3Config) -> None:
+        super().__init__()
+        self._place = place = locate(uri, s3)  # kept: an archive is closed when nobody has it any more
+        with store_errors(f"read {uri}"):
+            self._source = place.files.open_input_file(place.path)
+            self.size_bytes = self._source.size()
+            self.version = _version(place, self._source)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        with store_errors(f"read {self._place.uri}"):
+            return bytes(self._source.read(None if size < 0 else size))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._source.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._source.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+        super().close()
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Whatever a store raises becomes one sentence: cannot <what>, why, what to do."""
+    try:
+        yield
+    except BatchinferError:
+        raise
+    except FileNotFoundError:
+        raise StoreError(f"cannot {what}: it is not there (any more)") from None
+    # file systems of fsspec raise what their libraries raise
+    except Exception as error:
+        raise StoreError(
+            f"cannot {what}: {reason_of(error)}; check the name, the credentials, s3.endpoint and the network"
+        ) from None
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error; of what Amazon's library says its name and its words."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    found = re.search(r"AWS Error (\w+) during (\w+) operation: (.*)", text)
+    if found is None:
+        return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+    return f"{found[1]}: {re.sub(r'[. ]*[(]Request ID.*', '', found[3])}"
+
+
+# ---- file systems
+
+
+def _s3_files(bucket: str, s3: S3Config) -> fs.S3FileSystem:
+    environment = os.environ
+    endpoint = s3.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    region = s3.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    return _s3_connection(bucket if endpoint is None and region is None else None, endpoint, region, s3.anonymous)
+
+
+@lru_cache(maxsize=64)
+def _s3_connection(bucket: str | None, endpoint: str | None, region: str | None, anonymous: bool) -> fs.S3FileSystem:
+    """One connection pool for all that is reached in the same way; `bucket`: asked for its region."""
+    options: dict[str, Any] = {}
+    if endpoint is not None:
+        scheme, _, host = endpoint.rpartition("://")
+        options |= {"endpoint_override": host.rstrip("/"), "scheme": scheme or "https"}
+    return fs.S3FileSystem(
+        region=fs.resolve_s3_region(bucket) if bucket is not None else region,
+        anonymous=anonymous,
+        connect_timeout=CONNECT_S,
+        request_timeout=REQUEST_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+        allow_delayed_open=True,
+        **options,
+    )
+
+
+def _fsspec_files(uri: str) -> tuple[fs.FileSystem, str]:
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(uri)
+    return fs.PyFileSystem(fs.FSSpecHandler(files)), path
+
+
+def _version(place: Place, source: pa.NativeFile) -> str:
+    """What changes when an object is replaced; "" when the store does not tell."""
+    tag = (source.metadata() or {}).get("ETag")
+    if tag is not None:
+        return tag.decode() if isinstance(tag, bytes) else str(tag)
+    written = place.files.get_file_info(place.path).mtime_ns
+    return "" if written is None else str(written)
+
+
+# ---- URIs
+
+
+def _cut(uri: str) -> tuple[str, list[str], str]:
+    """A URI's scheme, the names in its path, and what stands behind `::` (the archive that holds it)."""
+    path, chain, archive = uri.partition("::")
+    scheme, _, path = path.partition("://")
+    return f"{scheme}://", path.split("/"), f"{chain}{archive}"
+
+
+def _below(uri: str, name: str) -> str:
+    head, folders, tail = _cut(uri)
+    folder = "/".join(folders).rstrip("/")
+    return f"{head}{folder}/{name}{tail}" if folder else f"{head}{name}{tail}"
+
+
+def _fits(names: list[str], wanted: list[str]) -> bool:
+    """Whether a path matches a glob, both cut at slashes; as in a shell, wildcards do not match a leading dot."""
+    if not wanted:
+        return not names
+    if wanted[0] == "**":
+        deeper = bool(names) and not names[0].startswith(".") and _fits(names[1:], wanted)
+        return deeper or _fits(names, wanted[1:])
+    if not names or (names[0].startswith(".") and not wanted[0].startswith(".")):
+        return False
+    return fnmatchcase(names[0], wanted[0]) and _fits(names[1:], wanted[1:])

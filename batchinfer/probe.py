@@ -1,0 +1,94 @@
+"""Whether the file system of a run folder can hold a run. Called by plan and work before anything else is done.
+
+Claims, results and plans rely on four things: a name is created by one process only (a hard link fails when the name is
+taken), a rename puts a file in the place of another at once, a folder cannot be renamed onto one that is not empty, and
+what was written is read back. Folders that show an object store (s3fs, gcsfuse, mountpoint-s3) often lack some of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, create_exclusively
+
+REMEDY = (
+    "choose a folder on a local disk or a shared file system (NFS, Lustre, CephFS), and use output.publish for s3://"
+)
+
+
+def check_file_system(run: RunDir) -> None:
+    """Try what a run folder needs, in a small folder of its own that is gone afterwards.
+
+    Raises:
+        ConfigError: the folder cannot be written, or something is missing; the message says what.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".probe-", dir=run.root))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write output.dir {run.root}: {error.strerror or error}; choose another folder"
+        ) from None
+    try:
+        _create_once(folder)
+        _rename_over(folder)
+        _refuse_full_folder(folder)
+    except _MissingError as missing:
+        raise ConfigError(f"the file system of output.dir {run.root} {missing}; {REMEDY}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _MissingError(Exception):
+    pass
+
+
+def _create_once(folder: Path) -> None:
+    name = folder / "once"
+    try:
+        first = create_exclusively(name, "first")
+        second = create_exclusively(name, "second")
+    except OSError as error:
+        raise _MissingError(f"has no exclusive create (hard links: {error.strerror or error})") from None
+    if not first or second:
+        raise _MissingError("lets two processes create one name")
+    _read_back(name, "first")
+
+
+def _rename_over(folder: Path) -> None:
+    name = folder / "renamed"
+    try:
+        for text in ("old", "new"):
+            (folder / text).write_text(text)
+            (folder / text).rename(name)
+    except OSError as error:
+        raise _MissingError(f"has no rename ({error.strerror or error})") from None
+    _read_back(name, "new")
+
+
+def _refuse_full_folder(folder: Path) -> None:
+    made, taken = folder / "made", folder / "taken"
+    try:
+        for path in (made, taken):
+            path.mkdir()
+            (path / "file").write_text(path.name)
+        made.rename(folder / "free")
+    except OSError as error:
+        raise _MissingError(f"has no rename of folders ({error.strerror or error})") from None
+    try:
+        (folder / "free").rename(taken)
+    except OSError:
+        _read_back(taken / "file", "taken")
+        return
+    raise _MissingError("renames a folder onto one that is not empty")
+
+
+def _read_back(path: Path, text: str) -> None:
+    try:
+        found = path.read_text()
+    except OSError as error:
+        raise _MissingError(f"does not show what was written to it ({error.strerror or error})") from None
+    if found != text:
+        raise _MissingError("does not show what was written to it last")
