@@ -20,7 +20,7 @@ class RunDir:
 
     job.toml  run.json  tokens/<shard>.parquet
     plan/{units,requests,duplicates,summary,experts}.parquet
-    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
+    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   done/<unit>
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     slurm/<submission>.json  slurm/*.log
     """
@@ -97,14 +97,23 @@ class RunDir:
     def tokens(self, shard: int) -> Path:
         return self.root / "tokens" / f"{shard:05d}.parquet"
 
+    @property
+    def unit_folders(self) -> Path:
+        return self.root / "units"
+
+    @property
+    def done_marks(self) -> Path:
+        """One file per unit that is done, all in one folder: a single listing tells which are."""
+        return self.root / "done"
+
     def unit(self, unit: int) -> Path:
-        return self.root / "units" / f"{unit:06d}"
+        return self.unit_folders / f"{unit:06d}"
 
     def claim(self, unit: int, claim: str) -> Path:
         return self.unit(unit) / claim
 
     def done(self, unit: int) -> Path:
-        return self.unit(unit) / "done"
+        return self.done_marks / f"{unit:06d}"
 
     def output(self, shard_name: str) -> Path:
         return self.outputs / shard_name
@@ -128,13 +137,11 @@ def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
         ConfigError: the folder cannot be written (read only, full); the message names it.
     """
     try:
-        for folder in (target.parent, scratch or target.parent):
+        for folder in {target.parent, scratch or target.parent}:
             folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=scratch or target.parent)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
-        ) from None
+        raise cannot_write(target, error) from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -144,11 +151,14 @@ def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
         temporary.rename(target)
         sync_folder(target.parent)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
-        ) from None
+        raise cannot_write(target, error) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """What to tell a person when a file of the run folder cannot be written."""
+    return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
 
 
 def publish_text(target: Path, text: str) -> None:
@@ -195,22 +205,28 @@ def create_exclusively(path: Path, text: str) -> bool:
     """Create `path` with `text` in it unless it exists; True for the one process that did.
 
     The content is complete when the name appears: it is written beside and linked (link fails when the name is taken).
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         try:
-            os.link(name, path)
-        except FileExistsError:
-            return False
-        sync_folder(path.parent)
-        return True
-    finally:
-        os.unlink(name)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(name, path)
+            except FileExistsError:
+                return False
+            sync_folder(path.parent)
+            return True
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise cannot_write(path, error) from None
 
 
 def sync_file(path: Path) -> None:

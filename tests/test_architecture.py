@@ -77,7 +77,7 @@ CONTROLLER = {
     "agent",
     "nodes",
 }
-CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "units"}
+CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "open_units", "units"}
 # The KV store itself: `batchinfer kv` looks after it on a login node.
 STORE = {"blocks", "block_file", "store_dir", "index", "space", "claims", "eviction", "room", "counters", "history"}
 STORE |= {"disk", "upkeep"}

@@ -180,7 +180,7 @@ def test_results_that_are_gone_can_be_computed_again(tmp_path):
     part.unlink()
     told = batchinfer("finish", job)
     assert told.code == 1
-    (mark,) = (tmp_path / "run").glob("units/*/done")
+    (mark,) = (tmp_path / "run").glob("done/*")
     assert str(mark) in told.err
     mark.unlink()
     assert batchinfer("run", job).code == 0

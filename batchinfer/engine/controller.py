@@ -27,6 +27,7 @@ from batchinfer.engine.expert_placer import ExpertPlacer
 from batchinfer.engine.feed import Adoption, Handover, StepReport
 from batchinfer.engine.messages import handover_of, key_of, plain_adoption, plain_key, plain_request, report_of
 from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
+from batchinfer.engine.open_units import OpenUnits
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, join_message, open_group
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
@@ -39,9 +40,9 @@ from batchinfer.session import Session
 from batchinfer.stop import StopSignal
 from batchinfer.trace import Tracer
 from batchinfer.weights_digest import cache_folder, whole_weights_digest
+from batchinfer.whereabouts import slurm_task
 
 GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
-LOOK_AGAIN_S = 1.0  # between looks at units that others hold
 # Sending a KV token takes as long as reading it in so many decode steps: two copies, or memory against network speed
 MOVE_STEPS = 4.0
 MOVE_STEPS_BETWEEN_HOSTS = 64.0
@@ -75,8 +76,9 @@ def work_on(
         ModelError, RunMismatchError: the model folder cannot be loaded, or changed since the plan.
         RanksFailError: the ranks die again and again before they have computed anything.
     """
-    open_units = [row for row in read_rows(run.units) if not run.done(row["unit"]).exists()]
-    if not open_units:
+    # tasks of an array start together: each begins at another place
+    units = OpenUnits(run, read_rows(run.units), start=0 if slurm_task() is None else None)
+    if not units.num_open:
         return
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
@@ -85,13 +87,13 @@ def work_on(
     if node.index > 0:
         serve_node(run, session, stop, node)
         return
-    total = sum(row["num_requests"] for row in open_units)
+    total = sum(row["num_requests"] for row in units.rows)
     with (
         Claims(run) as claims,
         Progress("work", total, "requests") as progress,
         _rank_group(run, job, session, stop, node, ranks_ahead) as ranks,
     ):
-        Controller(run, job, session, stop, tracer, ranks, claims, open_units, progress).run()
+        Controller(run, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
             f"stopped; {progress.count:,} of {total:,} requests are done and kept; run the same command to go on"
@@ -135,7 +137,7 @@ class Controller:
         tracer: Tracer,
         ranks: RankGroup,
         claims: Claims,
-        units: list[dict[str, Any]],
+        units: OpenUnits,
         progress: Progress,
     ) -> None:
         self._run, self._job, self._session, self._stop, self._tracer = run, job, session, stop, tracer
@@ -163,12 +165,10 @@ class Controller:
         self._experts = ExpertPlacer(run, job.cluster, model.n_routed_experts)
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it
-        self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units}
+        self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units.rows}
         self._hungry: set[int] = set()  # ranks that ask for requests
         self._is_fed = False  # whether any rank has got one since they were started
         self._num_prefill_ranks = sum(place.runs_prefill for place in ranks.places)
-        self._claimed: set[int] = set()
-        self._look_again_s = 0.0
         self._has_told_of_waiting = False
         self._told: set[str] = set()  # problems of the KV store
         self._starts_in_vain = self._starts_failed = 0
@@ -205,7 +205,10 @@ class Controller:
             return True
         if self._dealer.num_unfinished or self._results.num_open:
             return False
-        return self._num_not_done() == 0
+        if self._units.are_all_done(self._claims.completed):
+            return True
+        self._tell_of_waiting()
+        return False
 
     def _serve(self) -> None:
         """One round: take what came, deal to ranks that ask, commit when it is time."""
@@ -222,7 +225,7 @@ class Controller:
             self._commit()
 
     def _start_ranks(self) -> None:
-        most_tokens, largest_tokens = kv_tokens(self._run, self._units)
+        most_tokens, largest_tokens = kv_tokens(self._units.rows)
         _empty(self._run.parcels(self._session.name))
         with self._tracer.span("load", "controller"):
             slots: dict[str, Any] = {place.role: self._slots(place.role) for place in self._ranks.places}
@@ -364,16 +367,9 @@ class Controller:
 
     def _open_next_unit(self) -> bool:
         """Claim a unit that has something left to do; False when there is none now."""
-        if time.monotonic() < self._look_again_s:
-            return False
-        for place, row in enumerate(self._units):
-            unit = row["unit"]
-            claim = None if self._results.is_open(unit) else self._claims.try_claim(unit)
-            if claim is None:
-                continue
-            # start looking behind this unit next time
-            self._units = self._units[place + 1 :] + self._units[: place + 1]
-            self._claimed.add(unit)
+        while (found := self._units.claim(self._claims.try_claim, self._results.open_units)) is not None:
+            row, claim = found
+            unit = claim.unit
             after_tokens = self._shared_with_next.get(unit, 0)
             requests = read_unit(self._run, row, self._default, after_tokens=after_tokens)
             missing = self._results.open_unit(claim, {request.key for request in requests})
@@ -386,19 +382,13 @@ class Controller:
                     after_tokens=after_tokens,
                 )
                 return True
-            return self._open_next_unit()
-        self._look_again_s = time.monotonic() + LOOK_AGAIN_S
         return False
 
-    def _num_not_done(self) -> int:
-        """Units that nobody has completed; those that others completed meanwhile count as progress."""
-        done = [row for row in self._units if self._run.done(row["unit"]).exists()]
-        self._units = [row for row in self._units if not self._run.done(row["unit"]).exists()]
-        self._progress.advance(sum(row["num_requests"] for row in done if row["unit"] not in self._claimed))
-        if self._units and self._look_again_s and not self._has_told_of_waiting:
-            note(f"{len(self._units)} units are held by other workers; waiting for them")
+    def _tell_of_waiting(self) -> None:
+        self._progress.advance(self._units.take_done_elsewhere())
+        if self._is_fed and not self._has_told_of_waiting:
+            note(f"{self._units.num_open} units are held by other workers; waiting for them")
             self._has_told_of_waiting = True
-        return len(self._units)
 
     def _ranks_died(self, death: RanksDiedError) -> None:
         """Put back what was running; give up a request that is the cause."""

@@ -54,8 +54,9 @@ class Results:
             self.commit()
         return missing
 
-    def is_open(self, unit: int) -> bool:
-        return unit in self._open
+    @property
+    def open_units(self) -> set[int]:
+        return set(self._open)
 
     @property
     def num_open(self) -> int:

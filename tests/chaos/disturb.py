@@ -1,4 +1,4 @@
-"""200 disturbances of small jobs, each followed by a rerun: `make chaos`. A quick share stands in tests/test_chaos.py."""
+"""200 disturbances of small jobs, each with a rerun behind it: `make chaos`. A quick share is tests/test_chaos.py."""
 
 from __future__ import annotations
 
