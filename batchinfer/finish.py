@@ -23,6 +23,7 @@ from batchinfer.data.kept import KeptRows
 from batchinfer.data.parquet import find_shards, kept_fields, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
+from batchinfer.engine.step_journal import keep_lost_steps
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, ExitCode, IncompleteRunError, RunMismatchError, Shard
 from batchinfer.rundir import RunDir, publish_json, published, read_json
@@ -70,6 +71,7 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
                 connection, run, job, shards, pa.type_for_alias(state["id_type"]), expected
             )
             _write_stats(connection, run, shards, claims)
+        keep_lost_steps(run)
         _write_run(run, job, shards, state["counts"])
         unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
         result = Finished(num_rows, num_errors, num_missing, unreadable)

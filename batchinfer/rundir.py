@@ -121,6 +121,10 @@ class RunDir:
     def stats_file(self, table: str) -> Path:
         return self.stats / f"{table}.parquet"
 
+    def step_journal(self, session: str) -> Path:
+        """Steps that a session has not committed yet."""
+        return self.stats / "steps" / f"{session}.journal"
+
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
         suffix = "" if part is None else f"-{part:05d}"
         return self.stats / table / f"{session}{suffix}.parquet"
