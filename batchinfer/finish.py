@@ -26,7 +26,7 @@ from batchinfer.engine.claims import last_claim, num_claims, result_files, winni
 from batchinfer.engine.step_journal import keep_lost_steps
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, ExitCode, IncompleteRunError, RunMismatchError, Shard
-from batchinfer.rundir import RunDir, publish_json, published, read_json
+from batchinfer.rundir import RunDir, open_lock, publish_json, published, read_json
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 BATCH_ROWS = 4096
@@ -83,7 +83,7 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
 @contextmanager
 def _scratch(run: RunDir) -> Iterator[None]:
     """One finish at a time, with an empty scratch folder that is gone afterwards."""
-    with open(run.lock, "a") as file:
+    with open_lock(run) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
