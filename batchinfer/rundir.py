@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -246,6 +247,17 @@ def create_exclusively(path: Path, text: str) -> bool:
             os.unlink(name)
     except OSError as error:
         raise cannot_write(path, error) from None
+
+
+def file_system_s(folder: Path) -> float:
+    """Unix time by the clock that dates the files in a folder; this host's own may be minutes off."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"now")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()  # the folder can only be read
 
 
 def sync_file(path: Path) -> None:

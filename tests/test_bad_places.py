@@ -95,7 +95,7 @@ def test_a_shard_that_is_replaced_while_the_job_runs(calm, tmp_path):
     job = write_job(tmp_path, cluster=COMMITS, sampling=QUICK)
     original = first.read_bytes()
     process = start("run", job)
-    wait_until(lambda: list((tmp_path / "run").glob("units/*/*/part-*.parquet")), process)
+    wait_until(lambda: list((tmp_path / "run").glob("units/*/[0-9]*/part-*.parquet")), process)
     write_shard(first, {"id": ["new"], "prompt": [question(99)], "extra": [1]})
     expect_sentence(ended(process), "part-0.parquet changed", "restore it")
     assert not list((tmp_path / "run" / "outputs").glob("*"))
