@@ -2,8 +2,8 @@
 
 Every worker has its own OpenUnits and Claims, as a process would; they take turns in an order drawn by chance. The time
 that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the file
-system: each listing as one more for every 1,000 names, as a server would send them. A listing may be 10 simulated
-seconds old, as clients of a network file system give it (and as otherwise this would take hours).
+system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
+minute old, as clients of a network file system give it (and as otherwise this would take hours).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchinfer.engine.open_units import OpenUnits
 from batchinfer.rundir import RunDir
 
 NAMES_PER_CALL = 1000
-LISTING_S = 10.0  # how old it may be
+LISTING_S = 60.0  # how old it may be
 # what Python tells an audit hook of, and what it means here; stat calls are not among them
 CHANGES = ("mkdir", "rename", "remove", "rmdir", "link", "chmod", "utime", "scandir")
 AUDITED = {"open"} | {f"os.{name}" for name in CHANGES}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -20,10 +19,12 @@ class SmallDisk:
         self._filler = folder / "filler"
 
     def fill(self, *, but_bytes: int) -> None:
-        """Leave only so many bytes free, in whole pages of memory."""
-        free = shutil.disk_usage(self.folder).free
-        with open(self._filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free - but_bytes))
+        """Leave only so many bytes free, in whole pages of memory; others may be writing meanwhile."""
+        with open(self._filler, "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):  # the end that is wanted
+                while True:
+                    file.write(bytes(4096))
+            file.truncate(max(0, file.tell() - but_bytes))
 
     def free(self) -> None:
         self._filler.unlink()
