@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from claimants import Cost, Counter, claim_all
 
-
 SIZES = ("1000x10", "10000x10", "10000x100", "100000x100", "100000x1000")
 
 
