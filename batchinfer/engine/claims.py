@@ -68,7 +68,10 @@ class Claims:
         self._stopped.set()
         self._heart.join()
         for claim in list(self._held.values()):
-            self.release(claim)
+            try:
+                self.release(claim)
+            except ConfigError as error:
+                note(f"warning: {error}; unit {claim.unit} is free when its lease runs out")
 
     def try_claim(self, unit: int) -> Claim | None:
         """Take a unit unless it is done or somebody alive holds it."""
