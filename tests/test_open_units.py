@@ -124,3 +124,26 @@ def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monk
                 assert watcher.try_claim(unit) is None
             assert watcher.try_claim(unit) is not None  # the date has not changed since
             monkeypatch.undo()
+
+
+def test_asking_whether_all_is_done_does_not_keep_a_worker_from_claiming(tmp_path, monkeypatch):
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self):
+            return self.now_s
+
+    clock = Clock()
+    monkeypatch.setattr(open_units, "time", clock)
+    run = RunDir(tmp_path)
+    with Claims(run) as other, Claims(run) as mine:
+        held = other.try_claim(0)
+        units = OpenUnits(run, rows(1))
+        assert take(units, mine) is None
+        other.release(held)
+        for _ in range(100):
+            clock.now_s += 1.0
+            assert not units.are_all_done(mine.completed)
+            if take(units, mine) == 0:
+                break
+        assert clock.now_s < 100

@@ -48,7 +48,8 @@ class OpenUnits:
         self._is_taken = np.zeros(len(rows), dtype=bool)  # by this worker, at any time
         self._done_elsewhere = 0  # requests, not told of yet
         self._num_completed = 0  # by this worker, at the last look
-        self._look_again_s = 0.0
+        # apart: who asks whether all is done must not keep the same worker from claiming
+        self._look_again_s = self._ask_again_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._watched_from = self._random.randrange(max(1, len(rows)))  # not all watch the same units
         self._look()
@@ -94,11 +95,11 @@ class OpenUnits:
             return False
         if self._is_open.any():
             has_done_the_last = self._has_only(completed) and len(completed) > self._num_completed
-            if not has_done_the_last and time.monotonic() < self._look_again_s:
+            if not has_done_the_last and time.monotonic() < self._ask_again_s:
                 return False
             self._num_completed = len(completed)
             self._look()  # units may have been opened again
-            self._look_again_s = time.monotonic() + self._pause_s
+            self._ask_again_s = time.monotonic() + self._pause_s
         return not self._is_open.any()
 
     def take_done_elsewhere(self) -> int:
