@@ -29,9 +29,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Slower than `make test`: ranks killed at random moments, many times over, and more on a real Slurm.
+# Slower than `make test`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/chaos/*.py
+	$(BIN)/python -m pytest -n 2 tests/chaos/*.py
 	$(BIN)/python -m pytest -m slow tests
 
 # Ratios measured side by side on this machine; they decide no test.
@@ -45,6 +45,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/outside_the_model.py
 	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
+	$(BIN)/python tests/bench/claims.py
 	$(BIN)/python tests/bench/simulate.py 1000000 10000000
 	$(BIN)/python tests/bench/report.py
 

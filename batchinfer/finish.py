@@ -24,10 +24,11 @@ from batchinfer.data.parquet import kept_fields, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.data.shards import refuse_changed
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
+from batchinfer.engine.step_journal import keep_lost_steps
 from batchinfer.progress import Progress, note
 from batchinfer.publish import publish_run
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, IncompleteRunError, Shard
-from batchinfer.rundir import RunDir, publish_json, published, read_json
+from batchinfer.rundir import RunDir, open_lock, publish_json, published, read_json
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 BATCH_ROWS = 4096
@@ -92,6 +93,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> Finished:
             connection, run, job, shards, pa.type_for_alias(state["id_type"]), expected
         )
         _write_stats(connection, run, shards, claims)
+    keep_lost_steps(run)
     _write_run(run, job, shards, state["counts"])
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
     result = Finished(num_rows, num_errors, num_missing, unreadable)
@@ -107,7 +109,7 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
     Args:
         is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
     """
-    with open(run.lock, "a") as file:
+    with open_lock(run) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -17,7 +17,7 @@ from batchinfer.data.schemas import RESULTS
 from batchinfer.engine.claims import is_released, last_claim, offer_again, result_files, winning_claim
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir, open_lock, publish_json, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def retry_failed(run: RunDir) -> Retried:
 @contextmanager
 def _no_finish(run: RunDir) -> Iterator[None]:
     """A finish that had begun before would call the run finished afterwards."""
-    with open(run.lock, "a") as file:
+    with open_lock(run) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,8 +81,6 @@ def _retry(run: RunDir) -> Retried:
             continue
         run.done(unit).unlink(missing_ok=True)
         num_requests, num_units, num_open = num_requests + num_failed, num_units + 1, num_open + (done is not None)
-    if num_open:
-        publish_json(run.reopened, {"open_units": num_open})  # for workers that took these units for done
     return Retried(num_requests, num_units, num_open, num_held, state["counts"]["bad_rows"])
 
 

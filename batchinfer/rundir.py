@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from batchinfer.records import ConfigError, InputError
 
@@ -20,9 +21,9 @@ class RunDir:
 
     job.toml  run.json  tokens/<shard>.parquet
     plan/{units,requests,duplicates,summary,experts}.parquet
-    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   units/<unit>/done
+    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   done/<unit>
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
-    published.json  units/reopened.json
+    published.json
     slurm/<submission>.json  slurm/*.log
     """
 
@@ -93,11 +94,6 @@ class RunDir:
         return self.root / "published.json"
 
     @property
-    def reopened(self) -> Path:
-        """Written anew when units that were done are open again."""
-        return self.root / "units" / "reopened.json"
-
-    @property
     def slurm(self) -> Path:
         """What was sent to Slurm, and what its tasks said."""
         return self.root / "slurm"
@@ -113,20 +109,33 @@ class RunDir:
     def tokens(self, shard: int) -> Path:
         return self.root / "tokens" / f"{shard:05d}.parquet"
 
+    @property
+    def unit_folders(self) -> Path:
+        return self.root / "units"
+
+    @property
+    def done_marks(self) -> Path:
+        """One file per unit that is done, all in one folder: a single listing tells which are."""
+        return self.root / "done"
+
     def unit(self, unit: int) -> Path:
-        return self.root / "units" / f"{unit:06d}"
+        return self.unit_folders / f"{unit:06d}"
 
     def claim(self, unit: int, claim: str) -> Path:
         return self.unit(unit) / claim
 
     def done(self, unit: int) -> Path:
-        return self.unit(unit) / "done"
+        return self.done_marks / f"{unit:06d}"
 
     def output(self, shard_name: str) -> Path:
         return self.outputs / shard_name
 
     def stats_file(self, table: str) -> Path:
         return self.stats / f"{table}.parquet"
+
+    def step_journal(self, session: str) -> Path:
+        """Steps that a session has not committed yet."""
+        return self.stats / "steps" / f"{session}.journal"
 
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
         suffix = "" if part is None else f"-{part:05d}"
@@ -144,13 +153,11 @@ def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
         ConfigError: the folder cannot be written (read only, full); the message names it.
     """
     try:
-        for folder in (target.parent, scratch or target.parent):
+        for folder in {target.parent, scratch or target.parent}:
             folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=scratch or target.parent)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
-        ) from None
+        raise cannot_write(target, error) from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -160,11 +167,14 @@ def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
         temporary.rename(target)
         sync_folder(target.parent)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
-        ) from None
+        raise cannot_write(target, error) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """What to tell a person when a file of the run folder cannot be written."""
+    return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
 
 
 def publish_text(target: Path, text: str) -> None:
@@ -190,6 +200,21 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
 
 
+@contextmanager
+def open_lock(run: RunDir) -> Iterator[IO[str]]:
+    """The file that plan, finish and retry lock, so that only one of them runs at a time.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        file = open(run.lock, "a", encoding="utf-8")  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise cannot_write(run.lock, error) from None
+    with file:
+        yield file
+
+
 def refuse_bad_rows(run: RunDir) -> None:
     """What --strict means once a plan stands: no bad row and no unreadable shard in it.
 
@@ -211,22 +236,39 @@ def create_exclusively(path: Path, text: str) -> bool:
     """Create `path` with `text` in it unless it exists; True for the one process that did.
 
     The content is complete when the name appears: it is written beside and linked (link fails when the name is taken).
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         try:
-            os.link(name, path)
-        except FileExistsError:
-            return False
-        sync_folder(path.parent)
-        return True
-    finally:
-        os.unlink(name)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(name, path)
+            except FileExistsError:
+                return False
+            sync_folder(path.parent)
+            return True
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def file_system_s(folder: Path) -> float:
+    """Unix time by the clock that dates the files in a folder; this host's own may be minutes off."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"now")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()  # the folder can only be read
 
 
 def sync_file(path: Path) -> None:

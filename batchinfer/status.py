@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -15,7 +13,7 @@ from batchinfer import slurm, submission
 from batchinfer.data.parquet import read_rows
 from batchinfer.engine.claims import LEASE_S, last_claim, result_files, winning_claim
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, file_system_s, read_json
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
 # why tasks wait when nothing is wrong
@@ -90,7 +88,7 @@ class StatusReader:
             ConfigError: a file of the run folder is missing or damaged.
         """
         state = read_json(self._run.run_json)
-        now_s = _now(self._run)
+        now_s = file_system_s(self._run.root)
         holders: list[Holder] = []
         silent: list[Holder] = []
         finished: list[list[_File]] = []
@@ -195,17 +193,6 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
-
-
-def _now(run: RunDir) -> float:
-    """The file system's clock, by which its files are dated; this host's own may be minutes off."""
-    try:
-        with TemporaryFile(dir=run.root) as file:
-            file.write(b"now")
-            file.flush()
-            return Path(f"/proc/self/fd/{file.fileno()}").stat().st_mtime
-    except OSError:
-        return time.time()  # the folder can only be read
 
 
 def _read_file(path: Path) -> _File:

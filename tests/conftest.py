@@ -66,6 +66,10 @@ def browser() -> Iterator[Browser]:
 # In this order before all others: with these at the end one worker would go on alone for minutes.
 LONG_FILES = (
     "test_faults",
+    "test_waste",
+    "test_bad_places",
+    "test_clock_skew",
+    "test_chaos",
     "test_cluster",
     "test_real_slurm",
     "test_balanced_run",

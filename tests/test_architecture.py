@@ -42,7 +42,7 @@ ALLOWED = {
     "model": BASE | {"parallel"},
     "kv": FILES,
     "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
-    "finish": RUN | {"data", "engine.claims", "publish"},
+    "finish": RUN | {"data", "engine.claims", "engine.step_journal", "publish"},
     "report": FILES | {"data", "printable"},
     "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
     "doctor": FILES | {"engine", "parallel"},
@@ -81,7 +81,7 @@ CONTROLLER = {
     "agent",
     "nodes",
 }
-CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "units"}
+CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "open_units", "step_journal", "units"}
 # The KV store itself: `batchinfer kv` looks after it on a login node.
 STORE = {"blocks", "block_file", "store_dir", "index", "space", "claims", "eviction", "room", "counters", "history"}
 STORE |= {"disk", "upkeep"}

@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_and_started_again(reference, layout):
     folder, expected = reference
     run = folder / f"named-{layout}"
     process = start("run", folder / "job.toml", "--set", f"output.dir={run}", *LAYOUTS[layout])
-    wait_until(lambda: list(run.glob("units/*/*/part-*.parquet")), process)
+    wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
     killed = descendants(process.pid)[-1]
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{killed}").exists(), process)
@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_answer_is_replaced_after_the_deadline(reference, l
     run = folder / f"stopped-{layout}"
     options = (*LAYOUTS[layout], "--set", "cluster.collective_seconds=3.0")
     process = start("run", folder / "job.toml", "--set", f"output.dir={run}", *options)
-    wait_until(lambda: list(run.glob("units/*/*/part-*.parquet")), process)
+    wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
     os.kill(descendants(process.pid)[0], signal.SIGSTOP)
     done = ended(process)
     assert done.code == 0, done.err
@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_answer_is_replaced_after_the_deadline(reference, l
 def test_when_the_controller_is_killed_its_ranks_end(reference):
     folder, _ = reference
     process = start("run", folder / "job.toml", "--set", "output.dir=orphans", *TWO)
-    wait_until(lambda: list((folder / "orphans").glob("units/*/*/part-*.parquet")), process)
+    wait_until(lambda: list((folder / "orphans").glob("units/*/[0-9]*/part-*.parquet")), process)
     ranks = descendants(process.pid)
     assert len(ranks) == 2
     process.kill()
@@ -95,7 +95,7 @@ def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_until(lambda: list(run.glob("units/*/*/part-*.parquet")), process)
+    wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
     os.killpg(process.pid, number)
     done = ended(process)
     assert done.code == 75, done.err

@@ -82,7 +82,7 @@ def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts)
 
 def wait_for_parts(run, processes):
     deadline = time.monotonic() + 90
-    while not list(run.glob("units/*/*/part-*.parquet")):
+    while not list(run.glob("units/*/[0-9]*/part-*.parquet")):
         assert all(process.poll() is None for process in processes), ended(processes)
         assert time.monotonic() < deadline
         time.sleep(0.01)

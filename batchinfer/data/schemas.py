@@ -106,6 +106,8 @@ PLAN_UNITS = _table(
     ("new_tokens", pa.int64(), "prompt tokens predicted to be computed"),
     ("shared_tokens", pa.int64(), "tokens that its first prompt shares with the last one of the unit before"),
     ("max_output_tokens", pa.int64(), "sum of max_tokens"),
+    ("kv_tokens", pa.int64(), "most KV tokens of its requests, each in whole pages"),
+    ("largest_kv_tokens", pa.int64(), "most KV tokens of one of them"),
 )
 PLAN_EXPERTS = _table(
     "plan/experts",

@@ -28,6 +28,7 @@ from batchinfer.engine.expert_placer import ExpertPlacer
 from batchinfer.engine.feed import Adoption, Handover, StepReport
 from batchinfer.engine.messages import handover_of, key_of, plain_adoption, plain_key, plain_request, report_of
 from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
+from batchinfer.engine.open_units import OpenUnits
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, join_message, open_group
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
@@ -50,10 +51,10 @@ from batchinfer.session import Session
 from batchinfer.stop import StopSignal
 from batchinfer.trace import Tracer
 from batchinfer.weights_digest import cache_folder, whole_weights_digest
+from batchinfer.whereabouts import slurm_task
 
 GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
-LOOK_AGAIN_S = 1.0  # between looks at units that others hold
-WAIT_S = 0.2  # between questions whether it is time for that
+WAIT_S = 0.2  # between questions whether there is a unit to be had
 # Sending a KV token takes as long as reading it in so many decode steps: two copies, or memory against network speed
 MOVE_STEPS = 4.0
 MOVE_STEPS_BETWEEN_HOSTS = 64.0
@@ -88,9 +89,9 @@ def work_on(
         ConfigError: the file system of the run folder cannot hold a run.
         RanksFailError: the ranks die again and again before they have computed anything.
     """
-    units = read_rows(run.units)
-    open_units = [row for row in units if not run.done(row["unit"]).exists()]
-    if not open_units:
+    # tasks of an array start together: each begins at another place
+    units = OpenUnits(run, read_rows(run.units), start=0 if slurm_task() is None else None)
+    if not units.num_open:
         return
     check_file_system(run)
     _check_inputs(run, job)
@@ -101,13 +102,13 @@ def work_on(
     if node.index > 0:
         serve_node(run, session, stop, node)
         return
-    total = sum(row["num_requests"] for row in open_units)
+    total = sum(row["num_requests"] for row in units.rows)
     with (
         Claims(run) as claims,
         Progress("work", total, "requests") as progress,
         _rank_group(run, job, session, stop, node, ranks_ahead) as ranks,
     ):
-        Controller(run, job, session, stop, tracer, ranks, claims, units, open_units, progress).run()
+        Controller(run, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
             f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
@@ -152,14 +153,11 @@ class Controller:
         tracer: Tracer,
         ranks: RankGroup,
         claims: Claims,
-        all_units: list[dict[str, Any]],
-        units: list[dict[str, Any]],
+        units: OpenUnits,
         progress: Progress,
     ) -> None:
         self._run, self._job, self._session, self._stop, self._tracer = run, job, session, stop, tracer
-        self._ranks, self._claims, self._progress = ranks, claims, progress
-        self._all_units, self._units = all_units, units
-        self._reopening: tuple[int, int] | None = None  # which writing of run.reopened was seen last
+        self._ranks, self._claims, self._units, self._progress = ranks, claims, units, progress
         self._results = Results(run, session, claims)
         self._default = job.sampling.to_sampling()
         model = load_model_config(Path(job.model.path))
@@ -183,12 +181,10 @@ class Controller:
         self._experts = ExpertPlacer(run, job.cluster, model.n_routed_experts)
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it
-        self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units}
+        self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units.all_rows}
         self._hungry: set[int] = set()  # ranks that ask for requests
         self._is_fed = False  # whether any rank has got one since they were started
         self._num_prefill_ranks = sum(place.runs_prefill for place in ranks.places)
-        self._claimed: set[int] = set()
-        self._look_again_s = 0.0
         self._has_told_of_waiting = False
         self._told: set[str] = set()  # problems of the KV store
         self._starts_in_vain = self._starts_failed = 0
@@ -233,7 +229,10 @@ class Controller:
             return True
         if self._dealer.num_unfinished or self._results.num_open:
             return False
-        return self._num_not_done() == 0
+        if self._units.are_all_done(self._claims.completed):
+            return True
+        self._tell_of_waiting()
+        return False
 
     def _serve(self) -> None:
         """One round: take what came, deal to ranks that ask, commit when it is time."""
@@ -251,7 +250,7 @@ class Controller:
 
     def _start_ranks(self) -> None:
         # of all units: those that are done may be opened again
-        most_tokens, largest_tokens = kv_tokens(self._run, self._all_units)
+        most_tokens, largest_tokens = kv_tokens(self._units.all_rows)
         _empty(self._run.parcels(self._session.name))
         with self._tracer.span("load", "controller"):
             slots: dict[str, Any] = {place.role: self._slots(place.role) for place in self._ranks.places}
@@ -393,19 +392,10 @@ class Controller:
 
     def _open_next_unit(self) -> bool:
         """Claim a unit that has something left to do; False when there is none now."""
-        if time.monotonic() < self._look_again_s:
-            return False
-        self._see_reopened()
-        for place, row in enumerate(self._units):
-            unit = row["unit"]
-            claim = None if self._results.is_open(unit) else self._claims.try_claim(unit)
-            if claim is None:
-                continue
-            # start looking behind this unit next time
-            self._units = self._units[place + 1 :] + self._units[: place + 1]
-            if unit in self._claimed:
-                self._progress.extend(row["num_requests"])
-            self._claimed.add(unit)
+        while (found := self._units.claim(self._claims.try_claim, self._results.open_units)) is not None:
+            row, claim = found
+            unit = claim.unit
+            self._progress.extend(self._units.take_reopened())
             after_tokens = self._shared_with_next.get(unit, 0)
             requests = read_unit(self._run, row, self._default, after_tokens=after_tokens)
             missing = self._results.open_unit(claim, {request.key for request in requests})
@@ -418,33 +408,14 @@ class Controller:
                     after_tokens=after_tokens,
                 )
                 return True
-            return self._open_next_unit()
-        self._look_again_s = time.monotonic() + LOOK_AGAIN_S
         return False
 
-    def _see_reopened(self) -> None:
-        """Units that were done may be open again, for their failed requests: take them up into the list."""
-        reopening = _writing_of(self._run.reopened)
-        if reopening == self._reopening:
-            return
-        self._reopening = reopening
-        known = {row["unit"] for row in self._units}
-        again = [row for row in self._all_units if row["unit"] not in known]
-        again = [row for row in again if not self._run.done(row["unit"]).exists()]
-        self._progress.extend(sum(row["num_requests"] for row in again))
-        self._claimed -= {row["unit"] for row in again}
-        self._units += again
-
-    def _num_not_done(self) -> int:
-        """Units that nobody has completed; those that others completed meanwhile count as progress."""
-        self._see_reopened()
-        done = [row for row in self._units if self._run.done(row["unit"]).exists()]
-        self._units = [row for row in self._units if not self._run.done(row["unit"]).exists()]
-        self._progress.advance(sum(row["num_requests"] for row in done if row["unit"] not in self._claimed))
-        if self._units and self._look_again_s and not self._has_told_of_waiting:
-            note(f"{len(self._units)} units are held by other workers; waiting for them")
+    def _tell_of_waiting(self) -> None:
+        self._progress.extend(self._units.take_reopened())
+        self._progress.advance(self._units.take_done_elsewhere())
+        if self._units.is_waiting and not self._has_told_of_waiting:
+            note(f"{self._units.num_open} units are held by other workers; waiting for them")
             self._has_told_of_waiting = True
-        return len(self._units)
 
     def _ranks_died(self, death: RanksDiedError) -> None:
         """Put back what was running; give up a request that is the cause."""
@@ -502,15 +473,6 @@ def _given_up(request: Request, reason: str) -> Completion:
         kv_tokens_sum=0,
         error=f"the ranks ended twice while only this request was running; the last time: {reason}",
     )
-
-
-def _writing_of(path: Path) -> tuple[int, int] | None:
-    """What differs between two writings of a file; None while there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _check_inputs(run: RunDir, job: JobConfig) -> None:

@@ -13,6 +13,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
 from batchinfer.engine.claims import Claim, Claims
 from batchinfer.engine.feed import StepRecord
+from batchinfer.engine.step_journal import StepJournal
 from batchinfer.engine.units import result_keys, result_table
 from batchinfer.records import Completion, RequestKey
 from batchinfer.rundir import RunDir
@@ -29,6 +30,7 @@ class Results:
         self._finished: dict[int, list[Completion]] = {}  # unit -> completions not yet on disk
         self._num_parts: dict[int, int] = {}
         self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, what it was
+        self._journal = StepJournal(run, session.name)
         self._num_step_files = 0
         self._num_steps_of_rank: dict[int, int] = {}
         # by rank: tokens per phase, MoE layer and expert of earlier starts, and of this one
@@ -54,8 +56,9 @@ class Results:
             self.commit()
         return missing
 
-    def is_open(self, unit: int) -> bool:
-        return unit in self._open
+    @property
+    def open_units(self) -> set[int]:
+        return set(self._open)
 
     @property
     def num_open(self) -> int:
@@ -73,6 +76,7 @@ class Results:
         step = self._num_steps_of_rank.get(rank, 0)
         self._num_steps_of_rank[rank] = step + 1
         self._steps.append((rank, step, record))
+        self._journal.add(rank, step, record)
 
     def set_expert_tokens(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
         """Tokens per phase, MoE layer and expert that a rank has counted since it was started."""
@@ -121,6 +125,7 @@ class Results:
         with table_writer(target, STATS_STEPS.schema) as writer:
             writer.write_table(pa.table(columns, schema=STATS_STEPS.schema))
         self._steps.clear()
+        self._journal.clear()
         self._num_step_files += 1
 
     def _write_experts(self) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import own_file
 from batchinfer.data.schemas import RESULTS
 from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
@@ -55,22 +53,9 @@ def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_toke
     return requests
 
 
-def kv_tokens(run: RunDir, units: list[dict[str, Any]]) -> tuple[int, int]:
-    """KV tokens of all requests of these units, in whole pages, together and of the largest."""
-    groups = [
-        group
-        for row in units
-        for group in range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    ]
-    most = largest = 0
-    with own_file(run.requests):
-        file = pq.ParquetFile(run.requests)
-        for group in groups:
-            table = file.read_row_group(group, columns=["max_tokens", "token_ids"])
-            tokens = pc.list_value_length(table["token_ids"]).to_numpy() + table["max_tokens"].to_numpy() - 1
-            most += int((-(-tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS
-            largest = max(largest, int(tokens.max()))
-    return most, largest
+def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
+    """KV tokens of all requests of these units, in whole pages, together; and of the largest request."""
+    return sum(row["kv_tokens"] for row in units), max((row["largest_kv_tokens"] for row in units), default=0)
 
 
 def result_keys(path: Path) -> list[RequestKey]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from batchinfer.kv.blocks import SHORT_BYTES
 from batchinfer.kv.store_dir import StoreDir, list_folder, publish_private
+from batchinfer.rundir import file_system_s
 
 LEASE_SECONDS = 300.0
 _RENEW_SECONDS = 60.0
@@ -71,12 +72,12 @@ class Claims:
     def read_others(self) -> None:
         """Learn what other runs need; files that nobody renews any more are deleted."""
         self._others = {}
-        for name in list_folder(self._store.claims):
+        names = [name for name in list_folder(self._store.claims) if name != self._session and not name.startswith(".")]
+        now_s = file_system_s(self._store.claims) if names else 0.0
+        for name in names:
             path = self._store.claims / name
-            if name == self._session or name.startswith("."):
-                continue
             try:
-                if time.time() - path.stat().st_mtime > LEASE_SECONDS:
+                if now_s - path.stat().st_mtime > LEASE_SECONDS:
                     os.unlink(path)
                     continue
                 data = path.read_bytes()

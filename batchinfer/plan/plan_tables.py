@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
 from batchinfer.plan.forecast import PlannedWork
@@ -50,6 +51,7 @@ def write_plan(
     prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, num_ranks=num_ranks)
+    kv_tokens = prompt_tokens + max_tokens - 1  # the last token of an answer is never run
     expected_tokens = np.full(len(new_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
@@ -85,6 +87,8 @@ def write_plan(
                     "new_tokens": int(new_tokens[first:end].sum()),
                     "shared_tokens": int(planned.cached_tokens[first]),
                     "max_output_tokens": int(rows.max_tokens[index].sum()),
+                    "kv_tokens": int((-(-kv_tokens[first:end] // PAGE_TOKENS)).sum()) * PAGE_TOKENS,
+                    "largest_kv_tokens": int(kv_tokens[first:end].max()),
                 }
             )
     write_rows(run.units, PLAN_UNITS.schema, *units)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import time
@@ -21,6 +22,9 @@ from batchinfer.slurm import Task
 from batchinfer.submission import live_tasks, submissions
 from jobs import batchinfer, output_bytes, write_job, write_questions
 from paths import ROOT
+from small_disks import small_disk
+
+__all__ = ["small_disk"]
 
 ROWS = (25, 20, 19)
 LONG = {"max_tokens": 16, "ignore_eos": True}
@@ -44,18 +48,20 @@ def reference(tmp_path_factory):
 def submit(reference, tmp_path, monkeypatch):
     """Plans the job into a folder of its own, with a name that a shell would take apart, and sends it."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
-    run = tmp_path / "a run; of 100% $(touch x)"
+    runs: list[RunDir] = []
 
-    def send(*options: str, **cluster: Any) -> RunDir:
+    def send(*options: str, folder: Path = tmp_path, **cluster: Any) -> RunDir:
+        run = folder / "a run; of 100% $(touch x)"
         keys = [f"cluster.{key}={value}" for key, value in (SLOW | cluster).items()]
         sets = [word for key in [f"output.dir={json.dumps(str(run))}", *keys] for word in ("--set", key)]
         sent = batchinfer("submit", reference[0], *sets, *options)
         assert sent.code == 0, sent.err
-        return RunDir(run)
+        runs.append(RunDir(run))
+        return runs[-1]
 
     yield send
-    if run.exists():
-        batchinfer("cancel", run)
+    for run in runs:
+        batchinfer("cancel", run.root)
 
 
 def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
@@ -79,11 +85,11 @@ def state(job: str) -> str:
 
 
 def num_parts(run: RunDir) -> int:
-    return len(list(run.root.glob("units/*/*/part-*.parquet")))
+    return len(list(run.root.glob("units/*/[0-9]*/part-*.parquet")))
 
 
 def is_in_the_middle(run: RunDir) -> bool:
-    num_done = len(list(run.root.glob("units/*/done")))
+    num_done = len(list(run.root.glob("done/*")))
     assert num_done < 60, "too quick to be disturbed"
     return num_parts(run) > 3
 
@@ -121,6 +127,18 @@ def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference):
     refused = batchinfer("submit", run.root, "--array", "2")
     assert refused.code == 2
     assert "wait or run already" in refused.err
+    other = batchinfer(
+        "submit",
+        reference[0],
+        "--set",
+        f"output.dir={json.dumps(str(run.root))}",
+        "--set",
+        "sampling.max_tokens=3",
+        "--array",
+        "1",
+    )
+    assert other.code == 2
+    assert "sampling.max_tokens" in other.err  # another job has no business in this folder
     wait_for(lambda: is_in_the_middle(run), run)
     task = wait_for(lambda: busy_task(run), run)
     subprocess.run(["scontrol", "requeue", task.name], check=True)
@@ -166,6 +184,87 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference)
     # in its grace time it has to ask for another life itself: Slurm lets a task end that ends by itself
     assert "goes back into the queue" in log
     assert "restart 1" in log
+
+
+# In the ranks only, which find it by PYTHONPATH: steps take long, and perhaps one row fails whatever is tried.
+STUMBLING = """
+import os, time
+if "BATCHINFER_RANK_NUMBER" in os.environ:
+    from batchinfer.engine import worker
+    plain = worker.RankWorker._run_prefill
+    def stumbling(self, chunks, *rest, **options):
+        time.sleep(float(os.environ["STEP_S"]))
+        keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
+        if keys & set(FAILING):
+            raise RuntimeError("no luck with this row")
+        return plain(self, chunks, *rest, **options)
+    worker.RankWorker._run_prefill = stumbling
+"""
+
+
+@pytest.fixture
+def stumble(tmp_path, monkeypatch):
+    """Has ranks that are started from now on stumble: seconds lost per prefill step, rows that fail."""
+
+    def set_up(step_s: float, failing: set[tuple[int, int]]) -> None:
+        folder = tmp_path / "stumbling"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(STUMBLING.replace("FAILING", repr(failing)))
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        monkeypatch.setenv("STEP_S", str(step_s))
+
+    return set_up
+
+
+@pytest.mark.slow
+def test_half_of_the_tasks_cancelled_then_retry(submit, reference, stumble):
+    stumble(0.2, {(0, 5)})
+    run = submit("--array", "4")
+    wait_for(lambda: is_in_the_middle(run), run)
+    array = submissions(run)[0].arrays[0]
+    subprocess.run(["scancel", f"{array}_[0-1]"], check=True)
+    assert wait_for(lambda: finish_state(run), run) == "FAILED"
+    assert " ExitCode=3:0 " in show(submissions(run)[0].finish)  # finished, with an error row
+    found = json.loads(batchinfer("status", run.root, "--json").out)
+    assert (found["requests_failed"], found["units_done"]) == (1, 64)
+    stumble(0.0, set())
+    retried = batchinfer("retry", run.root, "--array", "2")
+    assert retried.code == 0, retried.err
+    assert "1 failed requests in 1 units" in retried.out
+    expect_outputs(run, reference)
+
+
+@pytest.mark.slow
+def test_the_clusters_own_warning_before_the_time_limit(submit, reference, stumble, tmp_path):
+    """One minute is the shortest limit. Slurm looks every half minute: the warning comes within 30 s of the start."""
+    stumble(0.7, set())  # a life is too short for 64 steps of that length
+    own = tmp_path / "own.sbatch"
+    own.write_text((ROOT / "jobs" / "array.sbatch").read_text().replace("B:USR1@120", "B:USR1@30"))
+    run = submit("--array", "1", "--time", "1", "--template", str(own))
+    expect_outputs(run, reference)
+    log = log_of(run, f"{submissions(run)[0].arrays[0]}_0")
+    assert "ended with code 75" in log
+    assert "goes back into the queue" in log
+    assert "restart 1" in log
+    assert "TIME LIMIT" not in log  # it was gone before
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_tasks_and_later_ones_go_on(small_disk, submit, reference):
+    run = submit("--array", "2", folder=small_disk.folder)
+    wait_for(lambda: is_in_the_middle(run), run)
+    small_disk.fill(but_bytes=0)
+    assert wait_for(lambda: finish_state(run), run) == "FAILED"
+    sent = submissions(run)[0]
+    ends = {
+        code for index in range(2) if (code := re.search(r" ExitCode=(\d+):", show(f"{sent.arrays[0]}_{index}"))[1])
+    }
+    assert ends == {"2"}  # they do not go back into the queue
+    small_disk.free()
+    again = batchinfer("submit", run.root, "--array", "2")
+    assert again.code == 0, again.err
+    expect_outputs(run, reference)
 
 
 @pytest.mark.slow

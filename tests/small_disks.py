@@ -1,0 +1,52 @@
+"""A disk of a chosen size for tests, mounted in memory: root only."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+class SmallDisk:
+    """A file system that can be filled, freed, and made read only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self, *, but_bytes: int) -> None:
+        """Leave only so many bytes free, in whole pages of memory; others may be writing meanwhile."""
+        with open(self._filler, "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):  # the end that is wanted
+                while True:
+                    file.write(bytes(4096))
+            file.truncate(max(0, file.tell() - but_bytes))
+
+    def free(self) -> None:
+        self._filler.unlink()
+
+    def set_read_only(self, read_only: bool) -> None:
+        """What root cannot write either."""
+        mode = "ro" if read_only else "rw"
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """32 MiB in tmp_path / "disk"."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        reason = f"NOT TESTED ON A FULL OR READ-ONLY DISK: only root can mount one ({done.stderr.strip()})"
+        warnings.warn(reason, stacklevel=1)
+        pytest.skip(reason)
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
