@@ -1,5 +1,6 @@
 """Workers that come while others hold everything, results finished while a group works, units that open again."""
 
+import os
 import signal
 
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ from batchinfer.rundir import RunDir
 from faults import descendants, ended, fail_some, wait_until
 from jobs import batchinfer, output_bytes, start, write_job, write_questions
 
-SLOW = ("--set", "cluster.decode_requests=3", "--set", "cluster.commit_seconds=0.05")
+SLOW = ("--set", "cluster.decode_requests=1", "--set", "cluster.commit_seconds=0.05")
 LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
@@ -80,13 +81,18 @@ def test_a_worker_that_waited_in_vain_ends_well_without_ever_loading(planned):
 
 def test_partial_results_while_a_group_works_leave_its_files_alone(reference, planned):
     worker = start("work", planned.root, *SLOW)
-    wait_until(lambda: list(planned.root.glob("units/*/*/part-*.parquet")), worker)
+    wait_until(lambda: list(planned.root.glob("units/*/[0-9]*/part-*.parquet")), worker)
+    ranks = descendants(worker.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)  # the group cannot end before finish looks at it
     parcel = planned.parcels("of-a-living-session") / "kv"
     parcel.parent.mkdir(parents=True)
     parcel.write_bytes(b"on its way")
     assert batchinfer("finish", planned.root, "--allow-partial").code == 3
     assert parcel.read_bytes() == b"on its way"
     assert not planned.finish_scratch.exists()
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     found = ended(worker)
     assert found.code == 0, found.err
     assert batchinfer("finish", planned.root).code == 0
