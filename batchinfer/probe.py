@@ -7,16 +7,19 @@ what was written is read back. Folders that show an object store (s3fs, gcsfuse,
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, create_exclusively
+from batchinfer.rundir import RunDir, cannot_write
 
 REMEDY = (
     "choose a folder on a local disk or a shared file system (NFS, Lustre, CephFS), and use output.publish for s3://"
 )
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def check_file_system(run: RunDir) -> None:
@@ -37,6 +40,8 @@ def check_file_system(run: RunDir) -> None:
         _refuse_full_folder(folder)
     except _MissingError as missing:
         raise ConfigError(f"the file system of output.dir {run.root} {missing}; {REMEDY}") from None
+    except OSError as error:
+        raise cannot_write(run.root, error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -45,16 +50,24 @@ class _MissingError(Exception):
     pass
 
 
+def _missing(what: str, error: OSError) -> Exception:
+    """What the file system lacks; a full disk lacks room only."""
+    return error if error.errno in _NO_ROOM else _MissingError(f"{what} ({error.strerror or error})")
+
+
 def _create_once(folder: Path) -> None:
-    name = folder / "once"
+    made, name = folder / "first", folder / "once"
     try:
-        first = create_exclusively(name, "first")
-        second = create_exclusively(name, "second")
+        made.write_text("first")
+        os.link(made, name)
     except OSError as error:
-        raise _MissingError(f"has no exclusive create (hard links: {error.strerror or error})") from None
-    if not first or second:
-        raise _MissingError("lets two processes create one name")
-    _read_back(name, "first")
+        raise _missing("has no exclusive create: hard links", error) from None
+    try:
+        os.link(made, name)
+    except OSError:
+        _read_back(name, "first")
+        return
+    raise _MissingError("lets two processes create one name")
 
 
 def _rename_over(folder: Path) -> None:
@@ -64,7 +77,7 @@ def _rename_over(folder: Path) -> None:
             (folder / text).write_text(text)
             (folder / text).rename(name)
     except OSError as error:
-        raise _MissingError(f"has no rename ({error.strerror or error})") from None
+        raise _missing("has no rename", error) from None
     _read_back(name, "new")
 
 
@@ -76,7 +89,7 @@ def _refuse_full_folder(folder: Path) -> None:
             (path / "file").write_text(path.name)
         made.rename(folder / "free")
     except OSError as error:
-        raise _MissingError(f"has no rename of folders ({error.strerror or error})") from None
+        raise _missing("has no rename of folders", error) from None
     try:
         (folder / "free").rename(taken)
     except OSError:
@@ -89,6 +102,6 @@ def _read_back(path: Path, text: str) -> None:
     try:
         found = path.read_text()
     except OSError as error:
-        raise _MissingError(f"does not show what was written to it ({error.strerror or error})") from None
+        raise _missing("does not show what was written to it", error) from None
     if found != text:
         raise _MissingError("does not show what was written to it last")

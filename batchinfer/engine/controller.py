@@ -7,6 +7,7 @@ ranks may die at any time; it starts them again and has the unfinished requests 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,8 +221,9 @@ class Controller:
 
     def _wait_for_unit(self) -> None:
         """Hold a unit before ranks start: loading takes them long, and there may be nothing for them."""
+        pause = threading.Event()  # never set
         while not self._is_done() and not self._dealer.num_unfinished and not self._open_next_unit():
-            time.sleep(WAIT_S)
+            pause.wait(WAIT_S)
 
     def _is_done(self) -> bool:
         """Whether to go home. With no request of our own left, units of others may still have to be taken over."""
