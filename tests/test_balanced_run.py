@@ -111,7 +111,8 @@ def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkey
         return
     # whoever goes on later begins with these experts in place
     (run / "stats" / "run.parquet").unlink()
-    shutil.rmtree(run / "units")
+    for lost in ("units", "done"):
+        shutil.rmtree(run / lost)
     again = batchinfer("run", write(job, run.name, **LAYOUTS[layout], **small))
     assert again.code == 0, again.err
     assert "experts placed by the loads" not in again.err

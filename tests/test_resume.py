@@ -44,11 +44,11 @@ def wait_for(pattern, run, process):
         time.sleep(0.005)
 
 
-SLOW = pytest.mark.slow  # what a quicker case shows, too
+LONG = pytest.mark.slow  # what a quicker case shows, too
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGUSR1, signal.SIGKILL]
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGUSR1, signal.SIGKILL]
 )
 def test_a_signal_while_working(reference, number):
     options, run = another(reference, f"signal-{number}")
@@ -76,7 +76,7 @@ def test_a_signal_while_working(reference, number):
     assert json.loads(states)[0]["state"] == ("running" if number == signal.SIGKILL else "interrupted")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_kill_at_random_moments_until_it_ends(reference, seed):
     rng = random.Random(seed)
     options, run = another(reference, f"killed-{seed}")

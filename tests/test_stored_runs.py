@@ -157,7 +157,7 @@ def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_fol
     store = tmp_path / "store"
     ended, run = run_job(job_folder.path, "first", store=store, persist="all")
     assert ended.code == 0, ended.err
-    for lost in ("units", "outputs"):
+    for lost in ("units", "done", "outputs"):
         shutil.rmtree(run / lost)
     again = batchinfer("run", job_folder.path / "first.toml")
     assert again.code == 0, again.err
