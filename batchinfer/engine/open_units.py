@@ -42,6 +42,8 @@ class OpenUnits:
         self._run, self._rows = run, rows
         self._random = random.Random()
         self._is_open = np.ones(len(rows), dtype=bool)  # not done at the last look
+        # by anybody, at any time: a listing may be older than what this worker has met itself
+        self._was_claimed = np.zeros(len(rows), dtype=bool)
         self._untried: np.ndarray = np.zeros(0, dtype=np.int64)  # rising
         self._held: np.ndarray = np.zeros(0, dtype=np.int64)  # by others or by this worker, at the last look
         self._num_requests = np.array([row["num_requests"] for row in rows], dtype=np.int64)
@@ -125,13 +127,13 @@ class OpenUnits:
     def _look(self) -> None:
         before = self._is_open
         self._is_open = ~_named(self._run.done_marks, len(self._rows))
-        claimed = _named(self._run.unit_folders, len(self._rows))
+        self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
         reopened = self._is_open & ~before
         self._reopened += int(self._num_requests[reopened].sum())
         self._is_taken &= ~reopened
         self._done_elsewhere += int(self._num_requests[before & ~self._is_open & ~self._is_taken].sum())
-        self._untried = np.flatnonzero(self._is_open & ~claimed)
-        self._held = np.flatnonzero(self._is_open & claimed)
+        self._untried = np.flatnonzero(self._is_open & ~self._was_claimed)
+        self._held = np.flatnonzero(self._is_open & self._was_claimed)
 
     def _has_only(self, units: set[int]) -> bool:
         """Whether every open unit is one of these."""
@@ -144,6 +146,7 @@ class OpenUnits:
             unit = int(self._untried[place])
             self._untried = np.delete(self._untried, place)
             claim = try_claim(unit)
+            self._was_claimed[unit] = True
             if claim is not None:
                 self._next = unit + 1
                 self._is_taken[unit] = True
