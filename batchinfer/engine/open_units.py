@@ -127,7 +127,8 @@ class OpenUnits:
     def _look(self) -> None:
         before = self._is_open
         self._is_open = ~_named(self._run.done_marks, len(self._rows))
-        self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
+        if (self._is_open & ~self._was_claimed).any():  # a folder of a unit stays for ever
+            self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
         reopened = self._is_open & ~before
         self._reopened += int(self._num_requests[reopened].sum())
         self._is_taken &= ~reopened
