@@ -41,7 +41,7 @@ ALLOWED = {
     "parallel": BASE,
     "model": BASE | {"parallel"},
     "kv": FILES,
-    "engine": RUN | {"data", "model", "kv", "parallel", "balance"},
+    "engine": RUN | {"data", "model", "kv", "parallel", "balance", "printable"},
     "finish": RUN | {"data", "engine.claims", "engine.step_journal", "publish"},
     "report": FILES | {"data", "printable"},
     "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
@@ -81,7 +81,7 @@ CONTROLLER = {
     "agent",
     "nodes",
 }
-CONTROLLER |= {"layout", "channel", "messages", "feed", "claims", "open_units", "step_journal", "units"}
+CONTROLLER |= {"layout", "channel", "feed", "claims", "open_units", "step_journal", "units"}
 # The KV store itself: `batchinfer kv` looks after it on a login node.
 STORE = {"blocks", "block_file", "store_dir", "index", "space", "claims", "eviction", "room", "counters", "history"}
 STORE |= {"disk", "upkeep"}

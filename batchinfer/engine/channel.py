@@ -1,19 +1,26 @@
-"""Messages between the controller and its ranks: JSON documents over a TCP connection, each with its length before it.
+"""Messages between the controller and its ranks: MessagePack documents over a TCP connection, each after its length.
+
+A message is a dictionary with a "type". Nouns of feed.py and records.py may stand in it as they are; they arrive as
+plain dictionaries, of which `part` makes them again.
 
 Both ends read in a thread of their own, so that neither ever blocks the other by not looking.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
 
 Message = dict[str, Any]
+
+PartT = TypeVar("PartT")
 
 _LENGTH = struct.Struct("=I")
 _MAX_BYTES = 1 << 30
@@ -21,6 +28,20 @@ _MAX_BYTES = 1 << 30
 
 class ChannelClosedError(Exception):
     """The other end is gone."""
+
+
+def part(message: Message, name: str, kind: type[PartT]) -> PartT:
+    """What stands under a name of a message, as `kind`, such as list[Request]."""
+    return msgspec.convert(message[name], kind)
+
+
+def _plain_number(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a message cannot hold a {type(value).__name__}")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 
 
 class Channel:
@@ -53,7 +74,7 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        content = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
+        content = _encode(message)
         try:
             with self._lock:
                 self._connection.sendall(_LENGTH.pack(len(content)) + content)
@@ -70,8 +91,8 @@ class Channel:
         if length > _MAX_BYTES:
             raise ChannelClosedError
         try:
-            message = json.loads(self._read(length))
-        except ValueError:
+            message = msgspec.msgpack.decode(self._read(length))
+        except msgspec.DecodeError:
             raise ChannelClosedError from None
         if not isinstance(message, dict):
             raise ChannelClosedError

@@ -7,10 +7,9 @@ import time
 
 import numpy as np
 
-from batchinfer.engine.channel import Channel, Message
-from batchinfer.engine.feed import ExpertSlots, Handover, Inbox, StepReport
-from batchinfer.engine.messages import adoption_of, key_of, plain_handover, plain_key, plain_report, request_of
-from batchinfer.records import RequestKey
+from batchinfer.engine.channel import Channel, Message, part
+from batchinfer.engine.feed import Adoption, ExpertSlots, Handover, Inbox, StepReport
+from batchinfer.records import Request, RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
 STEPS_S = 0.05  # short steps are reported together, this often
@@ -64,7 +63,7 @@ class ChannelFeed:
         self._last_steps_s = time.monotonic()
         if self._steps:
             reports, self._steps = self._steps, []
-            self._channel.send({"type": "steps", "reports": [plain_report(report) for report in reports]})
+            self._channel.send({"type": "steps", "reports": reports})
 
     def send_experts(self) -> None:
         """See Feed."""
@@ -80,28 +79,28 @@ class ChannelFeed:
     def hand_over(self, handovers: list[Handover]) -> None:
         """See Feed."""
         self.send_steps()
-        self._channel.send({"type": "handovers", "handovers": [plain_handover(handover) for handover in handovers]})
+        self._channel.send({"type": "handovers", "handovers": handovers})
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """See Feed."""
         self.send_steps()
-        self._channel.send({"type": "adopted", "keys": [plain_key(key) for key in keys]})
+        self._channel.send({"type": "adopted", "keys": keys})
 
     def _sort_in(self, message: Message, inbox: Inbox) -> None:
         kind = message["type"]
         if kind == "requests":
             self._has_asked = False
-            inbox.requests += [request_of(item) for item in message["requests"]]
+            inbox.requests += part(message, "requests", list[Request])
         elif kind == "adopt":
-            inbox.adoptions += [adoption_of(item) for item in message["adoptions"]]
+            inbox.adoptions += part(message, "adoptions", list[Adoption])
         elif kind == "adopted":
-            inbox.adopted += [key_of(item) for item in message["keys"]]
+            inbox.adopted += part(message, "keys", list[RequestKey])
         elif kind == "place_experts":
             inbox.expert_slots = ExpertSlots(message["expert_of_slot"], message["share_of_slot"])
         elif kind == "count_experts":
             inbox.count_experts = True
         elif kind == "give_away":
-            inbox.give_away += [key_of(item) for item in message["keys"]]
+            inbox.give_away += part(message, "keys", list[RequestKey])
         elif kind == "leave":
             inbox.leave = True
         else:

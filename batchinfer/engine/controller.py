@@ -21,13 +21,12 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.agent import serve_node
-from batchinfer.engine.channel import Message
+from batchinfer.engine.channel import Message, part
 from batchinfer.engine.claims import Claims
 from batchinfer.engine.dealer import Dealer
 from batchinfer.engine.decode_loads import DecodeLoads
 from batchinfer.engine.expert_placer import ExpertPlacer
 from batchinfer.engine.feed import Adoption, Handover, StepReport
-from batchinfer.engine.messages import handover_of, key_of, plain_adoption, plain_key, plain_request, report_of
 from batchinfer.engine.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.engine.open_units import OpenUnits
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, join_message, open_group
@@ -276,14 +275,14 @@ class Controller:
     def _take(self, rank: int, message: Message) -> None:
         kind = message["type"]
         if kind == "steps":
-            for report in message["reports"]:
-                self._take_step(rank, report_of(report))
+            for report in part(message, "reports", list[StepReport]):
+                self._take_step(rank, report)
         elif kind == "want":
             self._hungry.add(rank)
         elif kind == "handovers":
-            self._pass_on(rank, [handover_of(item) for item in message["handovers"]])
+            self._pass_on(rank, part(message, "handovers", list[Handover]))
         elif kind == "adopted":
-            self._adopted(rank, [key_of(item) for item in message["keys"]])
+            self._adopted(rank, part(message, "keys", list[RequestKey]))
         elif kind == "kv_store":
             self._results.set_store_counts(rank, message["counts"])
             for problem in message["problems"]:
@@ -334,7 +333,7 @@ class Controller:
 
     def _send_handover(self, request: Request, rank: int) -> None:
         adoption = Adoption(request, self._handovers[request.key][1])
-        self._ranks.send(rank, {"type": "adopt", "adoptions": [plain_adoption(adoption)]})
+        self._ranks.send(rank, {"type": "adopt", "adoptions": [adoption]})
         self._wake_others([rank])
 
     def _adopted(self, rank: int, keys: list[RequestKey]) -> None:
@@ -342,7 +341,7 @@ class Controller:
         for key in keys:
             holder, handover = self._handovers.pop(key)
             self._loads.start(self._dealer.running_request(key), rank, len(handover.tokens))
-            self._ranks.send(holder, {"type": "adopted", "keys": [plain_key(key)]})
+            self._ranks.send(holder, {"type": "adopted", "keys": [key]})
 
     def _deal(self) -> None:
         """Requests for the ranks that ask; opens the next unit when theirs have run out. Places and moves others."""
@@ -357,14 +356,13 @@ class Controller:
                 requests = self._take_for(rank)
             if requests:
                 self._hungry.discard(rank)
-                message = {"type": "requests", "requests": [plain_request(request) for request in requests]}
-                self._ranks.send(rank, message)
+                self._ranks.send(rank, {"type": "requests", "requests": requests})
                 fed.append(rank)
         self._wake_others(fed)
         for request, rank in self._loads.place_ready():
             self._send_handover(request, rank)
         for key, rank in self._loads.moves():
-            self._ranks.send(rank, {"type": "give_away", "keys": [plain_key(key)]})
+            self._ranks.send(rank, {"type": "give_away", "keys": [key]})
 
     def _take_for(self, rank: int) -> list[Request]:
         """What keeps a rank busy until it asks again: two prefill steps."""

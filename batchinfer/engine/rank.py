@@ -28,6 +28,7 @@ from batchinfer.engine.load import Surroundings, load_model, make_worker
 from batchinfer.engine.local_ranks import RankEnvironment
 from batchinfer.engine.warm_up import warm_up
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
+from batchinfer.printable import harmless
 from batchinfer.records import BatchinferError, ExitCode
 
 CONNECT_S = 30.0
@@ -71,11 +72,11 @@ def _run(channel: Channel, messages: queue.Queue[Message], environment: RankEnvi
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
     except BatchinferError as error:
-        channel.send({"type": "failed", "error": str(error), "class": type(error).__name__})
+        channel.send({"type": "failed", "error": harmless(str(error)), "class": type(error).__name__})
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        channel.send({"type": "failed", "error": f"{type(error).__name__}: {error}", "class": ""})
+        channel.send({"type": "failed", "error": harmless(f"{type(error).__name__}: {error}"), "class": ""})
         return ExitCode.INTERNAL
 
 

@@ -1,0 +1,85 @@
+"""What a message between controller and ranks carries, over a real connection."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from batchinfer.engine.channel import Channel, ChannelClosedError, part
+from batchinfer.engine.feed import Adoption, CachedTokens, Handover, StepRecord, StepReport
+from batchinfer.parallel.spans import Span
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
+
+KEY = RequestKey(2, 1 << 40, 0)
+TIMES = RequestTimes(1.5, 2.25, 0.0)
+LOGPROBS = (TokenLogprob(7, -math.inf, ((7, -math.inf), (8, -0.5))),)
+COMPLETION = Completion(KEY, 3, "a\x00 \U0001f600", [1, 2], "stop", "</s>", 5, 1, 2, 9, TIMES, LOGPROBS)
+SAMPLING = Sampling(16, 0.5, 1.0, 0, 0.0, 2, 0, ("\n",), (4, 5), False, None)
+REQUEST = Request(KEY, 3, [9, 8], SAMPLING, (1 << 64) - 1, last_units=(4,), expected_tokens=12.5)
+RECORD = StepRecord(0, "decode", 1.5, 0.25, 2, 2, 0, 2, 99, 4, 1, 16, 0.0, 0.0)
+
+
+@pytest.fixture
+def ends():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = Channel.connect("127.0.0.1", server.getsockname()[1], 5.0)
+        far = Channel(server.accept()[0])
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_nouns_arrive_as_they_were_sent(ends):
+    near, far = ends
+    report = StepReport(RECORD, [COMPLETION], [KEY], [Span("compute", "ATTN", 1, 1.0, 2.0)])
+    handover = Handover(KEY, [1], [*LOGPROBS], TIMES, CachedTokens(1, 2, 3), "parcel", 10)
+    near.send({"type": "all", "reports": [report], "adoptions": [Adoption(REQUEST, handover)], "keys": [KEY]})
+    message = far.receive()
+    assert message["type"] == "all"
+    assert part(message, "reports", list[StepReport]) == [report]
+    assert part(message, "adoptions", list[Adoption]) == [Adoption(REQUEST, handover)]
+    assert part(message, "keys", list[RequestKey]) == [KEY]
+
+
+def test_a_logprob_that_is_no_number_stays_none_of_it(ends):
+    near, far = ends
+    near.send({"type": "one", "item": replace(COMPLETION, logprobs=(TokenLogprob(1, math.nan),))})
+    (logprob,) = part(far.receive(), "item", Completion).logprobs
+    assert math.isnan(logprob.logprob)
+
+
+def test_numbers_of_numpy_arrive_as_numbers(ends):
+    near, far = ends
+    near.send({"type": "numbers", "values": [np.int64(3), np.float32(0.5), np.float64(1.5)]})
+    assert far.receive()["values"] == [3, 0.5, 1.5]
+
+
+def test_what_no_message_can_hold_is_refused(ends):
+    near, _ = ends
+    with pytest.raises(TypeError, match="a message cannot hold a object"):
+        near.send({"type": "odd", "value": object()})
+
+
+def test_a_part_of_another_shape_is_refused(ends):
+    near, far = ends
+    near.send({"type": "adopted", "keys": [{"shard": 1, "row": "two", "sample": 0}]})
+    with pytest.raises(msgspec.ValidationError, match="row"):
+        part(far.receive(), "keys", list[RequestKey])
+
+
+@pytest.mark.parametrize("content", [b"\xc1", b"\x93\x01\x02\x03", b""], ids=["damaged", "no dictionary", "empty"])
+def test_other_peoples_bytes_end_the_connection(content):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stranger = socket.create_connection(server.getsockname())
+        far = Channel(server.accept()[0])
+    stranger.sendall(struct.pack("=I", len(content)) + content)
+    with pytest.raises(ChannelClosedError):
+        far.receive()
+    stranger.close()
+    far.close()
