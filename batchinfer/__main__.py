@@ -1,5 +1,5 @@
 """`python -m batchinfer`: the same as the command `batchinfer`."""
 
-from batchinfer.cli import main
+from batchinfer.cli import program
 
-main()
+program()

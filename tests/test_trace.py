@@ -130,7 +130,7 @@ def trace(paired):
 def test_each_rank_has_a_lane_for_steps_computing_and_communication(trace):
     expected = {f"rank {rank} {lane}" for rank in (0, 1) for lane in ("steps", "computing", "communication")}
     # a lane for KV is there only when a running request has moved
-    assert {lane for lane in trace.lanes if not lane.endswith(" KV")} == {"controller", *expected}
+    assert {lane for lane in trace.lanes if not lane.endswith(" KV")} == {"controller", "ranks", *expected}
     for rank in (0, 1):
         assert {event.name for event in trace.lanes[f"rank {rank} communication"]} == set(EXCHANGES)
         assert {event.name for event in trace.lanes[f"rank {rank} steps"]} == {"prefill", "decode"}
@@ -143,6 +143,11 @@ def test_loading_planning_and_committing_are_spans_of_the_controller(trace):
     (load,) = (event for event in trace.lanes["controller"] if event.name == "load")
     first_step = min(events[0].start for lane, events in trace.lanes.items() if lane.endswith(" steps"))
     assert load.end <= first_step + ROUNDING_US
+    (ranks,) = trace.lanes["ranks"]
+    assert ranks.name == "start and load"
+    # begun ahead, while the job was planned
+    assert ranks.start <= load.start
+    assert ranks.end <= load.end
 
 
 def test_spans_of_a_lane_do_not_overlap(trace):

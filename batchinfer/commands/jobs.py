@@ -123,6 +123,9 @@ def run(
     with ranks_ahead(config, stop, know_experts=know_experts) as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = plan_here(config, session, tracer, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        if ranks is not None:
+            import batchinfer.finish  # while the ranks load: this process only waits for them
+            import batchinfer.report.metrics  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks)
         code = _finish(run_dir, config, allow_partial=False)
     print_report([run_dir.root], as_json=False)

@@ -265,6 +265,7 @@ class Controller:
                     "model_digests": self._model_digests,
                 }
             )
+        self._tracer.add("start and load", "ranks", self._ranks.started_s, self._ranks.loaded_s)
         self._results.set_moe_layers(ready[0]["moe_layers"])
         self._experts.set_layers(ready[0]["moe_layers"])
         self._session.device = ready[0]["device"]

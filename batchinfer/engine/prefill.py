@@ -31,7 +31,8 @@ class PrefillQueue:
         share_prefixes: bool = True,
         stored: StoredPrefixes | None = None,
     ) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # `add` and `next_step` change it
+        self.waiting_tokens = 0  # prompt tokens of these that are to be computed, by the plan
         self._prompt_only = prompt_only  # another rank decodes
         self._pool = pool
         self._tree = PrefixTree(pool)
@@ -46,6 +47,11 @@ class PrefillQueue:
     @property
     def has_cut_prompt(self) -> bool:
         return self._cut is not None
+
+    def add(self, requests: list[Request]) -> None:
+        """Requests behind those that wait already."""
+        self.waiting.extend(requests)
+        self.waiting_tokens += sum(map(_new_tokens, requests))
 
     def can_admit(self) -> bool:
         """Whether the first waiting request's pages can be had now."""
@@ -76,7 +82,7 @@ class PrefillQueue:
             sequence = self._admit(self.waiting[0], copies)
             if sequence is None:
                 break
-            self.waiting.popleft()
+            self.waiting_tokens -= _new_tokens(self.waiting.popleft())
             num_slots -= 1
             chunk = self._next_chunk(sequence, budget)
             budget -= chunk.end - chunk.start
@@ -192,3 +198,7 @@ class PrefillQueue:
         if self._share_prefixes:
             self._tree.insert(sequence.request.token_ids[:known], sequence.pages[: pages_for(known)])
         return Chunk(sequence, start, end)
+
+
+def _new_tokens(request: Request) -> int:
+    return len(request.token_ids) - request.cached_tokens

@@ -72,6 +72,8 @@ class RankGroup:
     listener: socket.socket
     token: str
     stop: StopSignal
+    started_s: float = 0.0  # Unix time when the ranks' processes were started
+    loaded_s: float = 0.0  # and when all of them had loaded
     _start_deadline: float = 0.0
     _is_closed: bool = False
     _loading: Future[list[Message]] | None = None  # of ranks that were started ahead
@@ -124,6 +126,7 @@ class RankGroup:
 
     def _load(self, join: Message) -> list[Message]:
         self._start_deadline = time.monotonic() + START_S
+        self.started_s = time.time()
         self.local.start()
         while len(self._connected) < len(self.places):
             self._let_in()
@@ -134,6 +137,7 @@ class RankGroup:
         for place in self.places:
             self.send(place.rank, {"type": "join", **join, **self._meeting_point(place, stores)})
         ready = self._answers(range(len(self.places)), "ready")
+        self.loaded_s = time.time()
         return [ready[place.rank] for place in self.places]
 
     def send(self, rank: int, message: Message) -> None:

@@ -152,7 +152,7 @@ class RankWorker:
         self._expert_slots = inbox.expert_slots or self._expert_slots
         if inbox.count_experts:
             feed.send_experts()
-        self._queue.waiting.extend(inbox.requests)
+        self._queue.add(inbox.requests)
         if self._stored is not None:
             self._stored.read_ahead(inbox.requests)
         self._adoptions.waiting.extend(inbox.adoptions)
@@ -180,8 +180,8 @@ class RankWorker:
 
     def _is_running_out(self) -> bool:
         """Whether less is waiting than two prefill steps take: one runs while more come; others would only lie here."""
-        num_tokens = sum(len(request.token_ids) - request.cached_tokens for request in self._queue.waiting)
-        return num_tokens < 2 * self._prefill_tokens and len(self._queue.waiting) < self._decode_requests
+        queue = self._queue
+        return queue.waiting_tokens < 2 * self._prefill_tokens and len(queue.waiting) < self._decode_requests
 
     def _wish(self) -> Wish:
         prefill = self._should_prefill()
