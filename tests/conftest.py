@@ -7,20 +7,34 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
+import rank_forge
+from batchinfer.engine import local_ranks
 from batchinfer.kv.disk import DiskStore
 from browser import Browser, NoBrowserError, install
 from kv_stores import open_store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_ranks() -> Iterator[None]:
+    """Without a GPU, ranks of commands that run in this process are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            rank_forge.open_forge()
+            patch.setattr(local_ranks, "start_rank", rank_forge.start_rank)
+        yield
 
 
 @pytest.fixture
