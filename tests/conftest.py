@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-HAS_GPU = Path("/dev/nvidiactl").exists()
-if not HAS_GPU:
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
@@ -25,6 +24,8 @@ from batchinfer.engine import local_ranks
 from batchinfer.kv.disk import DiskStore
 from browser import Browser, NoBrowserError, install
 from kv_stores import open_store
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,24 +80,29 @@ def browser() -> Iterator[Browser]:
 
 # In this order before all others: with these at the end one worker would go on alone for minutes.
 LONG_FILES = (
-    "test_faults",
-    "test_waste",
-    "test_bad_places",
-    "test_clock_skew",
-    "test_chaos",
     "test_cluster",
-    "test_real_slurm",
-    "test_balanced_run",
-    "test_stored_runs",
     "test_nodes",
+    "test_real_slurm",
+    "test_faults",
+    "test_stored_runs",
     "test_resume",
+    "test_chaos",
+    "test_waste",
     "test_triton_engine",
-    "test_cpu_engine",
-    "test_gpu_check",
-    "test_fp8_engine",
-    "test_plan",
-    "test_object_stores",
+    "test_engine",
+    "test_bad_places",
+    "test_balanced_run",
+    "test_clock_skew",
     "test_elastic",
+    "test_gpu_check",
+    "test_object_stores",
+    "test_cpu_build",
+    "test_fp8_engine",
+    "test_cpu_engine",
+    "test_end_to_end",
+    "test_balance_experts",
+    "test_cli",
+    "test_against_transformers",
 )
 
 
