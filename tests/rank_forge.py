@@ -62,11 +62,11 @@ class ForkedRank:
 
 def start_rank(variables: dict[str, str]) -> ForkedRank | subprocess.Popen[bytes]:
     """As local_ranks.start_rank; forked unless what is imported might be another thing with these variables."""
-    trap, early = None, _early(variables)
-    folder, _, others = early.get("PYTHONPATH", "").partition(os.pathsep)
-    if folder and os.listdir(folder) == [TRAP] and others == _environment.get("PYTHONPATH", ""):
-        trap = Path(folder, TRAP)
-        early.pop("PYTHONPATH") if not others else early.update(PYTHONPATH=others)
+    early = _early(variables)
+    folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
+    trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None
+    path = others if trap else variables.get("PYTHONPATH")
+    early |= {"PYTHONPATH": path} if path else {}
     return ForkedRank(variables, trap) if early == _environment else _start_rank(variables)
 
 
