@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
 import warnings
 from collections.abc import Iterator
@@ -18,9 +19,23 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 
+import rank_forge
+from batchinfer.engine import local_ranks
 from batchinfer.kv.disk import DiskStore
 from browser import Browser, NoBrowserError, install
 from kv_stores import open_store
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_ranks() -> Iterator[None]:
+    """Without a GPU, ranks of commands that run in this process are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            rank_forge.open_forge()
+            patch.setattr(local_ranks, "start_rank", rank_forge.start_rank)
+        yield
 
 
 @pytest.fixture
@@ -65,24 +80,29 @@ def browser() -> Iterator[Browser]:
 
 # In this order before all others: with these at the end one worker would go on alone for minutes.
 LONG_FILES = (
-    "test_faults",
-    "test_waste",
-    "test_bad_places",
-    "test_clock_skew",
-    "test_chaos",
     "test_cluster",
-    "test_real_slurm",
-    "test_balanced_run",
-    "test_stored_runs",
     "test_nodes",
+    "test_real_slurm",
+    "test_faults",
+    "test_stored_runs",
     "test_resume",
+    "test_chaos",
+    "test_waste",
     "test_triton_engine",
-    "test_cpu_engine",
-    "test_gpu_check",
-    "test_fp8_engine",
-    "test_plan",
-    "test_object_stores",
+    "test_engine",
+    "test_bad_places",
+    "test_balanced_run",
+    "test_clock_skew",
     "test_elastic",
+    "test_gpu_check",
+    "test_object_stores",
+    "test_cpu_build",
+    "test_fp8_engine",
+    "test_cpu_engine",
+    "test_end_to_end",
+    "test_balance_experts",
+    "test_cli",
+    "test_against_transformers",
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import queue
 import time
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from batchinfer.parallel.exchange import MAX_UNDER_WAY, DistributedExchange, Exc
 from batchinfer.parallel.mesh import find_store, open_store
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
 from batchinfer.records import PeerLostError
+from rank_forge import fork_server
 
 DEADLINE_S = 60.0  # of every wait in here: a test that hangs fails
 LOOPBACK = "127.0.0.1"
@@ -172,13 +173,12 @@ class RankProcesses:
     work: Callable[..., Any]
     arguments: Sequence[Any] = ()
     _store: dist.TCPStore = field(init=False)
-    _processes: list[multiprocessing.process.BaseProcess] = field(init=False, default_factory=list)
+    _processes: list[BaseProcess] = field(init=False, default_factory=list)
 
     def __enter__(self) -> RankProcesses:
         self._store = open_store(LOOPBACK)
-        # a server that has imported torch once forks each rank, which takes a tenth of the time of a new interpreter
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["batchinfer.parallel.mesh"])
+        # forking takes a tenth of the time of a new interpreter
+        context = fork_server()
         for rank in range(self.size):
             arguments = (self._path(rank), self._store.port, self.work, rank, self.size, *self.arguments)
             self._processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))

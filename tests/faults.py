@@ -13,7 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from batchinfer.plan import packing
 from jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05}  # many small steps and commits
@@ -36,6 +38,14 @@ def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[
     job = write_job(folder, cluster=SLOW, sampling=MIXED)
     assert batchinfer("run", job).code == 0
     return folder, output_bytes(folder / "run")
+
+
+def plan_units(job: Path, run: Path) -> Path:
+    """The job planned into more units than one, in this run folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+        assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+    return run
 
 
 def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:

@@ -174,7 +174,7 @@ LIMIT = {
 }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["even", "skewed", "zipf"])
 @pytest.mark.parametrize(("num_gpus", "effort"), LIMIT)
 def test_the_fullest_gpu_is_close_to_the_bound(kind, num_gpus, effort, seed):

@@ -7,34 +7,29 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.engine.claims import Claims
-from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
-from faults import descendants, ended, fail_some, wait_until
+from faults import descendants, ended, fail_some, plan_units, wait_until
 from jobs import batchinfer, output_bytes, start, write_job, write_questions
 
-SLOW = ("--set", "cluster.decode_requests=1", "--set", "cluster.commit_seconds=0.05")
+SLOW = ("--set", "cluster.decode_requests=3", "--set", "cluster.commit_seconds=0.05")
 LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job of several units, and its outputs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
-        folder = tmp_path_factory.mktemp("reference")
-        write_questions(folder / "prompts", (12, 9, 6))
-        job = write_job(folder, sampling=LONG)
-        assert batchinfer("run", job).code == 0
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    job = write_job(folder, sampling=LONG)
+    plan_units(job, folder / "run")
+    assert batchinfer("run", job).code == 0
     return folder, output_bytes(folder / "run")
 
 
 @pytest.fixture
-def planned(reference, tmp_path, monkeypatch):
+def planned(reference, tmp_path):
     """The same job, only planned."""
-    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
-    run = tmp_path / "run"
-    assert batchinfer("plan", reference[0] / "job.toml", "--set", f"output.dir={run}").code == 0
-    return RunDir(run)
+    return RunDir(plan_units(reference[0] / "job.toml", tmp_path / "run"))
 
 
 def unit_numbers(run):

@@ -139,8 +139,10 @@ def test_sharing_prefixes_changes_nothing(model, tokenizer, alone):
     assert computed_tokens(feed) == sum(len(request.token_ids) for request in make_requests())
 
 
-@pytest.mark.parametrize("decode_requests", [1, 3, 64])
-@pytest.mark.parametrize("prefill_tokens", [50, 2048])
+@pytest.mark.parametrize(
+    ("decode_requests", "prefill_tokens"),
+    [(1, 50), (3, 50), (64, 50), pytest.param(1, 2048, marks=pytest.mark.slow), (3, 2048), (64, 2048)],
+)
 def test_in_the_plans_order_every_distinct_token_is_computed_once(model, tokenizer, decode_requests, prefill_tokens):
     requests, plan = in_prefix_order(make_requests(count=40))
     feed = run(model, tokenizer, requests, decode_requests=decode_requests, prefill_tokens=prefill_tokens)

@@ -60,7 +60,7 @@ def ended(processes):
 @pytest.mark.parametrize(
     ("cluster", "other_hosts"),
     [
-        ({"prefill_ranks": 2}, False),
+        pytest.param({"prefill_ranks": 2}, False, marks=pytest.mark.slow),  # as where a rank dies
         pytest.param({"prefill_ranks": 2}, True, marks=[NEEDS_ROOT, pytest.mark.slow]),
         pytest.param(APART, True, marks=NEEDS_ROOT),
     ],

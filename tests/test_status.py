@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.engine.claims import Claims
-from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
-from faults import fail_some
+from faults import fail_some, plan_units
 from jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05}
@@ -27,23 +26,19 @@ LONG = {"max_tokens": 24, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job of several units, and its outputs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
-        folder = tmp_path_factory.mktemp("reference")
-        write_questions(folder / "prompts", (12, 9, 6))
-        write_shard(folder / "prompts" / "part-3.parquet", {"id": ["bad"], "prompt": [""], "extra": [0]})
-        job = write_job(folder, cluster=SLOW, sampling=LONG)
-        assert batchinfer("run", job).code == 3
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    write_shard(folder / "prompts" / "part-3.parquet", {"id": ["bad"], "prompt": [""], "extra": [0]})
+    job = write_job(folder, cluster=SLOW, sampling=LONG)
+    plan_units(job, folder / "run")
+    assert batchinfer("run", job).code == 3
     return folder, output_bytes(folder / "run")
 
 
 @pytest.fixture
-def planned(reference, tmp_path, monkeypatch):
+def planned(reference, tmp_path):
     """The same job, only planned."""
-    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
-    run = tmp_path / "run"
-    assert batchinfer("plan", reference[0] / "job.toml", "--set", f"output.dir={run}").code == 0
-    return run
+    return plan_units(reference[0] / "job.toml", tmp_path / "run")
 
 
 def status(run):

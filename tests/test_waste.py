@@ -18,7 +18,7 @@ import pytest
 from faults import MIXED, descendants, ended, wait_until
 from jobs import batchinfer, output_bytes, start, write_job, write_questions
 
-# Stands in no product file; ranks find it by PYTHONPATH. A rank stops itself after STOP_AFTER steps.
+# Stands in no product file; ranks find it by PYTHONPATH. A rank stops itself after TRAP_STOP_AFTER steps.
 COUNTER = """
 import os, signal
 if "BATCHINFER_RANK_NUMBER" in os.environ:
@@ -28,9 +28,9 @@ if "BATCHINFER_RANK_NUMBER" in os.environ:
         plain(self, report)
         self.send_steps()
         steps.append(report.record.new_tokens)
-        with open(os.environ["COUNTED_STEPS"], "a") as file:
+        with open(os.environ["TRAP_STEPS"], "a") as file:
             file.write(f"{report.record.new_tokens}\\n")
-        if len(steps) == int(os.environ["STOP_AFTER"]):
+        if len(steps) == int(os.environ["TRAP_STOP_AFTER"]):
             os.kill(os.getpid(), signal.SIGSTOP)
     channel_feed.ChannelFeed.send = counted
 """
@@ -53,8 +53,8 @@ def counted(tmp_path, monkeypatch):
     (tmp_path / "counter" / "sitecustomize.py").write_text(textwrap.dedent(COUNTER))
     paths = [str(tmp_path / "counter"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("COUNTED_STEPS", str(tmp_path / "steps"))
-    monkeypatch.setenv("STOP_AFTER", "0")
+    monkeypatch.setenv("TRAP_STEPS", str(tmp_path / "steps"))
+    monkeypatch.setenv("TRAP_STOP_AFTER", "0")
 
     def read() -> list[int]:
         path = tmp_path / "steps"
@@ -83,7 +83,7 @@ def test_what_a_killed_controller_had_computed_since_the_last_commit_counts_as_w
     )
     run = tmp_path / "run"
     options = ("--set", f"output.dir={run}", "--set", f"cluster.commit_seconds={commit_s}")
-    monkeypatch.setenv("STOP_AFTER", "40")
+    monkeypatch.setenv("TRAP_STOP_AFTER", "40")
     first = start("run", job, *options)
     # the rank has stopped after its 40th step, and the controller knows all of them
     wait_until(lambda: len(counted()) == 40 and noted_steps(run) == 40, first)
@@ -94,8 +94,8 @@ def test_what_a_killed_controller_had_computed_since_the_last_commit_counts_as_w
     kept = sum(pq.read_metadata(path).num_rows for path in run.glob("units/*/[0-9]*/part-*.parquet"))
     assert kept > 0 if commit_s < 1 else kept == 0
 
-    monkeypatch.setenv("STOP_AFTER", "0")
-    again = ended(start("run", job, *options))
+    monkeypatch.setenv("TRAP_STOP_AFTER", "0")
+    again = batchinfer("run", job, *options)
     assert again.code == 0, again.err
     assert output_bytes(run) == outputs
     metrics = metrics_of(run)
@@ -119,13 +119,13 @@ def test_a_killed_rank_loses_what_was_running_and_the_report_counts_it(reference
         batchinfer("report", job.parent / "run", "--json", "--sql", "SELECT sum(new_tokens) n FROM steps").out
     )
     run = tmp_path / "run"
-    monkeypatch.setenv("STOP_AFTER", "40")
+    monkeypatch.setenv("TRAP_STOP_AFTER", "40")
     process = start("run", job, "--set", f"output.dir={run}")
     wait_until(lambda: len(counted()) == 40 and noted_steps(run) == 40, process)
     (rank,) = descendants(process.pid)
     # the next one must not stop: it is told so in a file that is read when it starts
     (tmp_path / "counter" / "sitecustomize.py").write_text(
-        textwrap.dedent(COUNTER).replace('int(os.environ["STOP_AFTER"])', "0")
+        textwrap.dedent(COUNTER).replace('int(os.environ["TRAP_STOP_AFTER"])', "0")
     )
     os.kill(rank, signal.SIGKILL)
     done = ended(process)
@@ -138,7 +138,7 @@ def test_finished_requests_are_durable_within_commit_seconds(reference, tmp_path
     """By the dates of result files; a machine that is busy with other things may take a little longer."""
     job, _ = reference
     run, commit_s = tmp_path / "run", 0.5
-    done = ended(start("run", job, "--set", f"output.dir={run}", "--set", f"cluster.commit_seconds={commit_s}"))
+    done = batchinfer("run", job, "--set", f"output.dir={run}", "--set", f"cluster.commit_seconds={commit_s}")
     assert done.code == 0, done.err
     parts = sorted(run.glob("units/*/[0-9]*/part-*.parquet"))
     assert len(parts) > 2

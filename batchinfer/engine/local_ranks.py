@@ -88,10 +88,7 @@ class LocalRanks:
         assert not self._processes
         for environment, cores in zip(self._environments, self._cores(), strict=True):
             variables = {**self._defaults(len(cores)), **os.environ, **environment.variables(cores)}
-            # standard output stays the command's own: what a rank's libraries print is for people
-            self._processes[environment.rank] = subprocess.Popen(
-                [sys.executable, "-m", "batchinfer.engine.rank"], env=variables, stdin=subprocess.DEVNULL, stdout=2
-            )
+            self._processes[environment.rank] = start_rank(variables)
 
     def may_be(self, rank: int, pid: int) -> bool:
         """Whether a caller with this process number can be the rank; of other hosts' ranks nothing is known here."""
@@ -152,6 +149,13 @@ class LocalRanks:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback
         return defaults
+
+
+def start_rank(variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A rank with these environment variables."""
+    # standard output stays the command's own: what a rank's libraries print is for people
+    command = [sys.executable, "-m", "batchinfer.engine.rank"]
+    return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2)
 
 
 def _describe(code: int) -> str:
