@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 
-.PHONY: demo test chaos bench bench-peers lint format clean
+.PHONY: demo test chaos bench bench-peers bench-llama lint format clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -62,6 +62,16 @@ $(PEERS)/.installed: tests/bench/peers-constraints.txt
 # batchinfer beside vLLM and transformers, by turns on the same checkpoints; the first time takes 3.6 GB of disk.
 bench-peers: $(VENV)/.installed-dev $(PEERS)/.installed
 	$(BIN)/python tests/bench/peers.py
+
+# llama.cpp comes as source: its build needs a C++ compiler and takes about ten minutes on two cores.
+$(PEERS)/.installed-llama: tests/bench/peers-constraints.txt $(PEERS)/.installed
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF \
+	  $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $< llama-cpp-python gguf
+	touch $@
+
+# llama.cpp starts at once, so the time from the shell is what tells it from others: a process for every turn.
+bench-llama: $(VENV)/.installed-dev $(PEERS)/.installed-llama
+	$(BIN)/python tests/bench/peers.py --peers llama.cpp --sizes tiny --kinds shared unshared --fresh
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

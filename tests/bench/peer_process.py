@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,8 +17,8 @@ from jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
-PEERS = ("vllm", "vllm-eager", "transformers")
-NUM_SEQUENCES = {"tiny": 256, "small": 64}  # in one step of vLLM's
+PEERS = ("vllm", "vllm-eager", "transformers", "llama.cpp")
+NUM_SEQUENCES = {"tiny": 256, "small": 64}  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
@@ -62,6 +63,29 @@ class PeerProcess:
         return answer
 
 
+class FreshPeer:
+    """A peer that is started anew for every run, and once before, so that no run is the first to read its files."""
+
+    def __init__(self, name: str, size: str, model: Path) -> None:
+        self._which = name, size, model
+        self._peak_bytes = 0
+        with contextlib.closing(PeerProcess(*self._which)) as peer:
+            self.versions = peer.versions
+
+    def run(self, job: Path) -> tuple[float, float]:
+        """What `PeerProcess.run` returns."""
+        with contextlib.closing(PeerProcess(*self._which)) as peer:
+            times = peer.run(job)
+            self._peak_bytes = max(self._peak_bytes, peer.peak_bytes())
+        return times
+
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def close(self) -> None:
+        """Nothing runs between two runs."""
+
+
 class OwnProcess:
     """Runs batchinfer's command as a process of its own; remembers how large the largest grew."""
 
@@ -83,8 +107,24 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
     """How to start a peer. transformers runs in batchinfer's environment: vLLM holds back its version in the peers'."""
     if name == "transformers":
         return [sys.executable, str(BENCH / "peer_transformers.py"), str(model)]
-    vllm = [str(ENVIRONMENT / "bin" / "python"), str(BENCH / "peer_vllm.py"), str(model), str(NUM_SEQUENCES[size])]
+    python = str(ENVIRONMENT / "bin" / "python")
+    if name == "llama.cpp":
+        return [python, str(BENCH / "peer_llama.py"), str(gguf_of(model)), str(NUM_SEQUENCES[size])]
+    vllm = [python, str(BENCH / "peer_vllm.py"), str(model), str(NUM_SEQUENCES[size])]
     return [*vllm, "--eager"] if name == "vllm-eager" else vllm
+
+
+def gguf_of(model: Path) -> Path:
+    """The file that `write_gguf` makes of a checkpoint."""
+    return model / "model.gguf"
+
+
+def write_gguf(model: Path) -> None:
+    """Convert a checkpoint for llama.cpp."""
+    if not (ENVIRONMENT / ".installed-llama").exists():
+        sys.exit("llama.cpp is missing: `make bench-llama` builds it")
+    command = [ENVIRONMENT / "bin" / "python", BENCH / "gguf_model.py", model, gguf_of(model)]
+    subprocess.run(command, check=True)
 
 
 def preloads() -> dict[str, str]:

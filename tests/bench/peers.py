@@ -1,18 +1,20 @@
 """batchinfer beside other engines on one machine: the same checkpoints, prompts and answer lengths, runs taken in turn.
 
 Random-weight models (bench_models.py) in bfloat16 (batchinfer also in fp8 when asked), all cores. The peers are vLLM's
-CPU build (compiled and eager) and transformers; `make bench-peers` puts them into .venv-peers. A peer loads once and
-then waits, so that batchinfer and it run every workload by turns and a drift of the machine meets both.
+CPU build (compiled and eager), transformers and llama.cpp; `make bench-peers` and `make bench-llama` put them into
+.venv-peers. A peer loads once and then waits, so that batchinfer and it run every workload by turns and a drift of the
+machine meets both; with --fresh it is started anew for every turn.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
-         time, of vLLM from its second run on
-shell    from the start of a process to the last answer, for a model's first workload; vLLM finds what it has compiled
-         in an earlier process
-ratio    the peer's seconds ÷ batchinfer's
+         time, of vLLM from its second run on (with --fresh: its first)
+shell    from the start of a process to the last answer, for a model's first workload (with --fresh: for all); vLLM
+         finds what it has compiled in an earlier process, llama.cpp a converted file
+ratio    the peer's seconds ÷ batchinfer's, median of the turns
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
     python tests/bench/peers.py [--sizes tiny small] [--kinds shared shuffled unshared] [--rounds 3]
-                                [--peers vllm vllm-eager transformers] [--all] [--dtype bfloat16 | fp8]
+                                [--peers vllm vllm-eager transformers llama.cpp] [--fresh] [--all]
+                                [--dtype bfloat16 | fp8]
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench_models import SIZES, make_model, workload
 from engine import gemm_flops, read_bytes_per_s, run_once
-from peer_process import ENVIRONMENT, PEERS, OwnProcess, PeerProcess, compiled_folder
+from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
 from peer_server import Requests, write_workload
 
 from batchinfer_kernels.cpu.build import why_not
@@ -42,24 +44,29 @@ KINDS = ("shared", "shuffled", "unshared")
 
 @dataclass(frozen=True)
 class Compared:
-    """One workload on batchinfer and a peer: medians, ratios of the same turn."""
+    """One workload on batchinfer and a peer, turn by turn."""
 
-    own_s: float
-    peer_s: float
-    ratio: float
-    own_shell_s: float
-    peer_shell_s: float | None  # only a peer's first workload has one
+    own_work_s: list[float]
+    peer_work_s: list[float]
+    own_shell_s: list[float]
+    peer_shell_s: list[float]  # of the turns that started the peer
     own_bytes: int
     peer_bytes: int
 
     def row(self) -> str:
-        shell = " " * 31
-        if self.peer_shell_s is not None:
-            shell = f"{self.own_shell_s:>13.2f}{self.peer_shell_s:>10.2f}{self.peer_shell_s / self.own_shell_s:>8.2f}"
         return (
-            f"{self.own_s:>12.2f}{self.peer_s:>10.2f}{self.ratio:>8.2f}{shell}"
+            f"{times(self.own_work_s, self.peer_work_s, 12)}{times(self.own_shell_s, self.peer_shell_s, 13)}"
             f"{self.own_bytes / 1e9:>13.1f}{self.peer_bytes / 1e9:>8.1f}"
         )
+
+
+def times(own: list[float], peer: list[float], width: int) -> str:
+    """Medians of both and of the ratios of the same turn; a peer's only start is held against batchinfer's median."""
+    if not peer:
+        return " " * (width + 18)
+    own_s = own if len(own) == len(peer) else [statistics.median(own)]
+    ratio = statistics.median(theirs / ours for ours, theirs in zip(own_s, peer, strict=True))
+    return f"{statistics.median(own):>{width}.2f}{statistics.median(peer):>10.2f}{ratio:>8.2f}"
 
 
 HEADER = (
@@ -77,9 +84,15 @@ def requests_of(size: str, kind: str) -> Requests:
 
 
 def compare(
-    peer: PeerProcess, folder: Path, model: Path, requests: Requests, batch: int, num_rounds: int, dtype: str
+    peer: PeerProcess | FreshPeer,
+    folder: Path,
+    model: Path,
+    requests: Requests,
+    batch: int,
+    num_rounds: int,
+    dtype: str,
 ) -> Compared:
-    """Run a workload by turns; a peer's first one runs once more before them.
+    """Run a workload by turns; the first one of a peer that stays runs once more before them.
 
     Args:
         folder: for the jobs and batchinfer's run.
@@ -88,34 +101,37 @@ def compare(
     """
     job = folder / "requests.json"
     write_workload(job, requests, batch)
-    shell_s = peer.run(job)[1] if peer.num_runs == 0 else None
-    own_process, own, walls = OwnProcess(), [], []
+    started = [peer.run(job)] if isinstance(peer, PeerProcess) and peer.num_runs == 0 else []
+    own_process, own, theirs = OwnProcess(), [], []
     for _ in range(num_rounds):
         own.append(run_once(folder, model, requests, own_process, dtype=dtype))
-        walls.append(peer.run(job)[0])
+        theirs.append(peer.run(job))
     return Compared(
-        own_s=statistics.median(run["steps"] for run in own),
-        peer_s=statistics.median(walls),
-        ratio=statistics.median(wall / run["steps"] for wall, run in zip(walls, own, strict=True)),
-        own_shell_s=statistics.median(run["command"] for run in own),
-        peer_shell_s=shell_s,
+        own_work_s=[run["steps"] for run in own],
+        peer_work_s=[work_s for work_s, _ in theirs],
+        own_shell_s=[run["command"] for run in own],
+        peer_shell_s=[shell_s for _, shell_s in (theirs if isinstance(peer, FreshPeer) else started)],
         own_bytes=own_process.peak_bytes,
         peer_bytes=peer.peak_bytes(),
     )
 
 
-def compare_all(name: str, size: str, model: Path, kinds: list[str], num_rounds: int, dtype: str) -> None:
+def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) -> None:
     """Print a row per workload of a model on batchinfer and one peer."""
     has_compiled = compiled_folder(name, size) / "complete"
     if name == "vllm" and not has_compiled.exists():
         PeerProcess(name, size, model).close()
         has_compiled.touch()
-    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(PeerProcess(name, size, model)) as peer:
+    if name == "llama.cpp":
+        write_gguf(model)
+    num_rounds = options.rounds or (1 if name == "transformers" else 3)
+    start = FreshPeer if options.fresh else PeerProcess
+    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
-        folder = Path(scratch)
-        for kind in kinds:
+        for kind in options.kinds:
             batch = BATCH[size][kind == "unshared"]
-            compared = compare(peer, folder, model, requests_of(size, kind), batch, num_rounds, dtype)
+            requests = requests_of(size, kind)
+            compared = compare(peer, Path(scratch), model, requests, batch, num_rounds, options.dtype)
             print(f"{size + ' ' + kind:<16}{name:<13}{compared.row()}", flush=True)
 
 
@@ -124,7 +140,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each workload; transformers has one")
+    parser.add_argument("--rounds", type=int, help="turns of each workload: three, of transformers one")
+    parser.add_argument("--fresh", action="store_true", help="start the peer anew for every turn")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "fp8"], help="batchinfer's")
     parser.add_argument("--all", action="store_true", help="transformers with small, too: minutes per workload")
     options = parser.parse_args()
@@ -140,10 +157,8 @@ def main() -> None:
         # always at the same path, by which vLLM finds what it has compiled
         model = make_model(ENVIRONMENT / "models" / size, size)
         for name in options.peers:
-            if name != "transformers":
-                compare_all(name, size, model, options.kinds, options.rounds, options.dtype)
-            elif size == "tiny" or options.all:
-                compare_all(name, size, model, options.kinds, 1, options.dtype)
+            if name != "transformers" or size == "tiny" or options.all:
+                compare_all(name, size, model, options)
 
 
 if __name__ == "__main__":
