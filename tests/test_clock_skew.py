@@ -45,7 +45,15 @@ def faketime() -> str:
         reason = "NOT TESTED WITH WRONG CLOCKS: faketime is missing, and only root on Debian can install it"
         warnings.warn(reason, stacklevel=1)
         pytest.skip(reason)
+    # named after processes; one that was killed leaves them behind, and the next of its number would refuse to start
+    for left in [path for path in Path("/dev/shm").glob("*faketime_s[eh]m_*") if not is_running(path.name)]:
+        left.unlink()
     return found
+
+
+def is_running(name: str) -> bool:
+    """Whether the process is there after which this is named."""
+    return Path("/proc", name.rpartition("_")[2]).exists()
 
 
 @pytest.fixture(scope="module")

@@ -193,8 +193,7 @@ class _Loader:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
         out = torch.empty(self.checkpoint.info(name).shape, dtype=dtype or self.dtype, device=self.device)
-        self._read_into(out, name)
-        return out
+        return out.copy_(self._read(name, out.dtype))
 
     def layer(self, layer: int) -> LayerWeights:
         self.checkpoint.unmap()
@@ -255,21 +254,18 @@ class _Loader:
 
     def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
         """Read one routed expert of the layer `prefix` into place `place` of these."""
-        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
-        for weights, parts, shape in (
-            (gate_up, ("gate_proj", "up_proj"), (2 * width, hidden)),
-            (down, ("down_proj",), (hidden, width)),
-        ):
+        for weights, parts in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
             names = [f"{prefix}.experts.{expert}.{part}.weight" for part in parts]
             if isinstance(weights, BlockScaled):
                 num_rows, num_columns = weights.values.shape[-2:]
                 weights.put(place, self._blocks(names, num_rows // len(names), num_columns))
                 continue
-            room = torch.empty(shape, dtype=self.dtype) if isinstance(weights, Packed) else weights[place]
-            for part, name in zip(room.chunk(len(names)), names, strict=True):
-                self._read_into(part, name)
             if isinstance(weights, Packed):
-                weights.put(place, room)
+                # as they lie in the mapped file
+                weights.put(place, *(self._read(name, self.dtype) for name in names))
+                continue
+            for part, name in zip(weights[place].chunk(len(names)), names, strict=True):
+                part.copy_(self._read(name, self.dtype))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         width = self._mlp_width(self.checkpoint.info(f"{prefix}.gate_proj.weight").shape[0])
@@ -314,12 +310,13 @@ class _Loader:
             return BlockScaled(stored, self.checkpoint.read(name + SCALE_SUFFIX))
         return to_blocks(stored.to(self.dtype))
 
-    def _read_into(self, out: torch.Tensor, name: str) -> None:
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor; not to be kept, since it may be a view of the mapped file."""
         stored = self.checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
             scale = self.checkpoint.read(name + SCALE_SUFFIX)
-            stored = self._dequantize(stored, scale, out.dtype, self.config.fp8_block)
-        out.copy_(stored)
+            return self._dequantize(stored, scale, dtype, self.config.fp8_block)
+        return stored.to(dtype)
 
 
 def _memory(weight: Weight) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from batchinfer_kernels.cpu import build
 PANEL_COLUMNS = 64
 _OPERATIONS = (
     "pack",
+    "pack_into",
     "linear",
     "batched_linear",
     "router",
@@ -56,9 +57,10 @@ class Packed:
         """Room for `count` weights of this shape."""
         return replace(self, data=self.data.new_empty(count, self.data.shape[1]))
 
-    def put(self, place: int, weight_NM: torch.Tensor) -> None:
-        """Pack a weight into place `place`."""
-        self.data[place] = _packed_bytes(weight_NM[None], is_int8=self.is_int8, is_paired=self.is_paired)[0]
+    def put(self, place: int, *parts_NM: torch.Tensor) -> None:
+        """Pack a weight, in one part or in equal parts above each other, into place `place`."""
+        parts = [_even(part).contiguous() for part in parts_NM]
+        library().pack_into(self.data[place], parts, self.is_int8, self.is_paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def library() -> Any:
 
 
 def _packed_bytes(weights_BNM: torch.Tensor, *, is_int8: bool, is_paired: bool) -> torch.Tensor:
-    if weights_BNM.shape[-1] % 2:
-        weights_BNM = F.pad(weights_BNM, (0, 1))
-    return library().pack(weights_BNM.contiguous(), is_int8, is_paired)
+    return library().pack(_even(weights_BNM).contiguous(), is_int8, is_paired)
+
+
+def _even(weight: torch.Tensor) -> torch.Tensor:
+    """With a zero behind rows of odd length."""
+    return F.pad(weight, (0, 1)) if weight.shape[-1] % 2 else weight

@@ -16,9 +16,24 @@ Tensor pack(const Tensor& source, bool is_int8, bool is_paired) {
   const Weight shape = shape_of(num_columns, depth, is_int8, is_paired);
   const Tensor packed = at::empty({count, shape.bytes()}, source.options().dtype(at::kByte));
   for (int64_t i = 0; i < count; ++i) {
-    batchinfer::pack(values_of(source) + i * num_columns * depth, shape, write<uint8_t>(packed) + i * shape.bytes());
+    const batchinfer::Parts parts{{values_of(source) + i * num_columns * depth}, num_columns, depth};
+    batchinfer::pack(parts, shape, write<uint8_t>(packed) + i * shape.bytes());
   }
   return packed;
+}
+
+void pack_into(const Tensor& packed, at::TensorList sources, bool is_int8, bool is_paired) {
+  TORCH_CHECK(!sources.empty(), "no parts");
+  batchinfer::Parts parts{{}, sources[0].size(0), sources[0].size(1)};
+  for (const Tensor& source : sources) {
+    check_contiguous(source, 2, "source");
+    TORCH_CHECK(source.sizes() == sources[0].sizes(), "parts have different shapes");
+    parts.starts.push_back(values_of(source));
+  }
+  const int64_t num_columns = parts.part_columns * static_cast<int64_t>(sources.size());
+  const Weight shape = shape_of(num_columns, parts.depth, is_int8, is_paired);
+  TORCH_CHECK(packed.is_contiguous() && packed.numel() == shape.bytes(), "room for ", shape.bytes(), " bytes");
+  batchinfer::pack(parts, shape, write<uint8_t>(packed));
 }
 
 Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide,
@@ -337,6 +352,7 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
   m.def("pack(Tensor source, bool is_int8, bool is_paired) -> Tensor", pack);
+  m.def("pack_into(Tensor(a!) packed, Tensor[] sources, bool is_int8, bool is_paired) -> ()", pack_into);
   m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide, Tensor? stream) -> Tensor", linear);
   m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
   m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);

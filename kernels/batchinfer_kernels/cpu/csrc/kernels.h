@@ -70,7 +70,12 @@ void run_tasks(int64_t num_tasks, const std::function<void(int64_t)>& task);
 int64_t num_threads();
 
 // pack.cpp: packs `source` [num_columns, depth] for the tiles; 8-bit weights are rounded block by block.
-void pack(const bf16* source, const Weight& shape, uint8_t* packed);
+struct Parts {  // rows of depth values, one per column of the result, in equal parts one behind the other
+  std::vector<const bf16*> starts;
+  int64_t part_columns, depth;
+  const bf16* column(int64_t index) const { return starts[index / part_columns] + index % part_columns * depth; }
+};
+void pack(const Parts& source, const Weight& shape, uint8_t* packed);
 
 // linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. Depth is even; 8-bit weights take ByteRows. The rounded
 // result is added to `stream` [t, n] unless that is null.

@@ -38,43 +38,38 @@ float wide_of(bf16 value) {
   return wide;
 }
 
-void pack_bf16(const bf16* source, const Weight& shape, int64_t panel, uint8_t* packed) {
+void pack_bf16(const Parts& source, const Weight& shape, int64_t panel, uint8_t* packed) {
   uint32_t* out = reinterpret_cast<uint32_t*>(packed);
-  const int64_t num_pairs = (shape.depth + 1) / 2;
+  const std::vector<bf16> nothing(shape.depth);
   // 16 columns at a time, so that a pair of values of each makes one line
   for (int64_t group = 0; group < kPanelColumns; group += 16) {
     const bf16* rows[16];
     for (int64_t lane = 0; lane < 16; ++lane) {
       const int64_t column = column_at(shape, panel, group + lane);
-      rows[lane] = column < 0 ? nullptr : source + column * shape.depth;
+      rows[lane] = column < 0 ? nothing.data() : source.column(column);
     }
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const bool is_whole = 2 * pair + 1 < shape.depth;
+    for (int64_t pair = 0; pair < shape.depth / 2; ++pair) {
       uint32_t* line = out + pair * kPanelColumns + group;
-      for (int64_t lane = 0; lane < 16; ++lane) {
-        const bf16* row = rows[lane];
-        const uint32_t low = row ? row[2 * pair] : 0, high = row && is_whole ? row[2 * pair + 1] : 0;
-        line[lane] = low | high << 16;
-      }
+      for (int64_t lane = 0; lane < 16; ++lane) std::memcpy(line + lane, rows[lane] + 2 * pair, sizeof(uint32_t));
     }
   }
 }
 
 // The largest magnitude in the block of 128 x 128 that holds (column, start).
-float block_peak(const bf16* source, const Weight& shape, int64_t column, int64_t start) {
+float block_peak(const Parts& source, const Weight& shape, int64_t column, int64_t start) {
   const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
   const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
   const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
   __m512 peak = _mm512_setzero_ps();
   for (int64_t row = first; row < end; ++row) {
     for (int64_t i = 0; i < values; i += 16) {
-      peak = _mm512_max_ps(peak, _mm512_abs_ps(load_wide(lanes(values - i), source + row * shape.depth + start + i)));
+      peak = _mm512_max_ps(peak, _mm512_abs_ps(load_wide(lanes(values - i), source.column(row) + start + i)));
     }
   }
   return _mm512_reduce_max_ps(peak);
 }
 
-void pack_int8(const bf16* source, const Weight& shape, int64_t panel, uint8_t* packed) {
+void pack_int8(const Parts& source, const Weight& shape, int64_t panel, uint8_t* packed) {
   const int64_t num_blocks = shape.num_blocks();
   int8_t* values = reinterpret_cast<int8_t*>(packed);
   int32_t* starts = reinterpret_cast<int32_t*>(packed + num_blocks * kBlock * kPanelColumns);
@@ -89,7 +84,7 @@ void pack_int8(const bf16* source, const Weight& shape, int64_t panel, uint8_t* 
       int32_t sum = 0;
       for (int64_t i = 0; i < kBlock; ++i) {
         const bool is_there = column >= 0 && start + i < shape.depth && scale > 0;
-        const float value = is_there ? wide_of(source[column * shape.depth + start + i]) / scale : 0.0f;
+        const float value = is_there ? wide_of(source.column(column)[start + i]) / scale : 0.0f;
         const int8_t rounded = static_cast<int8_t>(std::nearbyint(value));
         values[((start + i) / 4 * kPanelColumns + lane) * 4 + i % 4] = rounded;
         sum += rounded;
@@ -107,7 +102,7 @@ int64_t Weight::panel_bytes() const {
   return (bytes + 63) / 64 * 64;
 }
 
-void pack(const bf16* source, const Weight& shape, uint8_t* packed) {
+void pack(const Parts& source, const Weight& shape, uint8_t* packed) {
   run_tasks(shape.num_panels(), [&](int64_t panel) {
     const auto pack_panel = shape.kind == WeightKind::kBfloat16 ? pack_bf16 : pack_int8;
     pack_panel(source, shape, panel, packed + panel * shape.panel_bytes());
