@@ -7,8 +7,8 @@
 //   First            the first so many lanes, as rows end anywhere: lanes(count)
 //   Mask             yes or no for each lane, as comparisons give it
 //
-// Operations without a name are + - * / of Floats, each rounded once. Both kinds give the same bits in all but the
-// products: AVX-512's own count subnormal numbers as zero and add the second value of a pair first.
+// Operations without a name are + - * / of Floats, each rounded once. Both kinds give the same bits but where bfloat16 is
+// multiplied or rounded: there AVX-512 counts subnormal numbers as zero, and processors choose the order within a pair.
 
 #pragma once
 
