@@ -19,6 +19,7 @@ from batchinfer.engine.load import free_memory_bytes
 from batchinfer.parallel.mesh import explain_exchanges
 from batchinfer_kernels import backend
 from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.cpu import build as cpu_build
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
 BENCH_SIZE = 2048
@@ -36,6 +37,7 @@ def examine(*, bench: bool) -> str:
         f"GPU         {_gpu()}",
         f"invariance  {_invariance()}",
         f"dtype fp8   {_eight_bits()}",
+        f"C++         {cpu_build.explain()}",
         "",
         "kernels     (chosen ones marked *)",
         *_kernel_lines("cpu"),

@@ -27,7 +27,7 @@ MAKE = "from batchinfer_kernels.cpu import build; print(build.library())"
 @pytest.fixture
 def supported():
     try:
-        build._check_processor()
+        build.instructions()
     except build.BuildError as error:
         pytest.skip(f"the C++ operations cannot run here: {error}")
 
@@ -71,6 +71,55 @@ def entries(cache):
 
 
 NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) + 1
+
+
+# Which instructions the library uses: what the processor has, and what was named.
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = {*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AVX512_WITH_PRODUCTS = {*AVX512, "avx512_bf16", "avx512_vnni"}
+
+
+def chosen(monkeypatch, features, named=None):
+    monkeypatch.setattr(build, "_processor_features", lambda: frozenset(features))
+    monkeypatch.delenv(build.CHOICE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(build.CHOICE, named)
+    return build.instructions.__wrapped__().name
+
+
+@pytest.mark.parametrize(
+    ("features", "named", "expected"),
+    [
+        (AVX512_WITH_PRODUCTS, None, "avx512"),
+        (AVX512_WITH_PRODUCTS, "", "avx512"),
+        (AVX512_WITH_PRODUCTS, "avx2", "avx2"),
+        (AVX512, None, "avx2"),
+        (AVX2, None, "avx2"),
+    ],
+)
+def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, features, named, expected):
+    assert chosen(monkeypatch, features, named) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "named", "reason"),
+    [
+        ({"avx", "fma"}, None, "the processor has no avx2$"),
+        ({"sse4_2"}, None, "the processor has no avx2, fma$"),
+        (AVX512, "avx512", "the processor has no avx512_bf16, avx512_vnni$"),
+        (AVX2, "sse2", "BATCHINFER_CPU_FEATURES is 'sse2'; use avx512 or avx2$"),
+    ],
+)
+def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named, reason):
+    with pytest.raises(build.BuildError, match=reason):
+        chosen(monkeypatch, features, named)
+
+
+def test_another_kind_of_processor_is_the_reason(monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    with pytest.raises(build.BuildError, match=r"^they are for x86-64 processors, this one is aarch64$"):
+        build._processor_features.__wrapped__()
 
 
 @pytest.mark.usefixtures("supported")

@@ -1,5 +1,8 @@
 """Builds the C++ operations on first use and loads them; asked by backend.py's probes and by ops.py.
 
+The sources are compiled for the best of INSTRUCTION_SETS that the processor has, or for the one that the environment
+variable BATCHINFER_CPU_FEATURES names. Results differ in their last bits between them, and so does the library's name.
+
 The library is kept per user, under a name that says what it was made from and for:
 
     ~/.cache/batchinfer/kernels/            ($XDG_CACHE_HOME instead of ~/.cache when set)
@@ -25,12 +28,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 SOURCES = Path(__file__).parent / "csrc"
-CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni")
+CHOICE = "BATCHINFER_CPU_FEATURES"
 COMPILE_SECONDS = 300
 _WAIT_SECONDS = 2 * COMPILE_SECONDS
 
@@ -43,16 +47,33 @@ _FLAGS = (
     "-fopenmp",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mavx512vnni",
-    "-mfma",
     "-w",
 )
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that."""
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def missing(self, found: frozenset[str]) -> str:
+        """Its features that are not among those found."""
+        return ", ".join(feature for feature in self.features if feature not in found)
+
+
+# The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "avx512",
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
+    ),
+    InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
+)
 
 
 class BuildError(RuntimeError):
@@ -63,18 +84,49 @@ class BuildError(RuntimeError):
 def why_not() -> str | None:
     """None once the library is loaded (built first when needed), else the reason; the same answer ever after."""
     try:
-        _check_processor()
         _load()
     except (BuildError, OSError) as error:
         return " ".join(str(error).split())
     return None
 
 
+@functools.cache
+def instructions() -> InstructionSet:
+    """The instructions of the library here; the same answer ever after.
+
+    Raises:
+        BuildError: the processor has too few of them, or not those that were named.
+    """
+    found, named = _processor_features(), os.environ.get(CHOICE)
+    if named and named not in {known.name for known in INSTRUCTION_SETS}:
+        raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(known.name for known in INSTRUCTION_SETS)}")
+    wanted = [known for known in INSTRUCTION_SETS if named in (None, "", known.name)]
+    for known in wanted:
+        if not known.missing(found):
+            return known
+    raise BuildError(f"the processor has no {wanted[-1].missing(found)}")
+
+
+def explain() -> str:
+    """Which instructions are in use and why no better ones, or why there are no C++ operations."""
+    reason = why_not()
+    if reason is not None:
+        return f"not in use: {reason}"
+    better = INSTRUCTION_SETS[: INSTRUCTION_SETS.index(instructions())]
+    found = _processor_features()
+    reasons = [
+        f"not {known.name}, as " + (f"the processor has no {missing}" if missing else f"{CHOICE} says")
+        for known in better
+        for missing in [known.missing(found)]
+    ]
+    return "; ".join([f"for {instructions().name}", *reasons])
+
+
 def library() -> Path:
     """The built library, made first where it is not yet in the cache; many processes may ask at once.
 
     Raises:
-        BuildError: no compiler, no cache folder that can be written, or the compiler failed.
+        BuildError: no processor for it, no compiler, no cache folder that can be written, or the compiler failed.
     """
     started = time.time()
     folder = _cache_folder()
@@ -107,14 +159,15 @@ def _load() -> None:
         torch.ops.load_library(str(library()))
 
 
-def _check_processor() -> None:
+@functools.cache
+def _processor_features() -> frozenset[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(f"they are for x86-64 processors, this one is {platform.machine() or 'unknown'}")
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
-        raise BuildError("the processor's features are only known on Linux on x86-64") from None
-    missing = [feature for feature in CPU_FEATURES if feature not in flags.split()]
-    if missing:
-        raise BuildError(f"the processor has no {', '.join(missing)}")
+        raise BuildError("the processor's features are only known on Linux, from /proc/cpuinfo") from None
+    return frozenset(flags.split())
 
 
 def _cache_folder() -> Path:
@@ -139,7 +192,7 @@ def _digest() -> str:
     """Names everything that decides what the library does and where it can be loaded."""
     digest = hashlib.sha256()
     abi = sysconfig.get_config_var("SOABI")
-    for part in (torch.__version__, abi, platform.machine(), *CPU_FEATURES, *_FLAGS, *_LIBRARIES):
+    for part in (torch.__version__, abi, platform.machine(), *_FLAGS, *instructions().flags, *_LIBRARIES):
         digest.update(f"{part}\0".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
@@ -173,7 +226,11 @@ def _build(compiler: list[str], path: Path) -> None:
     for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of builds that were killed: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
-    print("compiling the C++ operations for this processor, once; it takes some seconds", file=sys.stderr, flush=True)
+    print(
+        f"compiling the C++ operations for {instructions().name}, once; it takes some seconds",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         built = _compile(compiler, folder)
         _sync(built)
@@ -189,12 +246,16 @@ def _build(compiler: list[str], path: Path) -> None:
 def _compile(compiler: list[str], folder: Path) -> Path:
     """All sources at the same time, then one link; returns the library in `folder`."""
     torch_folder = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = (
+        *_FLAGS,
+        *instructions().flags,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    )
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = [folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))]
     _run(
         [
-            [*compiler, *_FLAGS, abi, *includes, "-c", str(SOURCES / f"{target.stem}.cpp"), "-o", str(target)]
+            [*compiler, *flags, *includes, "-c", str(SOURCES / f"{target.stem}.cpp"), "-o", str(target)]
             for target in objects
         ]
     )

@@ -1,9 +1,9 @@
 """The operations that have a C++ version; signatures and shapes as in the `reference` modules.
 
 bfloat16 runs in C++. Sums are kept in float32 (products of two values at a time, so not in the order of the reference),
-and a row has the same bits whatever rows are beside it, wherever it stands and however many threads run. Subnormal
-numbers count as zero. Everything else (float32, another device) goes to the reference. A weight may be a plain tensor
-or packed (packed.py), with the same result.
+and a row has the same bits whatever rows are beside it, wherever it stands and however many threads run. With AVX-512
+subnormal numbers count as zero. Everything else (float32, another device) goes to the reference. A weight may be a
+plain tensor or packed (packed.py), with the same result.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert

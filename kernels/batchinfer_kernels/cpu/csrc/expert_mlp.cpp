@@ -57,9 +57,8 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < columns; c += 16) {
             const float* gate = sums + r * kPanelColumns + c;
-            const __m512 active = silu_values(_mm512_loadu_ps(gate));
             store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
-                          _mm512_mul_ps(active, _mm512_loadu_ps(gate + kPairs)));
+                          silu_values(load(gate)) * load(gate + kPairs));
           }
         }
       }
@@ -82,10 +81,10 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t at = (row + r) * down.num_columns + column;
           for (int64_t c = 0; c < columns; c += 16) {
-            const __mmask16 mask = lanes(columns - c);
-            __m512 values = _mm512_loadu_ps(sums + r * kPanelColumns + c);
-            if (stream) values = _mm512_add_ps(load_wide(mask, stream + at + c), rounded(values));
-            store_rounded(out + at + c, mask, values);
+            const First first = lanes(columns - c);
+            Floats values = load(sums + r * kPanelColumns + c);
+            if (stream) values = load_wide(first, stream + at + c) + rounded(values);
+            store_rounded(out + at + c, first, values);
           }
         }
       }

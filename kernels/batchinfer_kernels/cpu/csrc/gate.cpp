@@ -50,12 +50,12 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
     groups.resize(shape.num_groups);
     for (int64_t token = task * kTaskTokens; token < std::min(shape.num_tokens, (task + 1) * kTaskTokens); ++token) {
       for (int64_t i = 0; i < experts; i += 16) {
-        const __mmask16 mask = lanes(experts - i);
-        const __m512 score = sigmoid_values(_mm512_maskz_loadu_ps(mask, logits + token * experts + i));
-        _mm512_mask_storeu_ps(scores.data() + i, mask, score);
-        const __m512 moved = bias ? _mm512_add_ps(score, _mm512_maskz_loadu_ps(mask, bias + i)) : score;
+        const First first = lanes(experts - i);
+        const Floats score = sigmoid_values(load(first, logits + token * experts + i));
+        store(scores.data() + i, first, score);
+        const Floats moved = bias ? score + load(first, bias + i) : score;
         // what is not a number comes last
-        _mm512_mask_storeu_ps(choice.data() + i, mask, _mm512_max_ps(moved, _mm512_set1_ps(kLeast)));
+        store(choice.data() + i, first, larger(moved, floats(kLeast)));
       }
       if (shape.topk_groups < shape.num_groups) {
         for (int64_t group = 0; group < shape.num_groups; ++group) {

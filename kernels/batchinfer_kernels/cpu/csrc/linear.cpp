@@ -3,22 +3,21 @@
 #include <vector>
 
 #include "tile.h"
-#include "vector_math.h"
 
 namespace batchinfer {
 namespace {
 
-void store(const float* sums, int64_t count, const bf16* stream, bf16* out) {
+void write_row(const float* sums, int64_t count, const bf16* stream, bf16* out) {
   for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = lanes(count - i);
-    __m512 values = _mm512_loadu_ps(sums + i);
-    if (stream) values = _mm512_add_ps(load_wide(mask, stream + i), rounded(values));
-    store_rounded(out + i, mask, values);
+    const First first = lanes(count - i);
+    Floats values = load(sums + i);
+    if (stream) values = load_wide(first, stream + i) + rounded(values);
+    store_rounded(out + i, first, values);
   }
 }
 
-void store(const float* sums, int64_t count, const bf16*, float* out) {
-  for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_ps(out + i, lanes(count - i), _mm512_loadu_ps(sums + i));
+void write_row(const float* sums, int64_t count, const bf16*, float* out) {
+  for (int64_t i = 0; i < count; i += 16) store(out + i, lanes(count - i), load(sums + i));
 }
 
 // Rows [row_begin, row_end) of the product with one panel.
@@ -32,7 +31,7 @@ void panel_product(const Source& x, const Weight& weight, int64_t number, int64_
     multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * out_stride + column;
-      store(sums + r * kPanelColumns, columns, stream ? stream + at : nullptr, out + at);
+      write_row(sums + r * kPanelColumns, columns, stream ? stream + at : nullptr, out + at);
     }
   }
 }
@@ -62,27 +61,27 @@ void product(const Source& x, const Weight& weight, const bf16* stream, Value* o
 // As bf16_tile with float32 weights [depth][64 columns].
 template <int R, int N>
 void router_tile(const bf16* const* x, const float* panel, int64_t depth, float* out) {
-  __m512 sums[R][N];
+  Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) sums[r][n] = floats(0.0f);
   }
   for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns) {
-    __m512 columns[N];
+    Floats columns[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) columns[n] = _mm512_loadu_ps(panel + 16 * n);
+    for (int n = 0; n < N; ++n) columns[n] = load(panel + 16 * n);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const __m512 value = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(uint32_t{x[r][k]} << 16)));
+      const Floats value = low_values(ints(x[r][k]));
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_fmadd_ps(value, columns[n], sums[r][n]);
+      for (int n = 0; n < N; ++n) sums[r][n] = multiply_add(value, columns[n], sums[r][n]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(out + r * kPanelColumns + 16 * n, sums[r][n]);
   }
 }
 
@@ -128,12 +127,12 @@ void router(Rows x, const float* packed, float* out, int64_t num_rows, int64_t n
       for (int64_t r = 0; r < rows; ++r) at[r] = x.at(row + r);
       const int64_t chunks = std::min<int64_t>(kChunks, (num_columns - column + 15) / 16);
       with_rows(rows, [&](auto count) {
-        with_chunks(chunks, [&](auto groups) {
-          router_tile<count, groups>(at, packed + column * depth, depth, sums);
+        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+          router_tile<count, groups>(at, packed + column * depth + 16 * chunk, depth, sums + 16 * chunk);
         });
       });
       for (int64_t r = 0; r < rows; ++r) {
-        store(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column), nullptr,
+        write_row(sums + r * kPanelColumns, std::min(kPanelColumns, num_columns - column), nullptr,
               out + (row + r) * num_columns + column);
       }
     }

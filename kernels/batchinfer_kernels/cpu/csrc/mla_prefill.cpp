@@ -10,7 +10,6 @@
 
 #include "attention.h"
 #include "tile.h"
-#include "vector_math.h"
 
 namespace batchinfer {
 namespace {
@@ -78,7 +77,7 @@ void expand_page(const Expanded& expanded, const Weight& kv_up, const bf16* page
     for (int64_t token = 0; token < num_tokens; ++token) {
       for (int64_t c = 0; c < count; c += 16) {
         store_rounded(rounded.data() + token * columns + column + c, lanes(count - c),
-                      _mm512_load_ps(sums + token * kPanelColumns + c));
+                      load(sums + token * kPanelColumns + c));
       }
     }
   }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "vector_math.h"
+#include "lanes.h"
 
 namespace batchinfer {
 namespace {
@@ -60,13 +60,13 @@ float block_peak(const Parts& source, const Weight& shape, int64_t column, int64
   const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
   const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
   const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
-  __m512 peak = _mm512_setzero_ps();
+  Floats peak = floats(0.0f);
   for (int64_t row = first; row < end; ++row) {
     for (int64_t i = 0; i < values; i += 16) {
-      peak = _mm512_max_ps(peak, _mm512_abs_ps(load_wide(lanes(values - i), source.column(row) + start + i)));
+      peak = larger(peak, magnitude(load_wide(lanes(values - i), source.column(row) + start + i)));
     }
   }
-  return _mm512_reduce_max_ps(peak);
+  return largest_of(peak);
 }
 
 void pack_int8(const Parts& source, const Weight& shape, int64_t panel, uint8_t* packed) {

@@ -13,27 +13,24 @@ constexpr int64_t kTaskRows = 32;
 void turn(bf16* x, const float* cos, const float* sin, int64_t rotary, bool is_interleaved) {
   const int64_t half = rotary / 2;
   for (int64_t i = 0; i < half; i += 16) {
-    const __mmask16 mask = lanes(half - i);
-    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i), s = _mm512_maskz_loadu_ps(mask, sin + i);
-    __m512 first, second;
+    const First those = lanes(half - i);
+    const Floats c = load(those, cos + i), s = load(those, sin + i);
+    Floats first, second;
     if (is_interleaved) {
-      const __m512i pairs = _mm512_maskz_loadu_epi32(mask, x + 2 * i);
-      first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-      second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+      const Ints pairs = load_ints(those, x + 2 * i);
+      first = low_values(pairs);
+      second = high_values(pairs);
     } else {
-      first = load_wide(mask, x + i);
-      second = load_wide(mask, x + half + i);
+      first = load_wide(those, x + i);
+      second = load_wide(those, x + half + i);
     }
     // products and their sum are rounded one by one, as in the reference
-    const __m512 turned_first = _mm512_sub_ps(_mm512_mul_ps(first, c), _mm512_mul_ps(second, s));
-    const __m512 turned_second = _mm512_add_ps(_mm512_mul_ps(second, c), _mm512_mul_ps(first, s));
+    const Floats turned_first = first * c - second * s, turned_second = second * c + first * s;
     if (is_interleaved) {
-      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(turned_first));
-      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(turned_second));
-      _mm512_mask_storeu_epi32(x + 2 * i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      store_ints(x + 2 * i, those, beside(rounded_bits(turned_first), rounded_bits(turned_second)));
     } else {
-      store_rounded(x + i, mask, turned_first);
-      store_rounded(x + half + i, mask, turned_second);
+      store_rounded(x + i, those, turned_first);
+      store_rounded(x + half + i, those, turned_second);
     }
   }
 }

@@ -21,12 +21,11 @@ void for_rows(int64_t num_rows, int64_t width, Row row) {
 }
 
 // 16 values of a token's sum over its experts, products and sums rounded one by one.
-inline __m512 weighted_sum(const bf16* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
-                           __mmask16 mask, int64_t column) {
-  __m512 sum = _mm512_setzero_ps();
+inline Floats weighted_sum(const bf16* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
+                           First first, int64_t column) {
+  Floats sum = floats(0.0f);
   for (int64_t k = 0; k < topk; ++k) {
-    const __m512 part = load_wide(mask, rows + place[k] * width + column);
-    sum = _mm512_add_ps(sum, _mm512_mul_ps(part, _mm512_set1_ps(weights[k])));
+    sum = sum + load_wide(first, rows + place[k] * width + column) * floats(weights[k]);
   }
   return sum;
 }
@@ -34,18 +33,16 @@ inline __m512 weighted_sum(const bf16* rows, const int64_t* place, const float* 
 }  // namespace
 
 void norm_row(const bf16* values, const bf16* weight, float eps, bf16* out, int64_t width) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = floats(0.0f);
   for (int64_t i = 0; i < width; i += 16) {
-    const __m512 part = load_wide(lanes(width - i), values + i);
-    squares = _mm512_fmadd_ps(part, part, squares);
+    const Floats part = load_wide(lanes(width - i), values + i);
+    squares = multiply_add(part, part, squares);
   }
-  const float total = _mm512_reduce_add_ps(squares);
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(total / static_cast<float>(width) + eps));
+  const Floats factor = floats(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps));
   for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 mask = lanes(width - i);
-    const __m512 normed = _mm512_mul_ps(load_wide(mask, values + i), factor);
+    const First first = lanes(width - i);
     // rounded before the weight, as in the reference
-    store_rounded(out + i, mask, _mm512_mul_ps(rounded(normed), load_wide(mask, weight + i)));
+    store_rounded(out + i, first, rounded(load_wide(first, values + i) * factor) * load_wide(first, weight + i));
   }
 }
 
@@ -56,9 +53,9 @@ void rms_norm(Rows x, const bf16* weight, float eps, bf16* out, int64_t num_rows
 void silu_mul(Rows gate, Rows up, bf16* out, int64_t num_rows, int64_t width) {
   for_rows(num_rows, width, [&](int64_t row) {
     for (int64_t i = 0; i < width; i += 16) {
-      const __mmask16 mask = lanes(width - i);
-      const __m512 active = silu_values(load_wide(mask, gate.at(row) + i));
-      store_rounded(out + row * width + i, mask, _mm512_mul_ps(active, load_wide(mask, up.at(row) + i)));
+      const First first = lanes(width - i);
+      const Floats active = silu_values(load_wide(first, gate.at(row) + i));
+      store_rounded(out + row * width + i, first, active * load_wide(first, up.at(row) + i));
     }
   });
 }
@@ -66,10 +63,10 @@ void silu_mul(Rows gate, Rows up, bf16* out, int64_t num_rows, int64_t width) {
 void add_sums(const bf16* hidden, const float* sums, const bf16* added, bf16* out, int64_t num_values) {
   for_rows((num_values + 1023) / 1024, 1024, [&](int64_t part) {
     for (int64_t i = part * 1024; i < std::min(num_values, (part + 1) * 1024); i += 16) {
-      const __mmask16 mask = lanes(num_values - i);
-      __m512 sum = _mm512_maskz_loadu_ps(mask, sums + i);
-      if (added) sum = _mm512_add_ps(sum, load_wide(mask, added + i));
-      store_rounded(out + i, mask, _mm512_add_ps(load_wide(mask, hidden + i), rounded(sum)));
+      const First first = lanes(num_values - i);
+      Floats sum = load(first, sums + i);
+      if (added) sum = sum + load_wide(first, added + i);
+      store_rounded(out + i, first, load_wide(first, hidden + i) + rounded(sum));
     }
   });
 }
@@ -81,22 +78,20 @@ void to_bytes(Rows x, uint8_t* out, float* scales, int64_t num_rows, int64_t wid
       const bf16* values = x.at(row) + block * kBlock;
       uint8_t* bytes = out + (row * num_blocks + block) * kBlock;
       const int64_t count = std::min(kBlock, width - block * kBlock);
-      __m512 peaks = _mm512_setzero_ps();
+      Floats peaks = floats(0.0f);
       bool is_finite = true;
       for (int64_t i = 0; i < count; i += 16) {
-        const __m512 part = _mm512_abs_ps(load_wide(lanes(count - i), values + i));
-        is_finite = is_finite && !_mm512_cmp_ps_mask(part, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
-        peaks = _mm512_max_ps(peaks, part);
+        const Floats part = magnitude(load_wide(lanes(count - i), values + i));
+        is_finite = is_finite && !any(not_below(part, floats(INFINITY)));
+        peaks = larger(peaks, part);
       }
-      const float peak = _mm512_reduce_max_ps(peaks);
+      const float peak = largest_of(peaks);
       // a row that is not finite must not look finite afterwards: its scale is not
       scales[row * num_blocks + block] = is_finite ? peak / kMostInt8 : NAN;
-      const __m512 factor = _mm512_set1_ps(is_finite && peak > 0 ? kMostInt8 / peak : 0.0f);
+      const Floats factor = floats(is_finite && peak > 0 ? kMostInt8 / peak : 0.0f);
       for (int64_t i = 0; i < kBlock; i += 16) {
-        const __m512 value = i < count ? load_wide(lanes(count - i), values + i) : _mm512_setzero_ps();
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(value, factor));
-        const __m512i moved = _mm512_add_epi32(whole, _mm512_set1_epi32(128));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm512_cvtusepi32_epi8(moved));
+        const Floats value = i < count ? load_wide(lanes(count - i), values + i) : floats(0.0f);
+        store_bytes(bytes + i, plus(nearest_ints(value * factor), ints(128)));
       }
     }
   });
@@ -106,9 +101,9 @@ void sum_per_token(const bf16* rows, const int64_t* place, const float* weights,
                    int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
     for (int64_t i = 0; i < width; i += 16) {
-      const __mmask16 mask = lanes(width - i);
-      const __m512 sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, mask, i);
-      _mm512_mask_storeu_ps(sums + token * width + i, mask, sum);
+      const First first = lanes(width - i);
+      const Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
+      store(sums + token * width + i, first, sum);
     }
   });
 }
@@ -117,11 +112,10 @@ void combine(const bf16* hidden, const bf16* rows, const int64_t* place, const f
              bf16* out, int64_t num_tokens, int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
     for (int64_t i = 0; i < width; i += 16) {
-      const __mmask16 mask = lanes(width - i);
-      __m512 sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, mask, i);
-      if (added) sum = _mm512_add_ps(sum, load_wide(mask, added + token * width + i));
-      store_rounded(out + token * width + i, mask,
-                    _mm512_add_ps(load_wide(mask, hidden + token * width + i), rounded(sum)));
+      const First first = lanes(width - i);
+      Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
+      if (added) sum = sum + load_wide(first, added + token * width + i);
+      store_rounded(out + token * width + i, first, load_wide(first, hidden + token * width + i) + rounded(sum));
     }
   });
 }

@@ -4,39 +4,44 @@
 //   x         [x(k) x(k + 1)] of one row, the same in all lanes                 1 broadcast per row and step
 //   sums      64 columns of a row in float32                                    k = 0, 2, 4, … in this order
 //
-// Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. 24
-// accumulators take 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in
-// 32 bits within a block of 128; block sums are scaled and added in float32, in ascending order.
+// Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. As many
+// groups of 16 columns go together as the registers hold sums for: with AVX-512 all four, so that 24 accumulators take
+// 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in 32 bits within a
+// block of 128; block sums are scaled and added in float32, in ascending order.
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 
-#include "kernels.h"
+#include "lanes.h"
 
 namespace batchinfer {
 
 constexpr int64_t kTileRows = 6;
 constexpr int kChunks = kPanelColumns / 16;
-constexpr int64_t kStripRows = 96;     // rows that pass a panel together
-constexpr int64_t kDepthStep = 2048;   // values of a panel that stay in the second-level cache meanwhile
+constexpr int64_t kStripRows = 96;  // rows that pass a panel together
+
+// Values of rows and columns are loaded once more for the second part: the registers are for sums.
+inline void load_again() { asm volatile("" ::: "memory"); }
 
 // sums[r][n] += pairs of row r times the n-th 16 columns at `values`, over all steps; a step is `stride` values.
 template <int R, int N>
-inline __attribute__((always_inline)) void add_pairs(__m512 (&sums)[R][N], const int32_t* const* pairs,
+inline __attribute__((always_inline)) void add_pairs(Floats (&sums)[R][N], const int32_t* const* pairs,
                                                      int64_t pair_stride, const bf16* values, int64_t stride,
                                                      int64_t num_steps) {
   for (int64_t step = 0; step < num_steps; ++step, values += stride) {
-    __m512bh columns[N];
+#pragma GCC unroll 2
+    for (int part = 0; part < kPairParts; ++part) {
+      if (part > 0) load_again();
+      PairPart columns[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) columns[n] = (__m512bh)_mm512_loadu_si512(values + 32 * n);
+      for (int n = 0; n < N; ++n) columns[n] = column_pairs(values + 32 * n, part);
 #pragma GCC unroll 32
-    for (int r = 0; r < R; ++r) {
-      const __m512bh pair = (__m512bh)_mm512_set1_epi32(pairs[r][step * pair_stride]);
+      for (int r = 0; r < R; ++r) {
+        const PairPart pair = row_pair(pairs[r][step * pair_stride], part);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], pair, columns[n]);
+        for (int n = 0; n < N; ++n) add_product(sums[r][n], pair, columns[n]);
+      }
     }
   }
 }
@@ -45,13 +50,11 @@ inline __attribute__((always_inline)) void add_pairs(__m512 (&sums)[R][N], const
 template <int R, int N>
 __attribute__((noinline)) void bf16_tile(const bf16* const* x, const bf16* panel, int64_t depth, float* out,
                                          bool is_first) {
-  __m512 sums[R][N];
+  Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      sums[r][n] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanelColumns + 16 * n);
-    }
+    for (int n = 0; n < N; ++n) sums[r][n] = is_first ? floats(0.0f) : load(out + r * kPanelColumns + 16 * n);
   }
   const int32_t* pairs[R];
 #pragma GCC unroll 8
@@ -60,51 +63,65 @@ __attribute__((noinline)) void bf16_tile(const bf16* const* x, const bf16* panel
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + r * kPanelColumns + 16 * n, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(out + r * kPanelColumns + 16 * n, sums[r][n]);
   }
 }
 
-// One block of 128 values in depth: scaled block sums are added to `out`.
+// Where a panel in 8 bits has its parts (pack.cpp).
+struct BytePanel {
+  const int8_t* values;
+  const int32_t* starts;
+  const float* scales;
+
+  BytePanel(const uint8_t* panel, int64_t num_blocks)
+      : values(reinterpret_cast<const int8_t*>(panel)),
+        starts(reinterpret_cast<const int32_t*>(panel + num_blocks * kBlock * kPanelColumns)),
+        scales(reinterpret_cast<const float*>(starts + num_blocks * kPanelColumns)) {}
+};
+
+// N groups of 16 columns from `first_chunk` on; `out` has them from there, too.
 template <int R, int N>
-__attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const uint8_t* panel,
-                                         int64_t num_blocks, float* out) {
-  const int8_t* values = reinterpret_cast<const int8_t*>(panel);
-  const int32_t* starts = reinterpret_cast<const int32_t*>(panel + num_blocks * kBlock * kPanelColumns);
-  const float* scales = reinterpret_cast<const float*>(starts + num_blocks * kPanelColumns);
+__attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const BytePanel& panel,
+                                         int64_t first_chunk, int64_t num_blocks, float* out) {
+  const int8_t* values = panel.values + 64 * first_chunk;
+  const int32_t* starts = panel.starts + 16 * first_chunk;
+  const float* scales = panel.scales + first_chunk;
   const int32_t* fours[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    __m512i sums[R][N];
+    Ints sums[R][N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       // what moving the values up by 128 added is taken off at the start
-      const __m512i start = _mm512_loadu_si512(starts + block * kPanelColumns + 16 * n);
+      const Ints start = load_ints(starts + block * kPanelColumns + 16 * n);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][n] = start;
     }
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
-      __m512i columns[N];
+#pragma GCC unroll 2
+      for (int part = 0; part < kFourParts; ++part) {
+        if (part > 0) load_again();
+        FourPart columns[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) columns[n] = _mm512_loadu_si512(values + 64 * n);
+        for (int n = 0; n < N; ++n) columns[n] = column_fours(values + 64 * n, part);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m512i four = _mm512_set1_epi32(fours[r][block * (kBlock / 4) + step]);
-        // as an instruction, since compilers keep the sums of the intrinsic in memory here
+        for (int r = 0; r < R; ++r) {
+          const FourPart four = row_four(fours[r][block * (kBlock / 4) + step], part);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][n]) : "v"(four), "v"(columns[n]));
+          for (int n = 0; n < N; ++n) add_product(sums[r][n], four, columns[n]);
+        }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const __m512 x_scale = _mm512_set1_ps(x_scales[r][block]);
+      const Floats x_scale = floats(x_scales[r][block]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         float* at = out + r * kPanelColumns + 16 * n;
-        const __m512 scale = _mm512_mul_ps(x_scale, _mm512_set1_ps(scales[block * kChunks + n]));
-        const __m512 before = block ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][n]), scale, before));
+        const Floats scale = x_scale * floats(scales[block * kChunks + n]);
+        store(at, multiply_add(as_floats(sums[r][n]), scale, block ? load(at) : floats(0.0f)));
       }
     }
   }
@@ -116,14 +133,18 @@ inline int64_t num_chunks(const Weight& weight, int64_t panel) {
   return std::min<int64_t>(kChunks, (weight.num_columns - panel * kPanelColumns + 15) / 16);
 }
 
-// Calls call(N) with the number of groups as a constant, 1 … 4.
-template <class Call>
-inline void with_chunks(int64_t chunks, Call call) {
-  switch (chunks) {
-    case 1: return call(std::integral_constant<int, 1>{});
-    case 2: return call(std::integral_constant<int, 2>{});
-    case 3: return call(std::integral_constant<int, 3>{});
-    default: return call(std::integral_constant<int, 4>{});
+// Calls call(first, N) for all groups, N from `first` on that fit into the registers beside R rows; N is a constant.
+template <int R, class Call>
+inline void for_chunks(int64_t chunks, Call call) {
+  constexpr int kMost = chunks_beside(R);
+  int64_t first = 0;
+  for (; chunks - first >= kMost; first += kMost) call(first, std::integral_constant<int, kMost>{});
+  if constexpr (kMost > 1) {
+    if (chunks - first == 1) call(first, std::integral_constant<int, 1>{});
+  }
+  if constexpr (kMost > 2) {
+    if (chunks - first == 2) call(first, std::integral_constant<int, 2>{});
+    if (chunks - first == 3) call(first, std::integral_constant<int, 3>{});
   }
 }
 
@@ -152,9 +173,9 @@ inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const
       const bf16* at[kTileRows];
       for (int64_t r = 0; r < rows; ++r) at[r] = x.at(first + row + r) + start;
       with_rows(rows, [&](auto count) {
-        with_chunks(chunks, [&](auto groups) {
-          bf16_tile<count, groups>(at, values, std::min(kDepthStep, depth - start), sums + row * kPanelColumns,
-                                   start == 0);
+        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+          bf16_tile<count, groups>(at, values + 32 * chunk, std::min(kDepthStep, depth - start),
+                                   sums + row * kPanelColumns + 16 * chunk, start == 0);
         });
       });
     }
@@ -163,6 +184,7 @@ inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const
 
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums) {
+  const BytePanel parts(panel, weight.num_blocks());
   for (int64_t row = 0; row < num_rows; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, num_rows - row);
     const uint8_t* at[kTileRows];
@@ -173,8 +195,9 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
       scales[r] = x.scales + from * x.num_blocks;
     }
     with_rows(rows, [&](auto count) {
-      with_chunks(chunks, [&](auto groups) {
-        int8_tile<count, groups>(at, scales, panel, weight.num_blocks(), sums + row * kPanelColumns);
+      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+        int8_tile<count, groups>(at, scales, parts, chunk, weight.num_blocks(),
+                                 sums + row * kPanelColumns + 16 * chunk);
       });
     });
   }

@@ -1,0 +1,300 @@
+// The words of lanes.h in AVX2 with FMA, as a pair of registers each.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+namespace batchinfer {
+
+struct Floats {
+  __m256 low, high;
+};
+struct Ints {
+  __m256i low, high;
+};
+struct First {
+  int64_t count;
+};
+struct Mask {
+  __m256 low, high;  // all bits of a lane or none
+};
+
+constexpr int kMostSums = 5;         // Floats that stay in registers while products are added to them
+constexpr int64_t kDepthStep = 128;  // values of a panel that stay in the first-level cache while rows pass
+
+inline First lanes(int64_t count) { return {std::min<int64_t>(count, 16)}; }
+
+inline Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Ints ints(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+// 0, 1, … 15
+inline Ints steps() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+
+inline Ints plus(Ints a, Ints b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+inline Ints is_less_bits(Ints a, Ints b) {
+  return {_mm256_cmpgt_epi32(b.low, a.low), _mm256_cmpgt_epi32(b.high, a.high)};
+}
+// All bits of the first lanes.
+inline Ints bits_of(First first) { return is_less_bits(steps(), ints(static_cast<int32_t>(first.count))); }
+
+inline Floats load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+inline Floats load(First first, const float* at) {  // 0 elsewhere
+  if (first.count == 16) return load(at);
+  const Ints bits = bits_of(first);
+  return {_mm256_maskload_ps(at, bits.low), _mm256_maskload_ps(at + 8, bits.high)};
+}
+inline Ints load_ints(const void* at) {
+  const __m256i* halves = static_cast<const __m256i*>(at);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+inline Ints load_ints(First first, const void* at) {
+  if (first.count == 16) return load_ints(at);
+  const int* values = static_cast<const int*>(at);
+  const Ints bits = bits_of(first);
+  return {_mm256_maskload_epi32(values, bits.low), _mm256_maskload_epi32(values + 8, bits.high)};
+}
+inline void store(float* at, Floats values) {
+  _mm256_storeu_ps(at, values.low);
+  _mm256_storeu_ps(at + 8, values.high);
+}
+inline void store(float* at, First first, Floats values) {
+  if (first.count == 16) return store(at, values);
+  const Ints bits = bits_of(first);
+  _mm256_maskstore_ps(at, bits.low, values.low);
+  _mm256_maskstore_ps(at + 8, bits.high, values.high);
+}
+inline void store_ints(void* at, Ints values) {
+  __m256i* halves = static_cast<__m256i*>(at);
+  _mm256_storeu_si256(halves, values.low);
+  _mm256_storeu_si256(halves + 1, values.high);
+}
+inline void store_ints(void* at, First first, Ints values) {
+  if (first.count == 16) return store_ints(at, values);
+  int* out = static_cast<int*>(at);
+  const Ints bits = bits_of(first);
+  _mm256_maskstore_epi32(out, bits.low, values.low);
+  _mm256_maskstore_epi32(out + 8, bits.high, values.high);
+}
+
+inline Floats operator+(Floats a, Floats b) { return {a.low + b.low, a.high + b.high}; }
+inline Floats operator-(Floats a, Floats b) { return {a.low - b.low, a.high - b.high}; }
+inline Floats operator*(Floats a, Floats b) { return {a.low * b.low, a.high * b.high}; }
+inline Floats operator/(Floats a, Floats b) { return {a.low / b.low, a.high / b.high}; }
+// a * b + c, a * b - c and c - a * b with one rounding.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) {
+  return {_mm256_fmsub_ps(a.low, b.low, c.low), _mm256_fmsub_ps(a.high, b.high, c.high)};
+}
+inline Floats subtract_product(Floats c, Floats a, Floats b) {
+  return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
+}
+// The second one where one of them is not a number.
+inline Floats smaller(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Floats magnitude(Floats a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+inline Floats nearest_whole(Floats a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.low, kNearest), _mm256_round_ps(a.high, kNearest)};
+}
+// a * 2^n for whole n from -200 to 129: in two steps, as 2^n itself may be beyond float32.
+inline __m256 scaled(__m256 a, __m256 n) {
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
+  const __m256i rest = _mm256_sub_epi32(whole, half);
+  const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+  const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23);
+  return a * _mm256_castsi256_ps(first) * _mm256_castsi256_ps(second);
+}
+inline Floats scaled(Floats a, Floats n) { return {scaled(a.low, n.low), scaled(a.high, n.high)}; }
+inline float first_of(Floats a) { return _mm256_cvtss_f32(a.low); }
+// Halves are added to halves, in the order of AVX-512's own.
+inline float sum_of(Floats a) {
+  const __m256 eight = a.low + a.high;
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+}
+inline float largest_of(Floats a) {
+  const __m256 eight = _mm256_max_ps(a.low, a.high);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline Ints nearest_ints(Floats a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
+inline Floats as_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+// The lower halves of all lanes side by side; they must be unsigned 16 bits.
+inline __m256i lower_halves(Ints a) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(a.low, a.high), 0xD8); }
+// Lanes from 0 to 255 as bytes.
+inline void store_bytes(uint8_t* at, Ints a) {
+  const __m256i halves = lower_halves(a);
+  const __m128i low = _mm256_castsi256_si128(halves), high = _mm256_extracti128_si256(halves, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm_packus_epi16(low, high));
+}
+
+inline Mask as_mask(Ints a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
+inline Mask is_less(Ints a, Ints b) { return as_mask(is_less_bits(a, b)); }
+template <int Comparison>
+inline Mask compare(Floats a, Floats b) {
+  return {_mm256_cmp_ps(a.low, b.low, Comparison), _mm256_cmp_ps(a.high, b.high, Comparison)};
+}
+inline Mask is_greater(Floats a, Floats b) { return compare<_CMP_GT_OQ>(a, b); }
+inline Mask is_equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
+inline Mask not_below(Floats a, Floats b) { return compare<_CMP_NLT_UQ>(a, b); }  // also what is no number
+inline Mask both(First first, Mask b) {
+  if (first.count == 16) return b;
+  const Mask a = as_mask(bits_of(first));
+  return {_mm256_and_ps(a.low, b.low), _mm256_and_ps(a.high, b.high)};
+}
+inline Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.low, b.low), _mm256_or_ps(a.high, b.high)}; }
+inline Mask no_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline bool any(Mask mask) { return _mm256_movemask_ps(_mm256_or_ps(mask.low, mask.high)) != 0; }
+inline Floats choose(Mask mask, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.low, yes.low, mask.low), _mm256_blendv_ps(no.high, yes.high, mask.high)};
+}
+inline Floats load_or(First first, const float* at, float other) {
+  return first.count == 16 ? load(at) : choose(as_mask(bits_of(first)), load(first, at), floats(other));
+}
+inline __m256i choose(__m256 mask, __m256i yes, __m256i no) {
+  return _mm256_blendv_epi8(no, yes, _mm256_castps_si256(mask));
+}
+inline Ints choose(Mask mask, Ints yes, Ints no) {
+  return {choose(mask.low, yes.low, no.low), choose(mask.high, yes.high, no.high)};
+}
+inline int32_t smallest_of(Mask mask, Ints a) {
+  const Ints left = choose(mask, a, ints(INT32_MAX));
+  alignas(32) int32_t values[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(values), _mm256_min_epi32(left.low, left.high));
+  return *std::min_element(values, values + 8);
+}
+
+// bfloat16: bits in the lower half of each lane; two values beside each other in a lane; wide as float32.
+inline Ints load_bits(const bf16* at) {
+  const __m128i* halves = reinterpret_cast<const __m128i*>(at);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
+}
+// To the nearest, to even in the middle; what is not a number stays so.
+inline __m256i rounded_bits(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values), kept = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(kept, _mm256_set1_epi32(1));
+  const __m256i moved = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  const __m256i quiet = _mm256_or_si256(kept, _mm256_set1_epi32(0x40));
+  return choose(_mm256_cmp_ps(values, values, _CMP_UNORD_Q), quiet, _mm256_srli_epi32(moved, 16));
+}
+inline Ints rounded_bits(Floats values) { return {rounded_bits(values.low), rounded_bits(values.high)}; }
+inline Ints beside(Ints low, Ints high) {
+  return {_mm256_or_si256(low.low, _mm256_slli_epi32(high.low, 16)),
+          _mm256_or_si256(low.high, _mm256_slli_epi32(high.high, 16))};
+}
+inline __m256 low_values(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 high_values(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+inline Floats low_values(Ints pairs) { return {low_values(pairs.low), low_values(pairs.high)}; }
+inline Floats high_values(Ints pairs) { return {high_values(pairs.low), high_values(pairs.high)}; }
+inline Floats load_wide(First first, const bf16* at) {
+  if (first.count == 16) return low_values(load_bits(at));
+  bf16 values[16] = {};
+  std::memcpy(values, at, first.count * sizeof(bf16));
+  return low_values(load_bits(values));
+}
+inline void store_rounded(bf16* at, First first, Floats values) {
+  const __m256i bits = lower_halves(rounded_bits(values));
+  if (first.count == 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bits);
+  std::memcpy(at, &bits, first.count * sizeof(bf16));
+}
+
+// Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). The values
+// of a lane are multiplied in parts: of a pair the second value, then the first; of a four the second and last, then the
+// others, as 16 bits each, so that sums are exact.
+using PairPart = Floats;
+struct FourPart {
+  __m256i low, high;
+};
+constexpr int kPairParts = 2, kFourParts = 2;
+inline __attribute__((always_inline)) PairPart pair_part(Ints pairs, int part) {
+  return part == 0 ? high_values(pairs) : low_values(pairs);
+}
+inline __attribute__((always_inline)) PairPart column_pairs(const bf16* at, int part) {
+  return pair_part(load_ints(at), part);
+}
+inline __attribute__((always_inline)) PairPart row_pair(int32_t pair, int part) { return pair_part(ints(pair), part); }
+inline __attribute__((always_inline)) __m256i column_part(__m256i fours, int part) {
+  return _mm256_srai_epi16(part == 0 ? fours : _mm256_slli_epi16(fours, 8), 8);
+}
+inline __attribute__((always_inline)) FourPart column_fours(const int8_t* at, int part) {
+  const Ints fours = load_ints(at);
+  return {column_part(fours.low, part), column_part(fours.high, part)};
+}
+inline __attribute__((always_inline)) FourPart row_four(int32_t four, int part) {
+  const __m256i fours = _mm256_set1_epi32(four);
+  const __m256i values = part == 0 ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, _mm256_set1_epi16(0xFF));
+  return {values, values};
+}
+// As instructions, since compilers order the operations themselves so that sums do not stay in registers.
+inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.low) : "x"(row.low), "x"(columns.low));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.high) : "x"(row.high), "x"(columns.high));
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(_mm256_madd_epi16(row.low, columns.low)));
+  asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(_mm256_madd_epi16(row.high, columns.high)));
+}
+
+// 32 values of two rows side by side.
+inline void interleave_32(const bf16* even, const bf16* odd, bf16* out) {
+  store_ints(out, beside(load_bits(even), load_bits(odd)));
+  store_ints(out + 32, beside(load_bits(even + 16), load_bits(odd + 16)));
+}
+
+// Turns 8 x 8 values of 32 bits.
+inline void turn_8(const __m256i (&rows)[8], __m256i (&out)[8]) {
+  __m256i a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+    out[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+  }
+}
+
+// Turns 16 x 16 values of 32 bits: out[i][j] = rows[j][i] for `count` of the i; rows end after `count` values.
+inline void turn_16(const int32_t* rows, int64_t row_stride, int64_t count, int32_t* out, int64_t out_stride) {
+  const First first = lanes(count);
+  for (int64_t half = 0; half < 16; half += 8) {
+    __m256i low[8], high[8], turned[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const Ints row = load_ints(first, rows + (half + i) * row_stride);
+      low[i] = row.low;
+      high[i] = row.high;
+    }
+    turn_8(low, turned);
+    for (int64_t i = 0; i < std::min<int64_t>(count, 8); ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * out_stride + half), turned[i]);
+    }
+    turn_8(high, turned);
+    for (int64_t i = 8; i < count; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * out_stride + half), turned[i - 8]);
+    }
+  }
+}
+
+}  // namespace batchinfer

@@ -1,0 +1,144 @@
+// The words of lanes.h in AVX-512, as one register each.
+
+#pragma once
+
+namespace batchinfer {
+
+using Floats = __m512;
+using Ints = __m512i;
+using First = __mmask16;
+using Mask = __mmask16;
+
+constexpr int kMostSums = 24;         // Floats that stay in registers while products are added to them
+constexpr int64_t kDepthStep = 2048;  // values of a panel that stay in the second-level cache while rows pass
+
+inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : (__mmask16)((1u << count) - 1); }
+
+inline Floats floats(float value) { return _mm512_set1_ps(value); }
+inline Ints ints(int32_t value) { return _mm512_set1_epi32(value); }
+// 0, 1, … 15
+inline Ints steps() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline Floats load(First first, const float* at) { return _mm512_maskz_loadu_ps(first, at); }  // 0 elsewhere
+inline Floats load_or(First first, const float* at, float other) {
+  return _mm512_mask_loadu_ps(floats(other), first, at);
+}
+inline Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
+inline Ints load_ints(First first, const void* at) { return _mm512_maskz_loadu_epi32(first, at); }
+inline void store(float* at, Floats values) { _mm512_storeu_ps(at, values); }
+inline void store(float* at, First first, Floats values) { _mm512_mask_storeu_ps(at, first, values); }
+inline void store_ints(void* at, Ints values) { _mm512_storeu_si512(at, values); }
+inline void store_ints(void* at, First first, Ints values) { _mm512_mask_storeu_epi32(at, first, values); }
+
+// a * b + c, a * b - c and c - a * b with one rounding.
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
+inline Floats subtract_product(Floats c, Floats a, Floats b) { return _mm512_fnmadd_ps(a, b, c); }
+// The second one where one of them is not a number.
+inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats magnitude(Floats a) { return _mm512_abs_ps(a); }
+inline Floats nearest_whole(Floats a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// a * 2^n for whole n from -200 to 129.
+inline Floats scaled(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
+inline float first_of(Floats a) { return _mm512_cvtss_f32(a); }
+inline float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
+inline float largest_of(Floats a) { return _mm512_reduce_max_ps(a); }
+
+inline Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints nearest_ints(Floats a) { return _mm512_cvtps_epi32(a); }
+inline Floats as_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+// Lanes from 0 to 255 as bytes.
+inline void store_bytes(uint8_t* at, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtusepi32_epi8(a));
+}
+
+inline Mask is_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask(a, b); }
+inline Mask is_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Mask is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline Mask not_below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // also what is no number
+inline Mask both(First a, Mask b) { return a & b; }
+inline Mask either(Mask a, Mask b) { return a | b; }
+inline Mask no_lanes() { return 0; }
+inline bool any(Mask mask) { return mask != 0; }
+inline Floats choose(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
+inline Ints choose(Mask mask, Ints yes, Ints no) { return _mm512_mask_mov_epi32(no, mask, yes); }
+inline int32_t smallest_of(Mask mask, Ints a) { return _mm512_mask_reduce_min_epi32(mask, a); }
+
+// bfloat16: bits in the lower half of each lane; two values beside each other in a lane; wide as float32.
+inline Ints load_bits(const bf16* at) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+inline Ints rounded_bits(Floats values) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)); }
+inline Ints beside(Ints low, Ints high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
+inline Floats low_values(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline Floats high_values(Ints pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+inline Floats load_wide(First first, const bf16* at) {
+  return low_values(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, at)));
+}
+inline void store_rounded(bf16* at, First first, Floats values) {
+  _mm256_mask_storeu_epi16(at, first, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). The values
+// of a lane are multiplied in parts, here all at once.
+using PairPart = __m512bh;
+using FourPart = __m512i;
+constexpr int kPairParts = 1, kFourParts = 1;
+inline PairPart column_pairs(const bf16* at, int) { return (__m512bh)_mm512_loadu_si512(at); }
+inline PairPart row_pair(int32_t pair, int) { return (__m512bh)_mm512_set1_epi32(pair); }
+inline FourPart column_fours(const int8_t* at, int) { return _mm512_loadu_si512(at); }
+inline FourPart row_four(int32_t four, int) { return _mm512_set1_epi32(four); }
+inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
+  sum = _mm512_dpbf16_ps(sum, row, columns);
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
+  // as an instruction, since compilers keep the sums of the intrinsic in memory here
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(columns));
+}
+
+// 32 values of two rows side by side.
+inline void interleave_32(const bf16* even, const bf16* odd, bf16* out) {
+  const Ints places = plus(ints(0x00200000), _mm512_mullo_epi32(ints(0x00010001), steps()));  // of even, then of odd
+  const Ints low = load_ints(even), high = load_ints(odd);
+  store_ints(out, _mm512_permutex2var_epi16(low, places, high));
+  store_ints(out + 32, _mm512_permutex2var_epi16(low, _mm512_add_epi16(places, _mm512_set1_epi16(16)), high));
+}
+
+// Turns 16 x 16 values of 32 bits: out[i][j] = rows[j][i] for `count` of the i; rows end after `count` values.
+inline void turn_16(const int32_t* rows, int64_t row_stride, int64_t count, int32_t* out, int64_t out_stride) {
+  Ints a[16], b[16];
+  const First first = lanes(count);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = load_ints(first, rows + i * row_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Ints first_half = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), second = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const Ints third = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const Ints fourth = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    b[i] = _mm512_shuffle_i32x4(first_half, third, 0x88);
+    b[i + 4] = _mm512_shuffle_i32x4(second, fourth, 0x88);
+    b[i + 8] = _mm512_shuffle_i32x4(first_half, third, 0xDD);
+    b[i + 12] = _mm512_shuffle_i32x4(second, fourth, 0xDD);
+  }
+  for (int64_t i = 0; i < count; ++i) store_ints(out + i * out_stride, b[i]);
+}
+
+}  // namespace batchinfer
