@@ -4,9 +4,16 @@ A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, 
 (prefill, decode) -> finish (outputs in input order, statistics) -> report.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+__version__: str
 
-try:
-    __version__ = version("batchinfer")
-except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
-    __version__ = "0+source"
+
+def __getattr__(name: str) -> str:
+    """The version, found when it is asked for: looking for installed packages takes as long as a quarter of a start."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("batchinfer")
+    except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
+        return "0+source"

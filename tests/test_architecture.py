@@ -216,6 +216,11 @@ def test_commands_that_compute_nothing_start_without_torch(modules):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_ranks_are_started_before_anything_large_is_imported():
+    code = "import sys, batchinfer.engine.rank_group; sys.exit(bool({'numpy', 'pyarrow', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_rank_starts_without_torchs_compiler():
     code = "import sys, batchinfer.engine.rank; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

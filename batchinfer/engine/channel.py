@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 Message = dict[str, Any]
 
@@ -35,8 +34,8 @@ def part(message: Message, name: str, kind: type[PartT]) -> PartT:
     return msgspec.convert(message[name], kind)
 
 
-def _plain_number(value: object) -> object:
-    if isinstance(value, np.generic):
+def _plain_number(value: Any) -> object:
+    if hasattr(value, "item") and not getattr(value, "shape", ()):  # of numpy, which takes long to import
         return value.item()
     raise TypeError(f"a message cannot hold a {type(value).__name__}")
 
