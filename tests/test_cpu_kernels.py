@@ -11,7 +11,7 @@ import torch
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import backend, reference, reference_mla
-from batchinfer_kernels.cpu import build, ops
+from batchinfer_kernels.cpu import build, ops, packed
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL
 
@@ -119,6 +119,22 @@ def test_a_batched_product_is_the_exact_one_rounded_once_in_any_company(num_in, 
         threads(num_threads)
         assert torch.equal(ops.batched_linear(x[:, start:stop], weight), whole[:, start:stop])
         assert torch.equal(ops.batched_linear(x[1:2, start:stop], weight[1:2]), whole[1:2, start:stop])
+
+
+@pytest.mark.parametrize(("depth", "half"), [(64, 48), (7, 33), (256, 128)])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_weight_packed_in_parts_has_the_bytes_of_the_whole(depth, half, is_int8):
+    weight = random(2 * half, depth, seed=4)
+    whole = packed.pack(weight, is_int8=is_int8, is_paired=True)
+    room = whole.room(3)
+    room.data.zero_()
+    room.put(1, *weight.chunk(2))
+    assert torch.equal(room.data[1], whole.data[0])
+    assert not room.data[[0, 2]].any()
+    with pytest.raises(RuntimeError, match="room for"):
+        room.put(0, weight[:half])
+    with pytest.raises(RuntimeError, match="different shapes"):
+        room.put(0, weight[:half], weight[: half - 1])
 
 
 @pytest.mark.usefixtures("cpp")
