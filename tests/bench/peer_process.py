@@ -96,10 +96,11 @@ class OwnProcess:
         command = [sys.executable, "-c", "from batchinfer.cli import program; program()", *map(str, arguments)]
         with tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
-            # of the command and the ranks that it has waited for; looking at them meanwhile would slow them down
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            self.peak_bytes = max(self.peak_bytes, usage.ru_maxrss << 10)
+            while process.poll() is None:
+                self.peak_bytes = max(self.peak_bytes, peak_bytes(process.pid))
+                # peaks stay known while a process lives, and looking for processes more often would slow them down
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.4)
             err.seek(0)
             return Ended(process.returncode, "", err.read())
 
