@@ -87,10 +87,14 @@ PREFIX_TOKENS, NUM_PREFIXES, SHARED_OUTPUT = 384, 8, 64
 FIRST_TOKEN = 8  # below are special tokens
 
 
-def make_model(folder: Path, size: str, *, seed: int = 0) -> Path:
-    """Write a bfloat16 checkpoint of random weights with the sample model's tokenizer; returns its folder."""
+def make_model(folder: Path, size: str, *, seed: int = 0, **other_shape: int) -> Path:
+    """Write a bfloat16 checkpoint of random weights with the sample model's tokenizer; returns its folder.
+
+    Args:
+        other_shape: keys of config.json that differ from the size's.
+    """
     torch.manual_seed(seed)
-    config = DeepseekV3Config(**COMMON, **SIZES[size])
+    config = DeepseekV3Config(**COMMON, **{**SIZES[size], **other_shape})
     torch.set_default_dtype(torch.bfloat16)
     model = DeepseekV3ForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)

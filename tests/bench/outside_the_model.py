@@ -3,8 +3,8 @@
 Two jobs of distinct texts, in bfloat16 on one rank:
 
     short    some 130 prompt tokens, 48 output tokens each, the sample model: overhead weighs as much as it can
-    mixed    32 to 1,024 prompt tokens, 16 to 128 output tokens, random weights (`tiny` of bench_models.py, its unshared
-             lengths)
+    mixed    32 to 1,024 prompt tokens, 16 to 128 output tokens, random weights: `tiny` of bench_models.py and its
+             unshared lengths, with the sample tokenizer's vocabulary
 
 The parts follow one another and add up to the seconds from the shell to the end of the command:
 
@@ -41,7 +41,7 @@ from bench_models import make_model  # noqa: E402
 from jobs import start, write_job, write_shard  # noqa: E402
 
 MODEL = TESTS.parent / "sample_data" / "model"
-TOKENS_PER_WORD = 3.0
+VOCABULARY, TOKENS_PER_WORD = 1024, 3.0
 SHORT, SHORT_OUTPUT = (110, 150), (48, 48)
 MIXED, MIXED_OUTPUT = (32, 1024), (16, 128)
 PARTS = ("starting", "loading", "planning", "in steps", "between", "writing")
@@ -61,10 +61,11 @@ def write_prompts(folder: Path, kind: str, num_rows: int) -> Path:
         "sampling": [{"max_tokens": rng.randint(*output_tokens)} for _ in range(num_rows)],
     }
     write_shard(folder / "prompts" / "a.parquet", columns, row_group_size=1000)
+    model = MODEL if kind == "short" else make_model(folder / "model", "tiny", vocab_size=VOCABULARY)
     return write_job(
         folder,
         input={"sampling": "sampling"},
-        model={"path": str(MODEL if kind == "short" else make_model(folder / "model", "tiny")), "dtype": "bfloat16"},
+        model={"path": str(model), "dtype": "bfloat16"},
         sampling={"ignore_eos": True},
     )
 
