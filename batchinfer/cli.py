@@ -70,15 +70,17 @@ def program() -> NoReturn:
     """The console command, for a process that does nothing else and ends with it."""
     # a command makes many small things that stay until its end: looking through them all the time finds little
     gc.set_threshold(50_000, 20, 20)
-    code: int | str | None = 0
+    code = ExitCode.OK
     try:
         main()
     except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
         code = end.code
     sys.stdout.flush()
     sys.stderr.flush()
     # taking the interpreter and its libraries apart would take 0.1 s
-    os._exit(code if isinstance(code, int) else 0)
+    os._exit(code)
 
 
 def main() -> None:

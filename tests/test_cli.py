@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -193,3 +195,10 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     assert "\r" not in err
     assert re.search(r"work: 3 of 3 requests", err)
     assert "output rows" in out
+
+
+@pytest.mark.parametrize(("ending", "code", "said"), [("3", 3, ""), ("'why'", 1, "why\n"), ("None", 0, "")])
+def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
+    text = f"import sys; from batchinfer import cli; cli.main = lambda: sys.exit({ending}); print('out'); cli.program()"
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batchinfer.engine import claims, open_units
@@ -80,6 +81,24 @@ def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
         assert len(set(taken)) == 20
         # in stretches: where nobody is in the way the next unit comes next
         assert sum(after == before + 1 for before, after in itertools.pairwise(taken)) >= 10
+
+
+def test_an_old_listing_does_not_have_a_worker_try_the_same_units_for_ever(tmp_path, monkeypatch):
+    """Clients of a network file system may be shown a folder as it was a minute ago."""
+    run, tried = RunDir(tmp_path), []
+    with Claims(run) as other, Claims(run) as mine:
+        monkeypatch.setattr(open_units, "_named", lambda _, num_units: np.zeros(num_units, dtype=bool))
+        units = OpenUnits(run, rows(40))
+        for unit in range(40):
+            other.try_claim(unit)
+
+        def try_claim(unit):
+            tried.append(unit)
+            assert len(tried) < 200
+            return mine.try_claim(unit)
+
+        assert units.claim(try_claim, set()) is None
+    assert set(tried) == set(range(40))
 
 
 def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
