@@ -11,6 +11,9 @@ import gc
 
 if __name__ == "__main__":
     gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
+    from batchinfer.engine.torch_import import put_off_compilers
+
+    put_off_compilers()
 
 import os
 import queue
