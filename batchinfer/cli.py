@@ -85,9 +85,6 @@ def program() -> NoReturn:
 
 def main() -> None:
     """The command in this process: errors become one sentence on stderr and the exit code that the contract names."""
-    # Waiting threads may spin for a moment only: by default they spin for so long that another process on the same
-    # cores makes steps 40 times slower. Read once, when torch loads its thread library, which happens later.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         # installed first: a signal during the imports below counts too
         cli.main(standalone_mode=False, obj=StopSignal())

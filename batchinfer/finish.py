@@ -13,6 +13,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer import __version__
@@ -20,7 +21,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.duck import literal, read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.kept import KeptRows
-from batchinfer.data.parquet import kept_fields, read_rows, table_writer
+from batchinfer.data.parquet import kept_fields, own_file, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_RUN, STATS_UNITS, output_schema
 from batchinfer.data.shards import refuse_changed
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
@@ -374,9 +375,12 @@ def _expert_prediction(run: RunDir) -> dict[str, float | None]:
 
 def _replicated_tokens(run: RunDir) -> int:
     """Prompt tokens that delivered ok rows computed again on purpose; stats/requests has 0 for duplicates."""
-    requests = read_parquet(run.stats_file("requests"))
-    with _database(run) as connection:
-        return _number(connection, f"SELECT coalesce(sum(replicated_tokens), 0) FROM {requests} WHERE status = 'ok'")
+    path, total = run.stats_file("requests"), 0
+    with own_file(path), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=["status", "replicated_tokens"]):
+            delivered = pc.equal(batch["status"], "ok")
+            total += pc.sum(batch["replicated_tokens"].filter(delivered)).as_py() or 0
+    return total
 
 
 def _number(connection: duckdb.DuckDBPyConnection, sql: str) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchinfer.engine.local_ranks import thread_settings
 from batchinfer_kernels import backend
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _ROWS_PER_EXPERT = 64, 1024, 256, 6
@@ -53,7 +54,7 @@ def _bytes_per_s(cores_of_process: list[list[int]]) -> float:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", __name__, str(len(cores_of_process)), ",".join(map(str, cores))],
-            env={**os.environ, "OMP_NUM_THREADS": str(len(cores))},
+            env={**os.environ, **thread_settings(len(cores), len(cores_of_process))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

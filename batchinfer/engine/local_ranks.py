@@ -141,14 +141,21 @@ class LocalRanks:
         """Settings that the user may override."""
         num_threads = min(num_cores, max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
         # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        # between operations threads stay awake, about 0.3 ms; ranks that wait for each other leave the cores to others
-        spin = "30000" if self.num_ranks == 1 else "1000"
-        defaults = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": spin, "GLIBC_TUNABLES": _MALLOC, **quiet}
+        defaults = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        defaults |= thread_settings(num_threads, self.num_ranks)
         if self.one_host:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback
         return defaults
+
+
+def thread_settings(num_threads: int, num_ranks: int) -> dict[str, str]:
+    """Environment variables for a process that computes, with so many threads, beside so many on its host in all.
+
+    Between operations the threads of a lone one stay awake, about 0.3 ms. Several wait for each other, so they must
+    leave the cores to others at once.
+    """
+    return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "30000" if num_ranks == 1 else "1000"}
 
 
 def start_rank(variables: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -49,12 +49,12 @@ class _LateLoader(Loader):
 
 
 class _LateModule(ModuleType):
-    """importlib.util.LazyLoader's would not do: importing a module asks it for its __spec__, and that is a use there."""
+    """importlib.util.LazyLoader's would not do: an import asks for the module's __spec__, a use of it there."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         loader = self.__spec__.loader  # type: ignore[union-attr]
-        self.__class__ = ModuleType  # first: what it imports may import it in turn
+        self.__class__ = ModuleType  # type: ignore[assignment]  # first: what it imports may import it in turn
         loader.loader.exec_module(self)  # type: ignore[union-attr]
         return getattr(self, name)
