@@ -1,5 +1,5 @@
 """`python -m batchinfer`: the same as the command `batchinfer`."""
 
-from batchinfer.cli import program
+from batchinfer.program import program
 
 program()

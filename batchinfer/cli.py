@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
 import traceback
-from typing import NoReturn
 
 import click
 
@@ -64,23 +61,6 @@ SLURM = (slurm.submit, slurm.status, slurm.cancel, slurm.retry)
 REPORTS = (reports.report, reports.price, reports.simulate)
 for command in (*JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
-
-
-def program() -> NoReturn:
-    """The console command, for a process that does nothing else and ends with it."""
-    # a command makes many small things that stay until its end: looking through them all the time finds little
-    gc.set_threshold(50_000, 20, 20)
-    code = ExitCode.OK
-    try:
-        main()
-    except SystemExit as end:
-        if not isinstance(end.code, int):
-            raise
-        code = end.code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # taking the interpreter and its libraries apart would take 0.1 s
-    os._exit(code)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ from types import FrameType
 
 from batchinfer.records import InterruptedRunError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 class StopSignal:
     """One wish to stop, whichever signal brings it.
@@ -20,7 +22,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.graceful = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -30,3 +32,9 @@ class StopSignal:
             return
         if not self.graceful or again:
             raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
+
+
+def leave_signals_to_controller() -> None:
+    """In a rank: ignore what stops a job. The controller gets it, too, and decides what is still to be done."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

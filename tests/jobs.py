@@ -47,7 +47,7 @@ def batchinfer(*arguments: str | Path) -> Ended:
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """Start the command as a process of its own."""
-    command = [sys.executable, "-c", "from batchinfer.cli import program; program()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

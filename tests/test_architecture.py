@@ -47,7 +47,8 @@ ALLOWED = {
     "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
     "doctor": FILES | {"engine", "parallel"},
     "balance": BASE,
-    "__main__": {"cli"},
+    "__main__": {"program"},
+    "program": {"cli", "engine", "records"},
     "cli": {"commands", "schema", "doctor", *BASE, "stop", "printable"},
     "commands": None,  # one function per command, checked below
 }

@@ -199,6 +199,7 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
 
 @pytest.mark.parametrize(("ending", "code", "said"), [("3", 3, ""), ("'why'", 1, "why\n"), ("None", 0, "")])
 def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
-    text = f"import sys; from batchinfer import cli; cli.main = lambda: sys.exit({ending}); print('out'); cli.program()"
+    end = f"cli.main = lambda: sys.exit({ending}); print('out'); program()"
+    text = f"import sys; from batchinfer import cli; from batchinfer.program import program; {end}"
     done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)

@@ -1,18 +1,28 @@
-"""How ranks are started: with which settings, and with a torch that leaves out what nobody uses, until somebody does."""
+"""How ranks are started: with which settings, when, and with a torch that leaves out what nobody uses."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from batchinfer.engine.torch_import import PUT_OFF
+from faults import ended, wait_until
 from jobs import start, write_job, write_questions
 
 START = "import sys; from batchinfer.engine.torch_import import put_off_compilers; put_off_compilers(); import torch; "
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def run(code: str) -> str:
@@ -49,19 +59,85 @@ def test_a_product_has_its_bits_without_them():
     assert run(code) == subprocess.run(plain, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize(("num_ranks", "own", "spins"), [(1, None, "30000"), (2, None, "1000"), (1, "77", "77")])
-def test_threads_of_a_lone_rank_stay_awake_for_a_moment_unless_the_user_wants_it_otherwise(
-    tmp_path, monkeypatch, num_ranks, own, spins
-):
-    trap = "import os, pathlib\nif 'BATCHINFER_RANK_NUMBER' in os.environ: pathlib.Path(os.environ['SEEN']).write_text("
-    (tmp_path / "sitecustomize.py").write_text(f"{trap}os.environ['GOMP_SPINCOUNT'])")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """Ranks that start from now on leave a line each; a function that reads them: (pid, started as a spare, spins)."""
+    line = 'f\'{os.getpid()} {os.environ.get("BATCHINFER_RANK_SPARE", 0)} {os.environ["GOMP_SPINCOUNT"]}\\n\''
+    trap = f"import os\nif 'BATCHINFER_RANK_NUMBER' in os.environ: open(os.environ['SEEN'], 'a').write({line})"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(trap)
+    paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    if own is not None:
-        monkeypatch.setenv("GOMP_SPINCOUNT", own)
+    path = tmp_path / "seen"
+
+    def read() -> list[tuple[int, bool, int]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(pid), spare == "1", int(spins)) for pid, spare, spins in map(str.split, lines)]
+
+    return read
+
+
+def test_a_lone_rank_is_started_before_its_job_is_read(tmp_path, seen):
     write_questions(tmp_path / "prompts", (3,))
-    process = start("run", write_job(tmp_path, cluster={"decode_ranks": num_ranks}))
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert Path(tmp_path / "seen").read_text() == spins
+    done = ended(start("run", write_job(tmp_path)))
+    assert done.code == 0, done.err
+    ((_, is_spare, spins),) = seen()
+    assert is_spare
+    assert spins == 30000  # its threads stay awake for a moment
+
+
+def test_several_ranks_do_without_the_one_that_was_started_early(tmp_path, seen):
+    write_questions(tmp_path / "prompts", (3,))
+    done = ended(start("run", write_job(tmp_path, cluster={"decode_ranks": 2})))
+    assert done.code == 0, done.err
+    assert sorted(spins for _, is_spare, spins in seen() if not is_spare) == [1000, 1000]
+    assert not any(is_alive(pid) for pid, *_ in seen())
+
+
+def test_what_the_user_sets_counts(tmp_path, monkeypatch, seen):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    write_questions(tmp_path / "prompts", (3,))
+    done = ended(start("run", write_job(tmp_path)))
+    assert done.code == 0, done.err
+    assert [spins for *_, spins in seen()] == [77]
+
+
+def test_a_bad_job_leaves_no_rank_behind(tmp_path, seen):
+    os.mkfifo(tmp_path / "job.toml")
+    process = start("run", tmp_path / "job.toml")
+    wait_until(seen, process)
+    (tmp_path / "job.toml").write_text("[input]\nfiles = []\n")
+    assert ended(process).code == 2
+    ((pid, *_),) = seen()
+    assert not is_alive(pid)
+
+
+def test_a_killed_command_leaves_no_rank_behind(tmp_path, seen):
+    os.mkfifo(tmp_path / "job.toml")  # reading the job never ends
+    process = start("run", tmp_path / "job.toml")
+    wait_until(seen, process)
+    process.kill()
+    process.communicate()
+    ((pid, *_),) = seen()
+    deadline = time.monotonic() + 60
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_rank_that_was_killed_before_its_job_was_read_is_replaced(tmp_path, seen):
+    write_questions(tmp_path / "prompts", (3,))
+    job = write_job(tmp_path)
+    text = job.read_text()
+    job.unlink()
+    os.mkfifo(job)
+    process = start("run", job)
+    wait_until(seen, process)
+    ((pid, *_),) = seen()
+    os.kill(pid, signal.SIGKILL)
+    job.write_text(text)
+    done = ended(process)
+    assert done.code == 0, done.err
+    assert [is_spare for _, is_spare, _ in seen()] == [True, False]

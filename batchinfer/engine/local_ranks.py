@@ -1,7 +1,12 @@
-"""The rank processes of this host: started, watched, killed. Called by the controller and by other nodes' agents."""
+"""The rank processes of this host: started, watched, killed. Called by the controller and by other nodes' agents.
+
+A command that will probably need a lone rank has one started before it has even read its job (`start_spare`): the
+rank's imports take longer than all that the command does until then.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +18,7 @@ from dataclasses import dataclass
 from batchinfer.records import ConfigError
 
 _PREFIX = "BATCHINFER_RANK_"
+_SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
 _MALLOC = (
@@ -42,11 +48,16 @@ class RankEnvironment:
 
     @classmethod
     def read(cls) -> RankEnvironment:
-        """What the starter of this process left.
+        """What the starter of this process left; a spare rank waits here until it is needed, and ends when it is not.
 
         Raises:
             ConfigError: it was started by hand.
         """
+        if os.environ.pop(_SPARE, None):
+            line = sys.stdin.readline()
+            if not line:
+                sys.exit()
+            os.environ.update(json.loads(line))
         try:
             names = ("NUMBER", "HOST", "PORT", "TOKEN", "PLACE")
             number, host, port, token, place = (os.environ[_PREFIX + name] for name in names)
@@ -87,8 +98,8 @@ class LocalRanks:
         """Start all of them; none may be running."""
         assert not self._processes
         for environment, cores in zip(self._environments, self._cores(), strict=True):
-            variables = {**self._defaults(len(cores)), **os.environ, **environment.variables(cores)}
-            self._processes[environment.rank] = start_rank(variables)
+            variables = self._variables(environment, cores)
+            self._processes[environment.rank] = _take_spare(variables) or start_rank(variables)
 
     def may_be(self, rank: int, pid: int) -> bool:
         """Whether a caller with this process number can be the rank; of other hosts' ranks nothing is known here."""
@@ -137,6 +148,9 @@ class LocalRanks:
             return [cores] * self.num_ranks
         return [cores[share * place : share * (place + 1)] for place in range(self.num_ranks)]
 
+    def _variables(self, environment: RankEnvironment, cores: list[int]) -> dict[str, str]:
+        return {**self._defaults(len(cores)), **os.environ, **environment.variables(cores)}
+
     def _defaults(self, num_cores: int) -> dict[str, str]:
         """Settings that the user may override."""
         num_threads = min(num_cores, max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
@@ -158,11 +172,57 @@ def thread_settings(num_threads: int, num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "30000" if num_ranks == 1 else "1000"}
 
 
-def start_rank(variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """A rank with these environment variables."""
     # standard output stays the command's own: what a rank's libraries print is for people
     command = [sys.executable, "-m", "batchinfer.engine.rank"]
-    return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2)
+    return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    process: subprocess.Popen[bytes]
+    variables: dict[str, str]
+
+
+_spares: list[_Spare] = []  # at most one
+
+
+def start_spare() -> None:
+    """Start the lone rank of a job that is not known yet. Whoever calls this calls `end_spare` at the end."""
+    lone = LocalRanks(range(1), "", 0, "", one_host=True)
+    ((environment, cores),) = zip(lone._environments, lone._cores(), strict=True)
+    variables = {**lone._variables(environment, cores), _SPARE: "1"}
+    _spares.append(_Spare(start_rank(variables, subprocess.PIPE), variables))
+
+
+def end_spare() -> None:
+    """End the spare rank if nobody took it."""
+    while _spares:
+        process = _spares.pop().process
+        process.kill()
+        process.wait()
+
+
+def _take_spare(variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
+    """The spare rank, if it is there and was started with the very variables that are wanted but for its task's."""
+    if not _spares or _settings(_spares[0].variables) != _settings(variables):
+        end_spare()
+        return None
+    process = _spares.pop().process
+    assert process.stdin is not None
+    task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
+    try:
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.close()
+    except BrokenPipeError:  # somebody has killed it
+        process.wait()
+        return None
+    return process
+
+
+def _settings(variables: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not name.startswith(_PREFIX)}
 
 
 def _describe(code: int) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
     from batchinfer.engine.torch_import import put_off_compilers
+    from batchinfer.stop import leave_signals_to_controller
 
+    leave_signals_to_controller()
     put_off_compilers()
+    gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
 
 import os
 import queue
-import signal
 import socket
 import sys
 import traceback
@@ -37,14 +38,14 @@ from batchinfer.engine.warm_up import warm_up
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
 from batchinfer.printable import harmless
 from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
 
 
 def main() -> NoReturn:
     """Run one rank to its end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_controller()
     environment = RankEnvironment.read()
     environment.take_cores()
     try:

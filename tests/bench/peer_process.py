@@ -93,7 +93,7 @@ class OwnProcess:
         self.peak_bytes = 0
 
     def __call__(self, *arguments: str | Path) -> Ended:
-        command = [sys.executable, "-c", "from batchinfer.cli import program; program()", *map(str, arguments)]
+        command = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
         with tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
             while process.poll() is None:

@@ -1,0 +1,36 @@
+"""The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from typing import NoReturn
+
+from batchinfer.engine.local_ranks import end_spare, start_spare
+from batchinfer.records import ExitCode
+
+
+def program() -> NoReturn:
+    """Run the command of this process's arguments and end the process."""
+    # a command makes many small things that stay until its end: looking through them all the time finds little
+    gc.set_threshold(50_000, 20, 20)
+    # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.argv[1:2] == ["run"]:
+        start_spare()  # before the imports of the command
+    code = ExitCode.OK
+    try:
+        from batchinfer.cli import main
+
+        main()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        code = end.code
+    finally:
+        end_spare()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # taking the interpreter and its libraries apart would take 0.1 s
+    os._exit(code)
