@@ -8,7 +8,8 @@ machine meets both; with --fresh it is started anew for every turn.
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
 shell    from the start of a process to the last answer, for a model's first workload (with --fresh: for all); vLLM
-         finds what it has compiled in an earlier process, llama.cpp a converted file
+         finds what it has compiled in an earlier process, llama.cpp a converted file. batchinfer's last answer stands
+         in outputs/; its report comes after that, 0.1 to 0.2 s
 ratio    the peer's seconds ÷ batchinfer's, median of the turns
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
@@ -109,7 +110,7 @@ def compare(
     return Compared(
         own_work_s=[run["steps"] for run in own],
         peer_work_s=[work_s for work_s, _ in theirs],
-        own_shell_s=[run["command"] for run in own],
+        own_shell_s=[run["written"] for run in own],
         peer_shell_s=[shell_s for _, shell_s in (theirs if isinstance(peer, FreshPeer) else started)],
         own_bytes=own_process.peak_bytes,
         peer_bytes=peer.peak_bytes(),
