@@ -79,6 +79,7 @@ CONTROLLER = {
     "results",
     "rank_group",
     "local_ranks",
+    "read_ahead",
     "agent",
     "nodes",
 }

@@ -28,6 +28,7 @@ from batchinfer.engine.channel import Channel, ChannelClosedError, Message
 from batchinfer.engine.layout import RankPlace, rank_places
 from batchinfer.engine.local_ranks import LocalRanks
 from batchinfer.engine.nodes import this_node
+from batchinfer.engine.read_ahead import read_ahead
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -373,6 +374,7 @@ def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iter
     node = this_node(job.cluster.num_ranks)
     ranks = open_group(job, node.ranks, "127.0.0.1", stop, one_host=True)
     try:
+        read_ahead(Path(job.model.path))
         ranks.load_ahead(join_message(job, {}))
         yield ranks
     finally:
