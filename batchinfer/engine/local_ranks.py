@@ -94,12 +94,17 @@ class LocalRanks:
     def num_ranks(self) -> int:
         return len(self._environments)
 
-    def start(self) -> None:
-        """Start all of them; none may be running."""
+    def start(self) -> float:
+        """Start all of them; none may be running. Returns since when, in Unix seconds: a spare one has begun before."""
         assert not self._processes
+        started_s = time.time()
         for environment, cores in zip(self._environments, self._cores(), strict=True):
             variables = self._variables(environment, cores)
-            self._processes[environment.rank] = _take_spare(variables) or start_rank(variables)
+            spare = _take_spare(variables)
+            if spare is not None:
+                started_s = spare.started_s
+            self._processes[environment.rank] = start_rank(variables) if spare is None else spare.process
+        return started_s
 
     def may_be(self, rank: int, pid: int) -> bool:
         """Whether a caller with this process number can be the rank; of other hosts' ranks nothing is known here."""
@@ -183,6 +188,7 @@ def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> su
 class _Spare:
     process: subprocess.Popen[bytes]
     variables: dict[str, str]
+    started_s: float  # Unix time
 
 
 _spares: list[_Spare] = []  # at most one
@@ -193,7 +199,7 @@ def start_spare() -> None:
     lone = LocalRanks(range(1), "", 0, "", one_host=True)
     ((environment, cores),) = zip(lone._environments, lone._cores(), strict=True)
     variables = {**lone._variables(environment, cores), _SPARE: "1"}
-    _spares.append(_Spare(start_rank(variables, subprocess.PIPE), variables))
+    _spares.append(_Spare(start_rank(variables, subprocess.PIPE), variables, time.time()))
 
 
 def end_spare() -> None:
@@ -204,12 +210,13 @@ def end_spare() -> None:
         process.wait()
 
 
-def _take_spare(variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
+def _take_spare(variables: dict[str, str]) -> _Spare | None:
     """The spare rank, if it is there and was started with the very variables that are wanted but for its task's."""
     if not _spares or _settings(_spares[0].variables) != _settings(variables):
         end_spare()
         return None
-    process = _spares.pop().process
+    spare = _spares.pop()
+    process = spare.process
     assert process.stdin is not None
     task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
     try:
@@ -218,7 +225,7 @@ def _take_spare(variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
     except BrokenPipeError:  # somebody has killed it
         process.wait()
         return None
-    return process
+    return spare
 
 
 def _settings(variables: dict[str, str]) -> dict[str, str]:

@@ -127,8 +127,7 @@ class RankGroup:
 
     def _load(self, join: Message) -> list[Message]:
         self._start_deadline = time.monotonic() + START_S
-        self.started_s = time.time()
-        self.local.start()
+        self.started_s = self.local.start()
         while len(self._connected) < len(self.places):
             self._let_in()
         leaders = {place.leader for place in self.places if place.group_size > 1}
