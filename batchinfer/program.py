@@ -28,6 +28,9 @@ def program() -> NoReturn:
         if not isinstance(end.code, int):
             raise
         code = end.code
+    except KeyboardInterrupt:  # during the imports: the command itself looks after signals
+        print("stopped by SIGINT; run the same command to go on", file=sys.stderr)
+        code = ExitCode.INTERRUPTED
     finally:
         end_spare()
     sys.stdout.flush()

@@ -203,3 +203,12 @@ def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
     text = f"import sys; from batchinfer import cli; from batchinfer.program import program; {end}"
     done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
+
+
+def test_an_interrupt_before_the_command_has_begun_is_one_sentence():
+    text = "from batchinfer import cli, program; cli.main = lambda: exec('raise KeyboardInterrupt')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{text}; program.program()"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "stopped by SIGINT; run the same command to go on\n"
