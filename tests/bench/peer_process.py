@@ -18,7 +18,7 @@ from jobs import Ended
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
 PEERS = ("vllm", "vllm-eager", "transformers", "llama.cpp")
-NUM_SEQUENCES = {"tiny": 256, "small": 64}  # in one step of vLLM's or llama.cpp's
+NUM_SEQUENCES = {"tiny": 256, "small": 64, "sample": 256}  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 

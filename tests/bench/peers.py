@@ -1,9 +1,9 @@
 """batchinfer beside other engines on one machine: the same checkpoints, prompts and answer lengths, runs taken in turn.
 
-Random-weight models (bench_models.py) in bfloat16 (batchinfer also in fp8 when asked), all cores. The peers are vLLM's
-CPU build (compiled and eager), transformers and llama.cpp; `make bench-peers` and `make bench-llama` put them into
-.venv-peers. A peer loads once and then waits, so that batchinfer and it run every workload by turns and a drift of the
-machine meets both; with --fresh it is started anew for every turn.
+Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
+asked), all cores. The peers are vLLM's CPU build (compiled and eager), transformers and llama.cpp; `make bench-peers`
+and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so that batchinfer and it run every
+workload by turns and a drift of the machine meets both; with --fresh it is started anew for every turn.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
@@ -13,7 +13,7 @@ shell    from the start of a process to the last answer, for a model's first wor
 ratio    the peer's seconds ÷ batchinfer's, median of the turns
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
-    python tests/bench/peers.py [--sizes tiny small] [--kinds shared shuffled unshared] [--rounds 3]
+    python tests/bench/peers.py [--sizes tiny small sample] [--kinds shared shuffled unshared] [--rounds 3]
                                 [--peers vllm vllm-eager transformers llama.cpp] [--fresh] [--all]
                                 [--dtype bfloat16 | fp8]
 """
@@ -32,14 +32,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench_models import SIZES, make_model, workload
+import duckdb
+from bench_models import SIZES, TOKENIZER, make_model, workload
 from engine import gemm_flops, read_bytes_per_s, run_once
 from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
 from peer_server import Requests, write_workload
 
+from batchinfer.records import ExitCode
 from batchinfer_kernels.cpu.build import why_not
+from jobs import batchinfer
 
-BATCH = {"tiny": (128, 16), "small": (64, 8)}  # transformers' best for prompts of like length, for others
+DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
+# transformers' best for prompts of like length, for others
+BATCH = {"tiny": (128, 16), "small": (64, 8), "sample": (128, 128)}
 KINDS = ("shared", "shuffled", "unshared")
 
 
@@ -76,8 +81,24 @@ HEADER = (
 )
 
 
-def requests_of(size: str, kind: str) -> Requests:
-    """`workload`; "shuffled" is the shared one in random order."""
+def sample_requests(scratch: Path) -> Requests:
+    """Prompts of the sample job, and how many tokens batchinfer answers each with."""
+    run = scratch / "sample"
+    ended = batchinfer("run", DEMO, "--set", f"output.dir={run}", "--set", "cluster.prefill_ranks=1")
+    if ended.code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
+        sys.exit(ended.err)
+    prompts, outputs = f"read_parquet('{run}/tokens/*.parquet')", f"read_parquet('{run}/stats/requests.parquet')"
+    sql = f"""
+        SELECT prompts.token_ids, completion_tokens FROM {outputs} JOIN {prompts} AS prompts USING (shard, row)
+        WHERE completion_tokens > 0 ORDER BY shard, row, sample
+    """
+    return [(list(prompt), count) for prompt, count in duckdb.execute(sql).fetchall()]
+
+
+def requests_of(size: str, kind: str, scratch: Path) -> Requests:
+    """`workload`, or the sample job's; "shuffled" is the shared one in random order."""
+    if size == "sample":
+        return sample_requests(scratch)
     requests = workload(size, "shared" if kind == "shuffled" else kind)
     if kind == "shuffled":
         random.Random(0).shuffle(requests)
@@ -129,16 +150,16 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
     start = FreshPeer if options.fresh else PeerProcess
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
-        for kind in options.kinds:
+        for kind in options.kinds if size != "sample" else ("job",):
             batch = BATCH[size][kind == "unshared"]
-            requests = requests_of(size, kind)
+            requests = requests_of(size, kind, Path(scratch))
             compared = compare(peer, Path(scratch), model, requests, batch, num_rounds, options.dtype)
             print(f"{size + ' ' + kind:<16}{name:<13}{compared.row()}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=[*SIZES, "sample"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
     parser.add_argument("--rounds", type=int, help="turns of each workload: three, of transformers one")
@@ -156,7 +177,7 @@ def main() -> None:
     print(f"\n{HEADER}", flush=True)
     for size in options.sizes:
         # always at the same path, by which vLLM finds what it has compiled
-        model = make_model(ENVIRONMENT / "models" / size, size)
+        model = TOKENIZER if size == "sample" else make_model(ENVIRONMENT / "models" / size, size)
         for name in options.peers:
             if name != "transformers" or size == "tiny" or options.all:
                 compare_all(name, size, model, options)
