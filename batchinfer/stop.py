@@ -1,4 +1,7 @@
-"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1. Installed by the commands, asked by the step loop."""
+"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1. Installed by the commands, asked by the step loop.
+
+Ranks leave them to their controller.
+"""
 
 from __future__ import annotations
 

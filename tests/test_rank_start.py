@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.engine import local_ranks
 from batchinfer.engine.torch_import import PUT_OFF
 from faults import ended, wait_until
 from jobs import start, write_job, write_questions
@@ -141,3 +142,12 @@ def test_a_rank_that_was_killed_before_its_job_was_read_is_replaced(tmp_path, se
     done = ended(process)
     assert done.code == 0, done.err
     assert [is_spare for _, is_spare, _ in seen()] == [True, False]
+
+
+def test_a_command_that_cannot_start_its_rank_early_goes_on(monkeypatch):
+    def refuse(*arguments, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(local_ranks, "start_rank", refuse)
+    local_ranks.start_spare()
+    local_ranks.end_spare()

@@ -115,6 +115,8 @@ def test_what_a_killed_controller_had_computed_since_the_last_commit_counts_as_w
         assert metrics["wasted_tokens"] == sum(counted()[:40])
     assert metrics["rows_error"] == 0
     assert rows_of(run, "stats/steps/*-lost.parquet") == lost_steps
+    if lost_steps:  # what finishing again meets once more
+        assert len(list(run.glob("stats/steps/*.journal"))) == 1
     # finishing again counts nothing twice
     (run / "stats" / "run.parquet").unlink()
     assert batchinfer("finish", run).code == 0

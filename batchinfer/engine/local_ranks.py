@@ -199,7 +199,11 @@ def start_spare() -> None:
     lone = LocalRanks(range(1), "", 0, "", one_host=True)
     ((environment, cores),) = zip(lone._environments, lone._cores(), strict=True)
     variables = {**lone._variables(environment, cores), _SPARE: "1"}
-    _spares.append(_Spare(start_rank(variables, subprocess.PIPE), variables, time.time()))
+    try:
+        process = start_rank(variables, subprocess.PIPE)
+    except OSError:
+        return  # too many processes, say; the rank is started when it is needed, and then this is told
+    _spares.append(_Spare(process, variables, time.time()))
 
 
 def end_spare() -> None:
