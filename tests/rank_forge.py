@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from batchinfer.engine import local_ranks, rank
+from batchinfer.engine.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
 READ_LATE = ("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES")
@@ -81,4 +82,4 @@ def _run(variables: dict[str, str], folder: str, trap: Path | None) -> None:
     os.dup2(2, 1)
     if trap is not None:
         runpy.run_path(str(trap))
-    rank.main()
+    rank.main(read_task())

@@ -20,6 +20,7 @@ from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
 from batchinfer.kv.disk import DiskStore
 from batchinfer.model.config import load_model_config
+from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
@@ -44,13 +45,19 @@ class Surroundings:
 
 
 def load_model(
-    job: JobConfig, mesh: Mesh, place: RankPlace, slots: ExpertSlots | None, device: torch.device
+    job: JobConfig,
+    mesh: Mesh,
+    place: RankPlace,
+    slots: ExpertSlots | None,
+    device: torch.device,
+    memory: FreshMemory | None = None,
 ) -> Transformer:
     """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
     Args:
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts stand; None: in order.
+        memory: for experts, where this rank holds all of them.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged.
@@ -59,7 +66,9 @@ def load_model(
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     eight_bit = job.model.dtype == "fp8"
     if mesh.size == 1:
-        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend)
+        return Transformer.load(
+            folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, expert_memory=memory
+        )
     config = load_model_config(folder)
     if slots is None:
         placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
@@ -108,7 +117,8 @@ def make_worker(
     page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
     # parcels under way take as much as the decode ranks' pages at most
     num_shares = around.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
-    host_share = int(free_memory_bytes() * MEMORY_SHARE) // num_shares
+    free_bytes = free_memory_bytes()
+    host_share = int(free_bytes * MEMORY_SHARE) // num_shares
     if cluster.page_bytes:
         budget = cluster.page_bytes
     elif model.device.type == "cuda":
@@ -129,6 +139,12 @@ def make_worker(
         else min(around.most_tokens, 2 * cluster.decode_requests * around.largest_tokens)
     )
     num_pages = min(budget // page_bytes, -(-useful // PAGE_TOKENS))
+    if model.device.type == "cpu" and num_pages * page_bytes * num_shares > free_bytes:
+        # pages take memory when they are used, which would end this process in the middle of the job
+        raise ConfigError(
+            f"KV pages of {num_pages * page_bytes / 1e9:.1f} GB do not fit into the memory that is free; "
+            "lower cluster.page_bytes or free memory"
+        )
     if num_pages * PAGE_TOKENS < around.largest_tokens:
         raise ConfigError(
             f"the largest request needs {around.largest_tokens:,} tokens of KV, but memory for KV pages holds "
@@ -219,8 +235,10 @@ def free_memory_bytes() -> int:
         available = None
     free = int(available[1]) * 1024 if available else 4 * 2**30
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return min(free, max(limit - used, 0))
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        # files in the page cache count as used, but go when the memory is wanted
+        files = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.M)
+        return min(free, max(limit - used + sum(map(int, files)), 0))
     except (OSError, ValueError):
         return free  # no control group, or one without a limit ("max")

@@ -10,18 +10,23 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    from batchinfer.engine.torch_import import put_off_compilers
     from batchinfer.stop import leave_signals_to_controller
 
     leave_signals_to_controller()
+
+    from batchinfer.engine.rank_task import read_task
+    from batchinfer.engine.torch_import import put_off_compilers
+
     put_off_compilers()
     gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
+    task = read_task()
 
 import os
 import queue
 import socket
 import sys
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +39,9 @@ from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, load_model, make_worker
 from batchinfer.engine.local_ranks import RankEnvironment
+from batchinfer.engine.rank_task import RankTask
 from batchinfer.engine.warm_up import warm_up
+from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
 from batchinfer.printable import harmless
 from batchinfer.records import BatchinferError, ExitCode
@@ -43,10 +50,10 @@ from batchinfer.stop import leave_signals_to_controller
 CONNECT_S = 30.0
 
 
-def main() -> NoReturn:
+def main(task: Future[RankTask]) -> NoReturn:
     """Run one rank to its end."""
     leave_signals_to_controller()
-    environment = RankEnvironment.read()
+    environment, memory = task.result()
     environment.take_cores()
     try:
         channel = Channel.connect(environment.host, environment.port, CONNECT_S)
@@ -65,15 +72,17 @@ def main() -> NoReturn:
             "host": socket.gethostname(),
         }
     )
-    code = _run(channel, messages, environment)
+    code = _run(channel, messages, environment, memory)
     channel.close()
     _end(code)
 
 
-def _run(channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment) -> int:
+def _run(
+    channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment, memory: FreshMemory | None
+) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, messages, environment)
+        feed = _work(channel, messages, environment, memory)
         feed.send_experts()
         channel.send({"type": "bye"})
         return ExitCode.OK
@@ -88,7 +97,9 @@ def _run(channel: Channel, messages: queue.Queue[Message], environment: RankEnvi
         return ExitCode.INTERNAL
 
 
-def _work(channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment) -> ChannelFeed:
+def _work(
+    channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment, memory: FreshMemory | None
+) -> ChannelFeed:
     message = messages.get()
     store = None
     if message["type"] == "open_store":
@@ -110,7 +121,7 @@ def _work(channel: Channel, messages: queue.Queue[Message], environment: RankEnv
     device = rank_device(job.cluster.backend, environment.place)
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
-    model = load_model(job, mesh, place, None if slots is None else ExpertSlots(**slots), device)
+    model = load_model(job, mesh, place, None if slots is None else ExpertSlots(**slots), device, memory)
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
         warm_up(model, job.cluster.prefill_tokens)
     tokenizer = load_tokenizer(Path(job.model.path))
@@ -149,4 +160,4 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    main(task)

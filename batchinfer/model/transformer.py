@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, stack_of
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
@@ -141,6 +142,7 @@ class Transformer:
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         backend: str = "auto",
+        expert_memory: FreshMemory | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors).
 
@@ -150,6 +152,7 @@ class Transformer:
             dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
             expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
+            expert_memory: where routed experts go as long as there is room.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
@@ -161,7 +164,15 @@ class Transformer:
             # a row is rounded once, not once per expert
             row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
             dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
-        weights = load_weights(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops)
+        weights = load_weights(
+            folder,
+            config,
+            dtype=dtype,
+            expert_ids=expert_ids,
+            device=device,
+            ops=ops,
+            expert_memory=expert_memory,
+        )
         return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:
@@ -191,8 +202,12 @@ class Transformer:
         return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype."""
+        """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used."""
         shape = (self.config.num_hidden_layers, num_pages, PAGE_TOKENS, self.config.latent_dim)
+        num_values = torch.Size(shape).numel()
+        if self.device.type == "cpu" and num_values:
+            memory = zeroed(num_values * self.dtype.itemsize)
+            return torch.frombuffer(memory, dtype=self.dtype, count=num_values).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def forward(self, step: StepInput, pages: torch.Tensor) -> StepOutput:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops, Weight
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
@@ -103,6 +104,7 @@ def load_weights(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
+    expert_memory: FreshMemory | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
@@ -111,6 +113,7 @@ def load_weights(
         ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
         expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
             stand there twice); None for all of them.
+        expert_memory: where routed experts go as long as there is room; what is not needed of it is given back.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
@@ -123,17 +126,23 @@ def load_weights(
     for ids in held:
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
-    ops = ops or Ops.select("reference")
-    loader = _Loader(checkpoint, config, dtype, torch.device(device), held, ops)
+    ops, device = ops or Ops.select("reference"), torch.device(device)
+    if expert_memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
+        expert_memory.close()
+        expert_memory = None
+    loader = _Loader(checkpoint, config, dtype, device, held, ops, expert_memory)
     embedding = loader.tensor("model.embed_tokens.weight")
     lm_head = embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight")
-    return ModelWeights(
+    weights = ModelWeights(
         embedding=embedding,
         layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
         norm=loader.tensor("model.norm.weight"),
         lm_head=ops.pack(lm_head),
         expert_ids=held,
     )
+    if expert_memory is not None:
+        expert_memory.close()
+    return weights
 
 
 def exchange_experts(
@@ -180,8 +189,10 @@ class _Loader:
         device: torch.device,
         expert_ids: tuple[tuple[int, ...], ...],
         ops: Ops,
+        expert_memory: FreshMemory | None = None,
     ):
         self.checkpoint = checkpoint
+        self._expert_memory = expert_memory
         self._ops = ops
         self.config = config
         self.dtype = dtype
@@ -250,7 +261,18 @@ class _Loader:
         one = self._ops.pack_projection(
             torch.zeros(1, num_rows, num_columns, dtype=self.dtype, device=self.device), is_paired=is_paired
         )
-        return one.new_empty(num_held, num_rows, num_columns) if isinstance(one, torch.Tensor) else one.room(num_held)
+        if isinstance(one, Packed):
+            return replace(one, data=self._empty(one.data, num_held))
+        assert isinstance(one, torch.Tensor)
+        return self._empty(one, num_held)
+
+    def _empty(self, one: torch.Tensor, count: int) -> torch.Tensor:
+        """Room for `count` things like `one`, whose first dim is 1."""
+        num_bytes = count * one.numel() * one.itemsize
+        memory = None if self._expert_memory is None else self._expert_memory.take(num_bytes)
+        if memory is None:
+            return one.new_empty(count, *one.shape[1:])
+        return torch.frombuffer(memory, dtype=one.dtype).view(count, *one.shape[1:])
 
     def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
         """Read one routed expert of the layer `prefix` into place `place` of these."""

@@ -10,7 +10,7 @@ section 3.3.2), and products round their input to 8 bits with a scale per 128 va
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,10 +52,6 @@ class Packed:
     depth: int  # M, even
     is_int8: bool = False
     is_paired: bool = False
-
-    def room(self, count: int) -> Packed:
-        """Room for `count` weights of this shape."""
-        return replace(self, data=self.data.new_empty(count, self.data.shape[1]))
 
     def put(self, place: int, *parts_NM: torch.Tensor) -> None:
         """Pack a weight, in one part or in equal parts above each other, into place `place`."""

@@ -1,0 +1,38 @@
+"""What a rank is to do, learned while it still imports, and memory made ready for it meanwhile. Called by rank.
+
+A spare rank gets its task when the command has read the job, half a second before the rank's own imports are over.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from batchinfer.engine.local_ranks import RankEnvironment
+from batchinfer.model.fresh_memory import FreshMemory
+
+RankTask = tuple[RankEnvironment, FreshMemory | None]
+
+
+def read_task() -> Future[RankTask]:
+    """Read, on a thread, what the starter of this process left, and begin to touch memory for the experts.
+
+    The future raises what RankEnvironment.read raises.
+    """
+    thread = ThreadPoolExecutor(1, "read task")
+    task = thread.submit(_read_task)
+    thread.shutdown(wait=False)
+    return task
+
+
+def _read_task() -> RankTask:
+    environment = RankEnvironment.read()
+    try:
+        return environment, _memory(environment.expert_bytes)
+    except OSError:  # so much cannot be had at once; the loader asks for it piece by piece and says so
+        return environment, None
+
+
+def _memory(num_bytes: int) -> FreshMemory | None:
+    # the other half of the cores is for imports, and for the loader, which helps when it has to wait
+    return FreshMemory(num_bytes, max(1, len(os.sched_getaffinity(0)) // 2)) if num_bytes else None

@@ -1,0 +1,154 @@
+"""Memory touched ahead of the loader: whoever takes a part has it whole, and what nobody takes goes back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.config import JobConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.engine import load
+from batchinfer.engine.layout import rank_places
+from batchinfer.engine.load import Surroundings, make_worker
+from batchinfer.engine.rank_group import BYTES_OF_WEIGHT, open_group
+from batchinfer.model.config import load_model_config
+from batchinfer.model.fresh_memory import FreshMemory, zeroed
+from batchinfer.model.transformer import Transformer
+from batchinfer.model.weights import MoeWeights
+from batchinfer.parallel.mesh import Mesh
+from batchinfer.records import ConfigError
+from batchinfer.stop import StopSignal
+from batchinfer_kernels.cpu.packed import Packed
+from checkpoints import make_checkpoint
+from paged_steps import PagedRequests
+from paths import RANDOM_MODEL
+
+MB = 1 << 20
+
+
+def resident_bytes(memory: mmap.mmap | memoryview) -> int:
+    """Bytes of the pages of some memory that are there (mincore)."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + len(memory)
+    found = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
+    size = ctypes.c_size_t(end - first)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), size, found) == 0
+    return sum(byte & 1 for byte in found) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_parts_are_whole_zero_and_side_by_side(num_threads):
+    memory = FreshMemory(70 * MB + 5, num_threads)
+    sizes = [1, 40 * MB + 3, 64, 20 * MB]
+    parts = [memory.take(size) for size in sizes]
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True), 1):
+        assert len(part) == size
+        assert resident_bytes(part) >= size
+        assert not any(part[:: max(1, size // 1000)])
+        part[:] = bytes([number]) * size
+    for number, part in enumerate(parts, 1):
+        assert set(part[:: max(1, len(part) // 1000)]) == {number}
+    assert memory.take(11 * MB) is None  # not so much is left
+    assert len(memory.take(2 * MB)) == 2 * MB
+
+
+def test_what_nobody_took_goes_back():
+    memory = FreshMemory(64 * MB, 0)
+    memory.take(40 * MB)[-1] = 7
+    assert resident_bytes(memory._memory) >= 40 * MB
+    memory.take(8)
+    memory.close()
+    # the last window was touched whole
+    assert 40 * MB <= resident_bytes(memory._memory) <= 40 * MB + 2 * mmap.PAGESIZE
+    assert memory._memory[40 * MB - 1] == 7
+
+
+def test_zeros_take_no_memory_until_they_are_touched():
+    memory = zeroed(64 * MB)
+    assert resident_bytes(memory) == 0
+    memory[30 * MB] = 1
+    assert 0 < resident_bytes(memory) <= 2 * MB
+    assert memory[30 * MB - 1] == 0
+
+
+def first_logits(model: Transformer) -> torch.Tensor:
+    requests = PagedRequests(model, [torch.arange(70)], max_new_tokens=1)
+    requests.prefill([0], (1000,))
+    return requests.all_logits(0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cpu", "bfloat16"), ("cpu", "fp8"), ("reference", "float32"), ("reference", "bfloat16"), ("reference", "fp8")],
+)
+def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request):
+    if backend == "cpu":
+        request.getfixturevalue("cpp")
+    make_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128)
+    options = {"dtype": load.DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
+    num_bytes = int(load_model_config(tmp_path).num_expert_weights * BYTES_OF_WEIGHT[dtype])
+    memory = FreshMemory(num_bytes, 1)
+    model = Transformer.load(tmp_path, **options, expert_memory=memory)
+    assert torch.equal(first_logits(model), first_logits(Transformer.load(tmp_path, **options)))
+
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory._memory))
+    mixtures = [layer.mlp for layer in model.weights.layers if isinstance(layer.mlp, MoeWeights)]
+    experts = [weight for mlp in mixtures for weight in (mlp.gate_up_EFD, mlp.down_EDF)]
+    if backend == "reference" and dtype == "fp8":  # values and scales apart
+        assert memory._num_taken == 0
+        return
+    tensors = [weight.data if isinstance(weight, Packed) else weight for weight in experts]
+    assert all(start <= tensor.data_ptr() < start + num_bytes for tensor in tensors)
+    assert 0.95 * num_bytes <= memory._num_taken <= num_bytes  # as the starter of the rank had reckoned
+
+
+def test_a_lone_rank_is_told_how_much_its_experts_take(tmp_path):
+    def told(path: Path, **cluster: int) -> list[int]:
+        group = open_group(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
+        group.close()
+        return [environment.expert_bytes for environment in group.local._environments]
+
+    assert told(RANDOM_MODEL) == [load_model_config(RANDOM_MODEL).num_expert_weights * 4]
+    assert told(RANDOM_MODEL, prefill_ranks=2) == [0]
+    assert told(tmp_path / "none") == [0]
+
+
+def job_of(model: Path, folder: Path, **cluster: int) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "input": {"files": ["a.parquet"], "prompt": "question"},
+            "output": {"dir": str(folder)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "cluster": cluster,
+            "sampling": {"max_tokens": 8},
+        }
+    )
+
+
+def test_experts_that_find_no_room_go_elsewhere(tmp_path):
+    make_checkpoint(tmp_path)
+    memory = FreshMemory(10_000, 1)
+    model = Transformer.load(tmp_path, dtype=torch.float32, expert_memory=memory)
+    assert torch.equal(first_logits(model), first_logits(Transformer.load(tmp_path, dtype=torch.float32)))
+
+
+def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, monkeypatch):
+    job = job_of(RANDOM_MODEL, tmp_path, page_bytes=10**8)
+    model, tokenizer = Transformer.load(RANDOM_MODEL, dtype=torch.float32), load_tokenizer(Path(RANDOM_MODEL))
+    place = rank_places(job.cluster)[0]
+    around = Surroundings(
+        most_tokens=10**9,
+        largest_tokens=100,
+        num_local_ranks=1,
+        parcel_folder=None,
+        traced=False,
+        model_digests={},
+    )
+    make_worker(job, model, tokenizer, Mesh.alone(), place, around)
+    monkeypatch.setattr(load, "free_memory_bytes", lambda: 50_000_000)
+    with pytest.raises(ConfigError, match=r"0\.1 GB do not fit into the memory that is free; lower cluster\.page"):
+        make_worker(job, model, tokenizer, Mesh.alone(), place, around)
