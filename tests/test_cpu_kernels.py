@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -126,7 +126,8 @@ def test_a_batched_product_is_the_exact_one_rounded_once_in_any_company(num_in, 
 def test_a_weight_packed_in_parts_has_the_bytes_of_the_whole(depth, half, is_int8):
     weight = random(2 * half, depth, seed=4)
     whole = packed.pack(weight, is_int8=is_int8, is_paired=True)
-    room = replace(whole, data=whole.data.new_zeros(3, whole.data.shape[1]))
+    room = packed.Packed.empty(3, 2 * half, depth, is_int8=is_int8, is_paired=True)
+    room.data.zero_()
     room.put(1, *weight.chunk(2))
     assert torch.equal(room.data[1], whole.data[0])
     assert not room.data[[0, 2]].any()

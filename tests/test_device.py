@@ -161,7 +161,7 @@ def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert places()[0] == 3
-    environment = RankEnvironment(5, "host", 1, "token", 3, expert_bytes=7)
+    environment = RankEnvironment(5, "host", 1, "token", 3, weight_bytes=7)
     for name, value in environment.variables([0]).items():
         monkeypatch.setenv(name, value)
     assert RankEnvironment.read() == environment

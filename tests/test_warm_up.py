@@ -21,6 +21,7 @@ class Watched:
 
     def __init__(self, model):
         self.model, self.sizes = model, []
+        self.config, self.dtype = model.config, model.dtype
 
     def new_pages(self, num_pages):
         return self.model.new_pages(num_pages)

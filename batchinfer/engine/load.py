@@ -57,7 +57,7 @@ def load_model(
     Args:
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts stand; None: in order.
-        memory: for experts, where this rank holds all of them.
+        memory: for weights, where this rank holds all of them.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged.
@@ -66,9 +66,7 @@ def load_model(
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     eight_bit = job.model.dtype == "fp8"
     if mesh.size == 1:
-        return Transformer.load(
-            folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, expert_memory=memory
-        )
+        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
     config = load_model_config(folder)
     if slots is None:
         placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)

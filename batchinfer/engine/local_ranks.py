@@ -31,7 +31,7 @@ class RankEnvironment:
     """How a rank process finds its controller and its cores; the token shows that it belongs there.
 
     place: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
-    expert_bytes: memory for routed experts to touch before they are loaded, 0: none.
+    weight_bytes: memory for weights to touch before they are loaded, 0: none.
     """
 
     rank: int
@@ -39,12 +39,12 @@ class RankEnvironment:
     port: int
     token: str
     place: int = 0
-    expert_bytes: int = 0
+    weight_bytes: int = 0
 
     def variables(self, cores: list[int]) -> dict[str, str]:
         """As environment variables, which only the same user can read."""
         values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
-        values |= {"PLACE": self.place, "EXPERT_BYTES": self.expert_bytes}
+        values |= {"PLACE": self.place, "WEIGHT_BYTES": self.weight_bytes}
         values["CORES"] = ",".join(map(str, cores))
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
@@ -61,11 +61,11 @@ class RankEnvironment:
                 sys.exit()
             os.environ.update(json.loads(line))
         try:
-            names = ("NUMBER", "HOST", "PORT", "TOKEN", "PLACE", "EXPERT_BYTES")
-            number, host, port, token, place, expert_bytes = (os.environ[_PREFIX + name] for name in names)
+            names = ("NUMBER", "HOST", "PORT", "TOKEN", "PLACE", "WEIGHT_BYTES")
+            number, host, port, token, place, weight_bytes = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
-        return cls(int(number), host, int(port), token, int(place), int(expert_bytes))
+        return cls(int(number), host, int(port), token, int(place), int(weight_bytes))
 
     @staticmethod
     def take_cores() -> None:
@@ -81,16 +81,16 @@ class LocalRanks:
     Args:
         ranks: their numbers.
         one_host: whether there are no others: then they talk over the loopback interface only.
-        expert_bytes: see RankEnvironment.
+        weight_bytes: see RankEnvironment.
     """
 
     def __init__(
-        self, ranks: range, host: str, port: int, token: str, *, one_host: bool, expert_bytes: int = 0
+        self, ranks: range, host: str, port: int, token: str, *, one_host: bool, weight_bytes: int = 0
     ) -> None:
         # torchrun starts several of these on a host, with one rank each
         first = int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._environments = [
-            RankEnvironment(rank, host, port, token, place, expert_bytes) for place, rank in enumerate(ranks, first)
+            RankEnvironment(rank, host, port, token, place, weight_bytes) for place, rank in enumerate(ranks, first)
         ]
         self.one_host = one_host
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

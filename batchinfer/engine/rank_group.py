@@ -30,6 +30,7 @@ from batchinfer.engine.local_ranks import LocalRanks
 from batchinfer.engine.nodes import this_node
 from batchinfer.engine.read_ahead import read_ahead
 from batchinfer.model.config import load_model_config
+from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.records import InterruptedRunError, ModelError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -39,7 +40,6 @@ CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks
 LEAVE_S = 60.0  # for ranks to finish their step and leave
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
 POLL_S = 0.2
-BYTES_OF_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.04}  # of an expert; with its share of the scales
 
 
 class RanksDiedError(Exception):
@@ -356,7 +356,7 @@ def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one
     """
     listener, token = _listen(host), _new_token()
     port = listener.getsockname()[1]
-    local = LocalRanks(ranks, host, port, token, one_host=one_host, expert_bytes=_expert_bytes(job))
+    local = LocalRanks(ranks, host, port, token, one_host=one_host, weight_bytes=_weight_bytes(job))
     return RankGroup(rank_places(job.cluster), local, listener, token, stop)
 
 
@@ -383,15 +383,14 @@ def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iter
         ranks.close()
 
 
-def _expert_bytes(job: JobConfig) -> int:
-    """What the routed experts take in memory when one rank holds all of them; 0 when they are spread, or unknown."""
+def _weight_bytes(job: JobConfig) -> int:
+    """What the weights take in memory when one rank holds them all; 0 when they are spread, or nothing is known."""
     if job.cluster.num_ranks > 1:
         return 0
     try:
-        model = load_model_config(Path(job.model.path))
+        return weight_bytes(load_model_config(Path(job.model.path)), job.model.dtype)
     except ModelError:  # said where the model is loaded
         return 0
-    return int(model.num_expert_weights * BYTES_OF_WEIGHT[job.model.dtype])
 
 
 def join_message(job: JobConfig, slots_of_role: dict[str, Any]) -> Message:

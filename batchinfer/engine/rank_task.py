@@ -15,7 +15,7 @@ RankTask = tuple[RankEnvironment, FreshMemory | None]
 
 
 def read_task() -> Future[RankTask]:
-    """Read, on a thread, what the starter of this process left, and begin to touch memory for the experts.
+    """Read, on a thread, what the starter of this process left, and begin to touch memory for the weights.
 
     The future raises what RankEnvironment.read raises.
     """
@@ -28,7 +28,7 @@ def read_task() -> Future[RankTask]:
 def _read_task() -> RankTask:
     environment = RankEnvironment.read()
     try:
-        return environment, _memory(environment.expert_bytes)
+        return environment, _memory(environment.weight_bytes)
     except OSError:  # so much cannot be had at once; the loader asks for it piece by piece and says so
         return environment, None
 

@@ -136,11 +136,6 @@ class ModelConfig:
         """How many layers route to experts."""
         return sum(self.is_moe_layer(layer) for layer in range(self.num_hidden_layers))
 
-    @property
-    def num_expert_weights(self) -> int:
-        """Weights of all routed experts of all layers."""
-        return self.num_moe_layers * self.n_routed_experts * 3 * self.hidden_size * self.moe_intermediate_size
-
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
         return self.num_hidden_layers * self.latent_dim * bytes_per_value

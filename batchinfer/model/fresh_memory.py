@@ -45,6 +45,7 @@ class FreshMemory:
         self._next_window = 0
         self._num_windows = -(-num_bytes // _WINDOW_BYTES)
         self._is_touched = [False] * self._num_windows
+        self._num_ready = 0  # windows before the first that is not touched
         self._changed = threading.Condition()
         for _ in range(num_threads):
             threading.Thread(target=self._work, name="touch memory", daemon=True).start()
@@ -59,7 +60,7 @@ class FreshMemory:
         while self._touch_next(windows):
             pass
         with self._changed:
-            self._changed.wait_for(lambda: all(self._is_touched[:windows]))
+            self._changed.wait_for(lambda: self._num_ready >= windows)
         return memoryview(self._memory)[start:end]
 
     def close(self) -> None:
@@ -89,5 +90,7 @@ class FreshMemory:
         ctypes.memset(self._address + start, 0, min(_WINDOW_BYTES, self._num_bytes - start))
         with self._changed:
             self._is_touched[window] = True
+            while self._num_ready < self._num_windows and self._is_touched[self._num_ready]:
+                self._num_ready += 1
             self._changed.notify_all()
         return True

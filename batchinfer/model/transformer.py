@@ -142,7 +142,7 @@ class Transformer:
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         backend: str = "auto",
-        expert_memory: FreshMemory | None = None,
+        memory: FreshMemory | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors).
 
@@ -152,7 +152,7 @@ class Transformer:
             dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
             expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            expert_memory: where routed experts go as long as there is room.
+            memory: where weights go as long as there is room.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
@@ -171,7 +171,7 @@ class Transformer:
             expert_ids=expert_ids,
             device=device,
             ops=ops,
-            expert_memory=expert_memory,
+            memory=memory,
         )
         return cls(config, weights, dispatchers, ops)
 

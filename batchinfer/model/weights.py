@@ -104,7 +104,7 @@ def load_weights(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
-    expert_memory: FreshMemory | None = None,
+    memory: FreshMemory | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
@@ -113,7 +113,7 @@ def load_weights(
         ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
         expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
             stand there twice); None for all of them.
-        expert_memory: where routed experts go as long as there is room; what is not needed of it is given back.
+        memory: where weights go as long as there is room; what is not needed of it is given back.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
@@ -127,21 +127,21 @@ def load_weights(
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     ops, device = ops or Ops.select("reference"), torch.device(device)
-    if expert_memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
-        expert_memory.close()
-        expert_memory = None
-    loader = _Loader(checkpoint, config, dtype, device, held, ops, expert_memory)
+    if memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
+        memory.close()
+        memory = None
+    loader = _Loader(checkpoint, config, dtype, device, held, ops, memory)
     embedding = loader.tensor("model.embed_tokens.weight")
-    lm_head = embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight")
+    lm_head = loader.pack(embedding if config.tie_word_embeddings else loader.source("lm_head.weight"))
     weights = ModelWeights(
         embedding=embedding,
         layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
         norm=loader.tensor("model.norm.weight"),
-        lm_head=ops.pack(lm_head),
+        lm_head=lm_head,
         expert_ids=held,
     )
-    if expert_memory is not None:
-        expert_memory.close()
+    if memory is not None:
+        memory.close()
     return weights
 
 
@@ -189,10 +189,10 @@ class _Loader:
         device: torch.device,
         expert_ids: tuple[tuple[int, ...], ...],
         ops: Ops,
-        expert_memory: FreshMemory | None = None,
+        memory: FreshMemory | None = None,
     ):
         self.checkpoint = checkpoint
-        self._expert_memory = expert_memory
+        self._memory = memory
         self._ops = ops
         self.config = config
         self.dtype = dtype
@@ -200,11 +200,20 @@ class _Loader:
         self._expert_ids = iter(expert_ids)
         self._dequantize = backend.select("dequantize_fp8_block").run
         self._holds_fp8 = ops.holds_fp8(device)
+        self._packs = isinstance(ops.pack(torch.zeros(1, 1, dtype=dtype, device=device)), Packed)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
-        out = torch.empty(self.checkpoint.info(name).shape, dtype=dtype or self.dtype, device=self.device)
+        out = self._empty(self.checkpoint.info(name).shape, dtype or self.dtype)
         return out.copy_(self._read(name, out.dtype))
+
+    def source(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor to pack: where that makes a copy anyway, as it lies in the mapped file."""
+        return self._read(name, dtype or self.dtype) if self._packs else self.tensor(name, dtype)
+
+    def pack(self, weight: torch.Tensor) -> Weight:
+        """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
+        return self._packed([weight]) if self._packs else self._ops.pack(weight)
 
     def layer(self, layer: int) -> LayerWeights:
         self.checkpoint.unmap()
@@ -218,7 +227,7 @@ class _Loader:
 
     def _attention(self, prefix: str) -> AttentionWeights:
         compressed = self.config.q_lora_rank is not None
-        kv_up = self.tensor(f"{prefix}.kv_b_proj.weight")
+        kv_up = self.source(f"{prefix}.kv_b_proj.weight")
         kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
         key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         return AttentionWeights(
@@ -227,9 +236,9 @@ class _Loader:
             q=self._projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
             kv_down=self._projection(f"{prefix}.kv_a_proj_with_mqa"),
             kv_norm=self.tensor(f"{prefix}.kv_a_layernorm.weight"),
-            kv_up_HZC=self._ops.pack(kv_up_HZC),
-            key_up_HCN=self._ops.pack(key_up_HNC.transpose(1, 2)),
-            value_up_HVC=self._ops.pack(value_up_HVC),
+            kv_up_HZC=self.pack(kv_up_HZC),
+            key_up_HCN=self.pack(key_up_HNC.transpose(1, 2)),
+            value_up_HVC=self.pack(value_up_HVC),
             out=self._projection(f"{prefix}.o_proj"),
         )
 
@@ -238,7 +247,7 @@ class _Loader:
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self._ops.pack_router(self.tensor(f"{prefix}.gate.weight", torch.float32)),
+            router_ED=self._ops.pack_router(self.source(f"{prefix}.gate.weight", torch.float32)),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
@@ -258,21 +267,34 @@ class _Loader:
     def _room(self, num_held: int, num_rows: int, num_columns: int, *, is_paired: bool = False) -> Weight:
         if self._holds_fp8:
             return BlockScaled.empty(num_held, num_rows, num_columns, self.device)
-        one = self._ops.pack_projection(
-            torch.zeros(1, num_rows, num_columns, dtype=self.dtype, device=self.device), is_paired=is_paired
-        )
-        if isinstance(one, Packed):
-            return replace(one, data=self._empty(one.data, num_held))
-        assert isinstance(one, torch.Tensor)
-        return self._empty(one, num_held)
+        if self._packs:
+            return self._packed_room(
+                num_held, num_rows, num_columns, eight_bit=self._ops.eight_bit, is_paired=is_paired
+            )
+        return self._empty((num_held, num_rows, num_columns), self.dtype)
 
-    def _empty(self, one: torch.Tensor, count: int) -> torch.Tensor:
-        """Room for `count` things like `one`, whose first dim is 1."""
-        num_bytes = count * one.numel() * one.itemsize
-        memory = None if self._expert_memory is None else self._expert_memory.take(num_bytes)
+    def _packed_room(self, count: int, num_rows: int, num_columns: int, *, eight_bit: bool, is_paired: bool) -> Packed:
+        def memory(num_bytes: int) -> torch.Tensor:
+            return self._empty((num_bytes,), torch.uint8)
+
+        return Packed.empty(count, num_rows, num_columns, is_int8=eight_bit, is_paired=is_paired, memory=memory)
+
+    def _packed(self, parts: Sequence[torch.Tensor], *, eight_bit: bool = False, is_paired: bool = False) -> Packed:
+        """One weight in equal parts [N, M] above each other, or several of them, parts [B, N, M]."""
+        parts_BNM = [part if part.dim() == 3 else part[None] for part in parts]
+        count, num_rows, num_columns = parts_BNM[0].shape
+        room = self._packed_room(count, len(parts) * num_rows, num_columns, eight_bit=eight_bit, is_paired=is_paired)
+        for place, parts_NM in enumerate(zip(*parts_BNM, strict=True)):
+            room.put(place, *parts_NM)
+        return room
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that somebody has touched already, if there is some left."""
+        num_values = torch.Size(shape).numel()
+        memory = self._memory.take(num_values * dtype.itemsize) if self._memory is not None and num_values else None
         if memory is None:
-            return one.new_empty(count, *one.shape[1:])
-        return torch.frombuffer(memory, dtype=one.dtype).view(count, *one.shape[1:])
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
         """Read one routed expert of the layer `prefix` into place `place` of these."""
@@ -318,8 +340,14 @@ class _Loader:
             weight: Weight = self._blocks(names, num_rows, num_columns or stored_columns).to(self.device)
             biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         else:
-            weight = self._ops.pack_projection(torch.cat([self.tensor(name) for name in names]), is_paired=is_paired)
+            weight = self._pack_projection([self.source(name) for name in names], is_paired=is_paired)
         return Projection(weight, torch.cat(biases) if len(biases) == len(prefixes) else None)
+
+    def _pack_projection(self, parts_NM: Sequence[torch.Tensor], *, is_paired: bool) -> Weight:
+        if self._packs:
+            return self._packed(parts_NM, eight_bit=self._ops.eight_bit, is_paired=is_paired)
+        whole = parts_NM[0] if len(parts_NM) == 1 else torch.cat(list(parts_NM))
+        return self._ops.pack_projection(whole, is_paired=is_paired)
 
     def _blocks(self, names: Sequence[str], num_rows: int, num_columns: int) -> BlockScaled:
         """Weights in FP8 above each other, each with zeros up to this shape; on the host."""

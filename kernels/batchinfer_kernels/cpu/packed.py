@@ -10,6 +10,7 @@ section 3.3.2), and products round their input to 8 bits with a scale per 128 va
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from batchinfer_kernels.cpu import build
 
 PANEL_COLUMNS = 64
 _OPERATIONS = (
+    "packed_bytes",
     "pack",
-    "pack_into",
     "linear",
     "batched_linear",
     "router",
@@ -53,10 +54,32 @@ class Packed:
     is_int8: bool = False
     is_paired: bool = False
 
+    @classmethod
+    def empty(
+        cls,
+        count: int,
+        num_columns: int,
+        depth: int,
+        *,
+        is_int8: bool = False,
+        is_paired: bool = False,
+        memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> Packed:
+        """Room for `count` weights [num_columns, depth].
+
+        Args:
+            memory: gives so many bytes, [bytes] uint8.
+        """
+        depth += depth % 2
+        num_bytes = library().packed_bytes(num_columns, depth, is_int8, is_paired)
+        total = count * num_bytes
+        data = torch.empty(total, dtype=torch.uint8) if memory is None else memory(total)
+        return cls(data.view(count, num_bytes), num_columns, depth, is_int8, is_paired)
+
     def put(self, place: int, *parts_NM: torch.Tensor) -> None:
         """Pack a weight, in one part or in equal parts above each other, into place `place`."""
         parts = [_even(part).contiguous() for part in parts_NM]
-        library().pack_into(self.data[place], parts, self.is_int8, self.is_paired)
+        library().pack(self.data[place], parts, self.is_int8, self.is_paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +92,11 @@ class PackedRouter:
 
 def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> Packed:
     """Pack a bfloat16 weight [N, M], or several of one shape [B, N, M]; rows of odd length get a zero behind them."""
-    depth = weight.shape[-1] + weight.shape[-1] % 2
-    data = _packed_bytes(weight if weight.dim() == 3 else weight[None], is_int8=is_int8, is_paired=is_paired)
-    return Packed(data, weight.shape[-2], depth, is_int8, is_paired)
+    weights_BNM = weight if weight.dim() == 3 else weight[None]
+    packed = Packed.empty(*weights_BNM.shape, is_int8=is_int8, is_paired=is_paired)
+    for place, weight_NM in enumerate(weights_BNM):
+        packed.put(place, weight_NM)
+    return packed
 
 
 def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
@@ -95,10 +120,6 @@ def library() -> Any:
         raise build.BuildError(reason)
     operations = {name: getattr(torch.ops.batchinfer_cpu, name).default for name in _OPERATIONS}
     return SimpleNamespace(**operations, **{name: getattr(torch.classes.batchinfer_cpu, name) for name in _CLASSES})
-
-
-def _packed_bytes(weights_BNM: torch.Tensor, *, is_int8: bool, is_paired: bool) -> torch.Tensor:
-    return library().pack(_even(weights_BNM).contiguous(), is_int8, is_paired)
 
 
 def _even(weight: torch.Tensor) -> torch.Tensor:

@@ -10,19 +10,11 @@
 
 namespace batchinfer::tensors {
 
-Tensor pack(const Tensor& source, bool is_int8, bool is_paired) {
-  check_contiguous(source, 3, "source");
-  const int64_t count = source.size(0), num_columns = source.size(1), depth = source.size(2);
-  const Weight shape = shape_of(num_columns, depth, is_int8, is_paired);
-  const Tensor packed = at::empty({count, shape.bytes()}, source.options().dtype(at::kByte));
-  for (int64_t i = 0; i < count; ++i) {
-    const batchinfer::Parts parts{{values_of(source) + i * num_columns * depth}, num_columns, depth};
-    batchinfer::pack(parts, shape, write<uint8_t>(packed) + i * shape.bytes());
-  }
-  return packed;
+int64_t packed_bytes(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
+  return shape_of(num_columns, depth, is_int8, is_paired).bytes();
 }
 
-void pack_into(const Tensor& packed, at::TensorList sources, bool is_int8, bool is_paired) {
+void pack(const Tensor& packed, at::TensorList sources, bool is_int8, bool is_paired) {
   TORCH_CHECK(!sources.empty(), "no parts");
   batchinfer::Parts parts{{}, sources[0].size(0), sources[0].size(1)};
   for (const Tensor& source : sources) {
@@ -351,8 +343,8 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def("pack(Tensor source, bool is_int8, bool is_paired) -> Tensor", pack);
-  m.def("pack_into(Tensor(a!) packed, Tensor[] sources, bool is_int8, bool is_paired) -> ()", pack_into);
+  m.def("packed_bytes(int num_columns, int depth, bool is_int8, bool is_paired) -> int", packed_bytes);
+  m.def("pack(Tensor(a!) packed, Tensor[] sources, bool is_int8, bool is_paired) -> ()", pack);
   m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide, Tensor? stream) -> Tensor", linear);
   m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
   m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);

@@ -1,0 +1,45 @@
+"""How much memory a model's weights take on a CPU, from its config alone: asked before any of them is read."""
+
+from __future__ import annotations
+
+from batchinfer.model.config import ModelConfig
+
+_WIDE = {"float32": 4.0, "bfloat16": 2.0, "fp8": 2.0}  # bytes of a weight that is never in 8 bits
+_PROJECTED = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.04}  # and of the others, with their share of the scales
+_COLUMNS = 64  # results of a packed weight are filled up to a multiple
+_SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """Of a rank that holds the whole model, packed for the C++ operations; plain tensors take no more.
+
+    Args:
+        dtype: of the job's model, "float32", "bfloat16" or "fp8".
+    """
+    hidden, heads, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
+    queries = heads * model.qk_head_dim
+    query = (
+        hidden * _filled(queries)
+        if model.q_lora_rank is None
+        else hidden * _filled(model.q_lora_rank) + model.q_lora_rank * _filled(queries)
+    )
+    attention = query + hidden * _filled(model.latent_dim) + heads * model.v_head_dim * _filled(hidden)
+    experts = model.num_moe_layers * (model.n_routed_experts + model.n_shared_experts)
+    dense = layers - model.num_moe_layers
+    mlps = experts * _mlp(hidden, model.moe_intermediate_size) + dense * _mlp(hidden, model.intermediate_size)
+
+    # keys and values made of latents: for prefill as they are stored, for decode the two apart
+    per_head = model.kv_lora_rank * _filled(model.qk_nope_head_dim + model.v_head_dim)
+    apart = model.qk_nope_head_dim * _filled(model.kv_lora_rank) + model.kv_lora_rank * _filled(model.v_head_dim)
+    norms = 2 * hidden + (model.q_lora_rank or 0) + model.kv_lora_rank
+    vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
+    wide = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden
+    return int((layers * attention + mlps) * _PROJECTED[dtype] + wide * _WIDE[dtype]) + _SLACK_BYTES
+
+
+def _mlp(hidden: int, intermediate: int) -> int:
+    return hidden * _filled(2 * intermediate) + intermediate * _filled(hidden)
+
+
+def _filled(num_columns: int) -> int:
+    return -(-num_columns // _COLUMNS) * _COLUMNS
