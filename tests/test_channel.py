@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import time
 from dataclasses import replace
 
 import msgspec
@@ -64,6 +65,46 @@ def test_what_no_message_can_hold_is_refused(ends):
     near, _ = ends
     with pytest.raises(TypeError, match="a message cannot hold a object"):
         near.send({"type": "odd", "value": object()})
+
+
+def test_a_thread_sends_all_in_order(ends):
+    near, far = ends
+    near.send({"type": "first"})
+    near.send_on()
+    for number in range(1000):
+        near.send({"type": "numbered", "number": number})
+    near.flush()
+    assert far.receive() == {"type": "first"}
+    assert [far.receive()["number"] for _ in range(1000)] == list(range(1000))
+
+
+def test_closing_sends_what_was_taken_before(ends):
+    near, far = ends
+    near.send_on()
+    content = "x" * (1 << 22)  # more than the system takes at once
+    got = []
+    far.read_on(got.append, at_end=lambda: got.append({"type": "end"}))
+    near.send({"type": "large", "content": content})
+    near.send({"type": "bye"})
+    near.close()
+    deadline = time.monotonic() + 30
+    while len(got) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert got == [{"type": "large", "content": content}, {"type": "bye"}, {"type": "end"}]
+
+
+def test_a_thread_that_cannot_send_any_more_says_so(ends):
+    near, far = ends
+    near.send_on()
+    far.close()
+
+    def send_much() -> None:
+        for _ in range(1000):
+            near.send({"type": "large", "content": "x" * (1 << 16)})
+            near.flush()
+
+    with pytest.raises(ChannelClosedError):
+        send_much()
 
 
 def test_a_part_of_another_shape_is_refused(ends):

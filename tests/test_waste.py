@@ -27,6 +27,7 @@ if "BATCHINFER_RANK_NUMBER" in os.environ:
     def counted(self, report):
         plain(self, report)
         self.send_steps()
+        self._channel.flush()
         steps.append(report.record.new_tokens)
         with open(os.environ["TRAP_STEPS"], "a") as file:
             file.write(f"{report.record.new_tokens}\\n")

@@ -3,11 +3,13 @@
 A message is a dictionary with a "type". Nouns of feed.py and records.py may stand in it as they are; they arrive as
 plain dictionaries, of which `part` makes them again.
 
-Both ends read in a thread of their own, so that neither ever blocks the other by not looking.
+Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
+which makes the bytes while the model computes.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
 import struct
 import threading
@@ -50,6 +52,9 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._lock = threading.Lock()
+        # messages for the sending thread; an event is set when all before it are sent, None ends the thread
+        self._outgoing: queue.SimpleQueue[Message | threading.Event | None] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
 
     @classmethod
     def connect(cls, host: str, port: int, timeout_s: float) -> Channel:
@@ -68,11 +73,41 @@ class Channel:
         return str(self._connection.getsockname()[0])
 
     def send(self, message: Message) -> None:
-        """Hand a message over.
+        """Hand a message over; after `send_on` it must not be changed any more.
 
         Raises:
             ChannelClosedError: the other end is gone.
         """
+        if self._sender is None:
+            self._send_now(message)
+        elif self._sender.is_alive():
+            self._outgoing.put(message)
+        else:
+            raise ChannelClosedError
+
+    def send_on(self) -> None:
+        """Start a thread that sends what `send` takes from now on, in this order."""
+        self._sender = threading.Thread(target=self._send_outgoing, name="channel sending", daemon=True)
+        self._sender.start()
+
+    def flush(self) -> None:
+        """Wait until all that `send` has taken is on its way."""
+        sent = threading.Event()
+        self._outgoing.put(sent)
+        while self._sender is not None and self._sender.is_alive() and not sent.wait(0.05):
+            pass
+
+    def _send_outgoing(self) -> None:
+        while (item := self._outgoing.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._send_now(item)
+            except ChannelClosedError:
+                return
+
+    def _send_now(self, message: Message) -> None:
         content = _encode(message)
         try:
             with self._lock:
@@ -115,7 +150,10 @@ class Channel:
         self._connection.settimeout(timeout_s)
 
     def close(self) -> None:
-        """End the connection; the other end's reading ends."""
+        """End the connection, once all is sent; the other end's reading ends."""
+        if self._sender is not None:
+            self._outgoing.put(None)
+            self._sender.join()
         with suppress(OSError):  # the other end was quicker
             # wakes a thread that is reading here, which close alone does not
             self._connection.shutdown(socket.SHUT_RDWR)

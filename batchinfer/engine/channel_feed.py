@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +16,33 @@ EXPERTS_S = 5.0  # between reports of the tokens per expert
 STEPS_S = 0.05  # short steps are reported together, this often
 
 
+_PARTS: dict[str, tuple[str, Any]] = {
+    "requests": ("requests", list[Request]),
+    "adopt": ("adoptions", list[Adoption]),
+    "adopted": ("keys", list[RequestKey]),
+    "give_away": ("keys", list[RequestKey]),
+}
+
+
+def with_nouns(message: Message) -> Message:
+    """The message with the nouns that stand in it; for the reading thread, so that no step waits for this."""
+    if message["type"] in _PARTS:
+        name, kind = _PARTS[message["type"]]
+        message[name] = part(message, name, kind)
+    return message
+
+
 class ChannelFeed:
     """See feed.Feed.
 
     Args:
-        messages: what a reading thread has taken from the channel.
+        messages: what a reading thread has taken from the channel, `with_nouns`.
         expert_tokens: the worker's counts by phase, sent now and then.
     """
 
-    def __init__(self, channel: Channel, messages: queue.Queue[Message], expert_tokens: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self, channel: Channel, messages: queue.SimpleQueue[Message], expert_tokens: dict[str, np.ndarray]
+    ) -> None:
         self._channel = channel
         self._messages = messages
         self._expert_tokens = expert_tokens
@@ -90,17 +109,17 @@ class ChannelFeed:
         kind = message["type"]
         if kind == "requests":
             self._has_asked = False
-            inbox.requests += part(message, "requests", list[Request])
+            inbox.requests += message["requests"]
         elif kind == "adopt":
-            inbox.adoptions += part(message, "adoptions", list[Adoption])
+            inbox.adoptions += message["adoptions"]
         elif kind == "adopted":
-            inbox.adopted += part(message, "keys", list[RequestKey])
+            inbox.adopted += message["keys"]
         elif kind == "place_experts":
             inbox.expert_slots = ExpertSlots(message["expert_of_slot"], message["share_of_slot"])
         elif kind == "count_experts":
             inbox.count_experts = True
         elif kind == "give_away":
-            inbox.give_away += part(message, "keys", list[RequestKey])
+            inbox.give_away += message["keys"]
         elif kind == "leave":
             inbox.leave = True
         else:

@@ -33,7 +33,7 @@ from typing import NoReturn
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.engine.channel import Channel, ChannelClosedError, Message
-from batchinfer.engine.channel_feed import ChannelFeed
+from batchinfer.engine.channel_feed import ChannelFeed, with_nouns
 from batchinfer.engine.device import device_name, rank_device
 from batchinfer.engine.feed import ExpertSlots
 from batchinfer.engine.layout import rank_places
@@ -60,9 +60,10 @@ def main(task: Future[RankTask]) -> NoReturn:
     except OSError as error:
         print(f"rank {environment.rank}: no controller at {environment.host}: {error}", file=sys.stderr)
         _end(ExitCode.INTERRUPTED)
-    messages: queue.Queue[Message] = queue.Queue()
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     # without its controller nothing that a rank computes would be kept
-    channel.read_on(messages.put, at_end=lambda: _end(ExitCode.INTERRUPTED))
+    channel.read_on(lambda message: messages.put(with_nouns(message)), at_end=lambda: _end(ExitCode.INTERRUPTED))
+    channel.send_on()
     channel.send(
         {
             "type": "hello",
@@ -78,7 +79,7 @@ def main(task: Future[RankTask]) -> NoReturn:
 
 
 def _run(
-    channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment, memory: FreshMemory | None
+    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
@@ -98,7 +99,7 @@ def _run(
 
 
 def _work(
-    channel: Channel, messages: queue.Queue[Message], environment: RankEnvironment, memory: FreshMemory | None
+    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
 ) -> ChannelFeed:
     message = messages.get()
     store = None
