@@ -15,7 +15,7 @@ import torch
 
 from batchinfer import __version__
 from batchinfer.engine.core_bench import measure_core_use
-from batchinfer.engine.load import free_memory_bytes
+from batchinfer.engine.free_memory import free_memory_bytes
 from batchinfer.parallel.mesh import explain_exchanges
 from batchinfer_kernels import backend
 from batchinfer_kernels.block_scaled import BlockScaled

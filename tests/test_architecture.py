@@ -80,6 +80,7 @@ CONTROLLER = {
     "rank_group",
     "local_ranks",
     "read_ahead",
+    "free_memory",
     "agent",
     "nodes",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from batchinfer.engine.channel import Channel, ChannelClosedError, part
+from batchinfer.engine.channel_feed import ChannelFeed, with_nouns
 from batchinfer.engine.feed import Adoption, CachedTokens, Handover, StepRecord, StepReport
 from batchinfer.parallel.spans import Span
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
@@ -70,17 +72,16 @@ def test_what_no_message_can_hold_is_refused(ends):
 def test_a_thread_sends_all_in_order(ends):
     near, far = ends
     near.send({"type": "first"})
-    near.send_on()
+    near.send_on(at_fault=pytest.fail)
     for number in range(1000):
         near.send({"type": "numbered", "number": number})
-    near.flush()
     assert far.receive() == {"type": "first"}
     assert [far.receive()["number"] for _ in range(1000)] == list(range(1000))
 
 
 def test_closing_sends_what_was_taken_before(ends):
     near, far = ends
-    near.send_on()
+    near.send_on(at_fault=pytest.fail)
     content = "x" * (1 << 22)  # more than the system takes at once
     got = []
     far.read_on(got.append, at_end=lambda: got.append({"type": "end"}))
@@ -95,16 +96,58 @@ def test_closing_sends_what_was_taken_before(ends):
 
 def test_a_thread_that_cannot_send_any_more_says_so(ends):
     near, far = ends
-    near.send_on()
+    near.send_on(at_fault=pytest.fail)
     far.close()
 
     def send_much() -> None:
         for _ in range(1000):
             near.send({"type": "large", "content": "x" * (1 << 16)})
-            near.flush()
+            time.sleep(0.01)
 
     with pytest.raises(ChannelClosedError):
         send_much()
+
+
+def test_a_message_that_cannot_be_sent_is_told(ends, capsys):
+    near, far = ends
+    near.send_on(at_fault=lambda error: near.send_now({"type": "failed", "error": str(error)}))
+    near.send({"type": "odd", "value": object()})
+    assert far.receive() == {"type": "failed", "error": "a message cannot hold a object"}
+    assert "TypeError: a message cannot hold a object" in capsys.readouterr().err
+
+
+def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
+    near, far = ends
+    told = queue.SimpleQueue()
+
+    def refuse(message: dict) -> None:
+        raise ValueError(f"what is {message['type']}?")
+
+    near.read_on(refuse, at_end=lambda: told.put("end"))
+    far.send({"type": "this"})
+    assert told.get(timeout=30) == "end"
+    assert "ValueError: what is this?" in capsys.readouterr().err
+
+
+def test_the_end_after_the_last_message_is_no_news(ends):
+    near, far = ends
+    told = queue.SimpleQueue()
+    near.read_on(told.put, at_end=lambda: told.put("end"))
+    near.send_on(at_fault=told.put)
+    far.send({"type": "first"})
+    assert told.get(timeout=30) == {"type": "first"}
+    near.send_last({"type": "bye"})
+    assert far.receive() == {"type": "bye"}
+    far.close()
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.3)
+
+
+def test_odd_nouns_are_raised_where_they_are_received():
+    messages = queue.SimpleQueue()
+    messages.put(with_nouns({"type": "adopted", "keys": [{"shard": 1}]}))
+    with pytest.raises(msgspec.ValidationError, match="missing required field `row`"):
+        ChannelFeed(None, messages, {}).receive()
 
 
 def test_a_part_of_another_shape_is_refused(ends):

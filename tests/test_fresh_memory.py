@@ -11,10 +11,12 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.engine import load
+from batchinfer.engine import load, rank_task
 from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, make_worker
+from batchinfer.engine.local_ranks import RankEnvironment
 from batchinfer.engine.rank_group import open_group
+from batchinfer.engine.rank_task import read_task
 from batchinfer.model.config import load_model_config
 from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.transformer import Transformer
@@ -131,6 +133,15 @@ def test_a_lone_rank_is_told_how_much_its_weights_take(tmp_path):
     assert told(tmp_path / "none") == [0]
 
 
+def test_memory_that_is_not_there_is_left_to_the_loader(monkeypatch):
+    for variable, value in RankEnvironment(0, "host", 1, "token", weight_bytes=30 * MB).variables([0]).items():
+        monkeypatch.setenv(variable, value)
+    _, memory = read_task().result()
+    assert len(memory.take(30 * MB)) == 30 * MB
+    monkeypatch.setattr(rank_task, "free_memory_bytes", lambda: 20 * MB)
+    assert read_task().result()[1] is None
+
+
 def job_of(model: Path, folder: Path, **cluster: int) -> JobConfig:
     return JobConfig.model_validate(
         {
@@ -164,5 +175,7 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
     )
     make_worker(job, model, tokenizer, Mesh.alone(), place, around)
     monkeypatch.setattr(load, "free_memory_bytes", lambda: 50_000_000)
-    with pytest.raises(ConfigError, match=r"0\.1 GB do not fit into the memory that is free; lower cluster\.page"):
+    with pytest.raises(
+        ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
+    ):
         make_worker(job, model, tokenizer, Mesh.alone(), place, around)

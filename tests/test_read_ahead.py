@@ -49,7 +49,7 @@ def test_the_kernel_reads_all_of_a_model(model):
 
 
 def test_a_model_that_fills_the_memory_is_not_read_twice(model, monkeypatch):
-    monkeypatch.setattr(read_ahead, "_available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(read_ahead, "free_memory_bytes", lambda: 64 << 20)
     read_ahead.read_ahead(model).join()
     time.sleep(0.5)
     assert max(map(resident_share, model.iterdir())) < 0.1

@@ -22,12 +22,12 @@ from jobs import batchinfer, output_bytes, start, write_job, write_questions
 COUNTER = """
 import os, signal
 if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.engine import channel_feed
+    from batchinfer.engine import channel, channel_feed
+    channel.Channel.send_on = lambda self, at_fault: None  # what is sent is on its way
     plain, steps = channel_feed.ChannelFeed.send, []
     def counted(self, report):
         plain(self, report)
         self.send_steps()
-        self._channel.flush()
         steps.append(report.record.new_tokens)
         with open(os.environ["TRAP_STEPS"], "a") as file:
             file.write(f"{report.record.new_tokens}\\n")

@@ -13,6 +13,7 @@ import queue
 import socket
 import struct
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -52,9 +53,9 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._lock = threading.Lock()
-        # messages for the sending thread; an event is set when all before it are sent, None ends the thread
-        self._outgoing: queue.SimpleQueue[Message | threading.Event | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
         self._sender: threading.Thread | None = None
+        self._is_ending = False
 
     @classmethod
     def connect(cls, host: str, port: int, timeout_s: float) -> Channel:
@@ -79,35 +80,46 @@ class Channel:
             ChannelClosedError: the other end is gone.
         """
         if self._sender is None:
-            self._send_now(message)
+            self.send_now(message)
         elif self._sender.is_alive():
             self._outgoing.put(message)
         else:
             raise ChannelClosedError
 
-    def send_on(self) -> None:
-        """Start a thread that sends what `send` takes from now on, in this order."""
-        self._sender = threading.Thread(target=self._send_outgoing, name="channel sending", daemon=True)
+    def send_last(self, message: Message) -> None:
+        """As `send`; from now on the end of the connection is no news, and what reads it calls no `at_end`."""
+        self._is_ending = True
+        self.send(message)
+
+    def send_on(self, at_fault: Callable[[Exception], None]) -> None:
+        """Start a thread that sends what `send` takes from now on, in this order.
+
+        Args:
+            at_fault: called in that thread when a message cannot be put into bytes.
+        """
+
+        def send() -> None:
+            try:
+                self._send_outgoing()
+            except ChannelClosedError:
+                pass  # as the next `send` says
+            except Exception as error:
+                traceback.print_exc()
+                at_fault(error)
+
+        self._sender = threading.Thread(target=send, name="channel sending", daemon=True)
         self._sender.start()
 
-    def flush(self) -> None:
-        """Wait until all that `send` has taken is on its way."""
-        sent = threading.Event()
-        self._outgoing.put(sent)
-        while self._sender is not None and self._sender.is_alive() and not sent.wait(0.05):
-            pass
-
     def _send_outgoing(self) -> None:
-        while (item := self._outgoing.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                self._send_now(item)
-            except ChannelClosedError:
-                return
+        while (message := self._outgoing.get()) is not None:
+            self.send_now(message)
 
-    def _send_now(self, message: Message) -> None:
+    def send_now(self, message: Message) -> None:
+        """Send a message here and now, before any that wait for the sending thread.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
         content = _encode(message)
         try:
             with self._lock:
@@ -133,15 +145,18 @@ class Channel:
         return message
 
     def read_on(self, take: Callable[[Message], None], at_end: Callable[[], None]) -> None:
-        """Start a thread that calls `take` with every message, and `at_end` when the other end is gone."""
+        """Start a thread that calls `take` with every message; `at_end` when the other end is gone or `take` fails."""
 
         def read() -> None:
-            while True:
-                try:
+            try:
+                while True:
                     take(self.receive())
-                except ChannelClosedError:
-                    at_end()
-                    return
+            except ChannelClosedError:
+                pass
+            except Exception:
+                traceback.print_exc()
+            if not self._is_ending:
+                at_end()
 
         threading.Thread(target=read, name="channel", daemon=True).start()
 
@@ -151,6 +166,7 @@ class Channel:
 
     def close(self) -> None:
         """End the connection, once all is sent; the other end's reading ends."""
+        self._is_ending = True
         if self._sender is not None:
             self._outgoing.put(None)
             self._sender.join()

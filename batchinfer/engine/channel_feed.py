@@ -6,6 +6,7 @@ import queue
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from batchinfer.engine.channel import Channel, Message, part
@@ -25,10 +26,16 @@ _PARTS: dict[str, tuple[str, Any]] = {
 
 
 def with_nouns(message: Message) -> Message:
-    """The message with the nouns that stand in it; for the reading thread, so that no step waits for this."""
+    """The message with the nouns that stand in it; for the reading thread, so that no step waits for this.
+
+    What is wrong with them comes as a message, too: whoever receives it raises it.
+    """
     if message["type"] in _PARTS:
         name, kind = _PARTS[message["type"]]
-        message[name] = part(message, name, kind)
+        try:
+            message[name] = part(message, name, kind)
+        except msgspec.ValidationError as error:
+            return {"type": "odd", "error": error}
     return message
 
 
@@ -122,5 +129,7 @@ class ChannelFeed:
             inbox.give_away += message["keys"]
         elif kind == "leave":
             inbox.leave = True
+        elif kind == "odd":
+            raise message["error"]
         else:
             assert kind == "wake", f"the controller sent {kind!r}"

@@ -12,6 +12,7 @@ import torch
 from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.engine.feed import ExpertSlots
+from batchinfer.engine.free_memory import free_memory_bytes
 from batchinfer.engine.handover import Outbox
 from batchinfer.engine.layout import RankPlace
 from batchinfer.engine.page_room import measured_room
@@ -57,7 +58,7 @@ def load_model(
     Args:
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts stand; None: in order.
-        memory: for weights, where this rank holds all of them.
+        memory: for weights, where this rank holds all of them (else None).
 
     Raises:
         ModelError: the weights do not fit the config or are damaged.
@@ -137,11 +138,12 @@ def make_worker(
         else min(around.most_tokens, 2 * cluster.decode_requests * around.largest_tokens)
     )
     num_pages = min(budget // page_bytes, -(-useful // PAGE_TOKENS))
-    if model.device.type == "cpu" and num_pages * page_bytes * num_shares > free_bytes:
-        # pages take memory when they are used, which would end this process in the middle of the job
+    pages_of_host = num_pages * page_bytes * around.num_local_ranks
+    if model.device.type == "cpu" and pages_of_host > free_bytes:
+        # they take memory when they are used, which would end this process in the middle of the job
         raise ConfigError(
-            f"KV pages of {num_pages * page_bytes / 1e9:.1f} GB do not fit into the memory that is free; "
-            "lower cluster.page_bytes or free memory"
+            f"KV pages of this host's ranks ({pages_of_host / 1e9:.1f} GB) do not fit into its free memory "
+            f"({free_bytes / 1e9:.1f} GB); lower cluster.page_bytes or free memory"
         )
     if num_pages * PAGE_TOKENS < around.largest_tokens:
         raise ConfigError(
@@ -223,20 +225,3 @@ def _processor() -> str:
 
 def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:
     return Placement.of_layers(slots.expert_of_slot, slots.share_of_slot, num_experts, mesh.size)
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
-    try:
-        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    except OSError:
-        available = None
-    free = int(available[1]) * 1024 if available else 4 * 2**30
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        # files in the page cache count as used, but go when the memory is wanted
-        files = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.M)
-        return min(free, max(limit - used + sum(map(int, files)), 0))
-    except (OSError, ValueError):
-        return free  # no control group, or one without a limit ("max")

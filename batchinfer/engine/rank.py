@@ -27,6 +27,7 @@ import socket
 import sys
 import traceback
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,7 +64,7 @@ def main(task: Future[RankTask]) -> NoReturn:
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     # without its controller nothing that a rank computes would be kept
     channel.read_on(lambda message: messages.put(with_nouns(message)), at_end=lambda: _end(ExitCode.INTERRUPTED))
-    channel.send_on()
+    channel.send_on(at_fault=lambda error: _fail(channel, error))
     channel.send(
         {
             "type": "hello",
@@ -85,16 +86,16 @@ def _run(
     try:
         feed = _work(channel, messages, environment, memory)
         feed.send_experts()
-        channel.send({"type": "bye"})
+        channel.send_last({"type": "bye"})
         return ExitCode.OK
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
     except BatchinferError as error:
-        channel.send({"type": "failed", "error": harmless(str(error)), "class": type(error).__name__})
+        _say_last(channel, {"type": "failed", "error": harmless(str(error)), "class": type(error).__name__})
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        channel.send({"type": "failed", "error": harmless(f"{type(error).__name__}: {error}"), "class": ""})
+        _say_last(channel, _failed(error))
         return ExitCode.INTERNAL
 
 
@@ -124,7 +125,7 @@ def _work(
     slots = message["expert_slots"].get(place.role)
     model = load_model(job, mesh, place, None if slots is None else ExpertSlots(**slots), device, memory)
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
-        warm_up(model, job.cluster.prefill_tokens)
+        warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
     channel.send({"type": "ready", "device": device_name(device), "exchange": mesh.kind, "moe_layers": moe_layers})
@@ -151,6 +152,22 @@ def _work(
         feed.send_steps()
     mesh.close()
     return feed
+
+
+def _say_last(channel: Channel, message: Message) -> None:
+    with suppress(ChannelClosedError):  # then nobody is there to hear it
+        channel.send_last(message)
+
+
+def _failed(error: Exception) -> Message:
+    return {"type": "failed", "error": harmless(f"{type(error).__name__}: {error}"), "class": ""}
+
+
+def _fail(channel: Channel, error: Exception) -> NoReturn:
+    """End because of what went wrong while a message was sent."""
+    with suppress(ChannelClosedError):
+        channel.send_now(_failed(error))
+    _end(ExitCode.INTERNAL)
 
 
 def _end(code: int) -> NoReturn:

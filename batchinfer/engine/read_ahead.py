@@ -9,6 +9,8 @@ import os
 import threading
 from pathlib import Path
 
+from batchinfer.engine.free_memory import free_memory_bytes
+
 WINDOW_BYTES = 4 << 20  # the kernel takes up no more than a few MB of one piece of advice
 MOST_OF_FREE_MEMORY = 0.5  # beyond that what was read first might be gone before it is used
 
@@ -26,7 +28,7 @@ def read_ahead(folder: Path) -> threading.Thread:
 def _advise(folder: Path) -> None:
     try:
         sizes = {path: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-        if sum(sizes.values()) > MOST_OF_FREE_MEMORY * _available_bytes():
+        if sum(sizes.values()) > MOST_OF_FREE_MEMORY * free_memory_bytes():
             return
         for path, num_bytes in sizes.items():
             file = os.open(path, os.O_RDONLY)
@@ -37,11 +39,3 @@ def _advise(folder: Path) -> None:
                 os.close(file)
     except (OSError, AttributeError):  # unreadable, or a system without such advice: nothing was promised
         return
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping; 0 where the system does not say."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

@@ -15,6 +15,7 @@ from batchinfer.model.transformer import PrefillSpan, StepInput, Transformer
 MOST_SECONDS = 0.25  # that a step here may take
 _GROWTH = 8
 _CHUNK_TOKENS = 8 * PAGE_TOKENS
+_MOST_TOUCHED_TOKENS = 8192  # of a larger step the rest is touched when there is one
 _KEPT_SHARE = 1.5  # what a step takes at most ÷ what passes between its layers; 1.25 and 1.35 on two models
 
 
@@ -24,7 +25,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
     What is computed is forgotten. Ranks that exchange rows would have to do it together.
     """
     # each thread touches a part of its own, once; it is given back to the allocator, which keeps it (local_ranks.py)
-    torch.empty(_step_bytes(model, most_tokens), dtype=torch.uint8).fill_(1)
+    torch.empty(_step_bytes(model, min(most_tokens, _MOST_TOUCHED_TOKENS)), dtype=torch.uint8).fill_(1)
     num_tokens = min(PAGE_TOKENS, most_tokens)
     while True:
         started_s = time.monotonic()

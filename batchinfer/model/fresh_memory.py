@@ -1,4 +1,4 @@
-"""Memory that the kernel has cleared before somebody writes to it. For the weights and KV pages of a rank on the CPU.
+"""Memory of a rank on the CPU: for KV pages, cleared by the kernel when it is used; for weights, before it is used.
 
 The kernel finds and clears a page when it is first touched, and threads that want the same large page wait for each
 other. On a virtual machine whose host has to find the page first, that takes several times as long as reading and
@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 from contextlib import suppress
 
-_WINDOW_BYTES = 16 << 20  # that a thread touches at a time: eight large pages
+_WINDOW_BYTES = 4 << 20  # that a thread touches at a time: two large pages
 _ALIGNMENT = 64
 
 
@@ -66,15 +67,17 @@ class FreshMemory:
     def close(self) -> None:
         """Give back what nobody took."""
         with self._changed:
-            self._next_window = self._num_windows
+            begun, self._next_window = self._next_window, self._num_windows
+            self._changed.wait_for(lambda: self._num_ready >= begun)
         page = mmap.PAGESIZE
         unused = -(-self._num_taken // page) * page
         if unused < self._num_bytes:
             self._memory.madvise(mmap.MADV_DONTNEED, unused)
 
     def _work(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, 10)  # of this thread alone (Linux): imports and planning go first
+        if sys.platform == "linux":  # elsewhere it would be of the whole process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, 0, 10)  # imports and planning go first
         while self._touch_next(self._num_windows):
             pass
 

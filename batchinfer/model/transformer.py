@@ -27,7 +27,7 @@ from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import ModelError
+from batchinfer.records import ConfigError, ModelError
 from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
@@ -202,11 +202,21 @@ class Transformer:
         return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used."""
+        """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used.
+
+        Raises:
+            ConfigError: there is not so much address space.
+        """
         shape = (self.config.num_hidden_layers, num_pages, PAGE_TOKENS, self.config.latent_dim)
         num_values = torch.Size(shape).numel()
         if self.device.type == "cpu" and num_values:
-            memory = zeroed(num_values * self.dtype.itemsize)
+            try:
+                memory = zeroed(num_values * self.dtype.itemsize)
+            except OSError as error:
+                size_gb = num_values * self.dtype.itemsize / 1e9
+                raise ConfigError(
+                    f"no memory for KV pages of {size_gb:.1f} GB: {error.strerror}; lower cluster.page_bytes"
+                ) from error
             return torch.frombuffer(memory, dtype=self.dtype, count=num_values).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 

@@ -340,13 +340,17 @@ class _Loader:
             weight: Weight = self._blocks(names, num_rows, num_columns or stored_columns).to(self.device)
             biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         else:
-            weight = self._pack_projection([self.source(name) for name in names], is_paired=is_paired)
+            weight = self._pack_projection(names, is_paired=is_paired)
         return Projection(weight, torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def _pack_projection(self, parts_NM: Sequence[torch.Tensor], *, is_paired: bool) -> Weight:
+    def _pack_projection(self, names: Sequence[str], *, is_paired: bool) -> Weight:
         if self._packs:
+            parts_NM = [self._read(name, self.dtype) for name in names]
             return self._packed(parts_NM, eight_bit=self._ops.eight_bit, is_paired=is_paired)
-        whole = parts_NM[0] if len(parts_NM) == 1 else torch.cat(list(parts_NM))
+        shapes = [self.checkpoint.info(name).shape for name in names]
+        whole = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
+        for name, part in zip(names, whole.split([shape[0] for shape in shapes]), strict=True):
+            part.copy_(self._read(name, self.dtype))
         return self._ops.pack_projection(whole, is_paired=is_paired)
 
     def _blocks(self, names: Sequence[str], num_rows: int, num_columns: int) -> BlockScaled:
