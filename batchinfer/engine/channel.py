@@ -152,7 +152,7 @@ class Channel:
                 while True:
                     take(self.receive())
             except ChannelClosedError:
-                pass
+                pass  # an end as good as any other: `at_end` says so
             except Exception:
                 traceback.print_exc()
             if not self._is_ending:
