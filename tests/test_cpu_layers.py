@@ -10,12 +10,16 @@ from batchinfer.model.fused import FusedAttention, FusedMixture
 from batchinfer.model.mla import Attention
 from batchinfer.model.moe import MoeMlp
 from batchinfer.model.transformer import Transformer
-from batchinfer.records import ModelError
 from batchinfer_kernels.cpu import ops, packed
 from checkpoints import MODELS, make_checkpoint
 from paged_steps import PagedRequests
 
-COMPOSED_MIXTURE = {"v2-greedy", "v2-groups", "v2-yarn"}  # not DeepSeek-V3's gate
+BIASED_MIXTURE = {"v2-groups"}  # biases need the operations one by one
+DTYPES = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
+}
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
@@ -34,17 +38,17 @@ def logits_and_pages(model, *, chunks=(1000,)):
     return [requests.all_logits(i) for i in range(4)], requests.pages
 
 
-@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes"}))
-def test_fused_layers_have_the_bits_of_composed_ones(name, eight_bit, tmp_path, monkeypatch):
+def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monkeypatch):
     make_checkpoint(tmp_path, name)
-    fused = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
+    fused = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
     last = fused._layers[-1]
     assert isinstance(last.attention, FusedAttention)
-    assert isinstance(last.mlp, FusedMixture) == (name not in COMPOSED_MIXTURE)
+    assert isinstance(last.mlp, FusedMixture) == (name not in BIASED_MIXTURE)
     monkeypatch.setattr(transformer, "attention_of", Attention)
     monkeypatch.setattr(transformer, "mixture_of", MoeMlp)
-    composed = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
+    composed = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
 
     for (got, got_pages), (expected, expected_pages) in [
         (logits_and_pages(fused), logits_and_pages(composed)),
@@ -55,12 +59,12 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, eight_bit, tmp_path, 
     assert fused.num_expert_rows == composed.num_expert_rows > 0
 
 
-@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes"}))
-def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, eight_bit, tmp_path):
+def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtype, tmp_path):
     make_checkpoint(tmp_path, name)
-    model = Transformer.load(tmp_path, dtype=torch.bfloat16, eight_bit=eight_bit, backend="cpu")
-    assert model.decodes_at_once == (name not in COMPOSED_MIXTURE)
+    model = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
+    assert model.decodes_at_once == (name not in BIASED_MIXTURE)
     if not model.decodes_at_once:
         return
     requests = prefilled(model)
@@ -84,13 +88,12 @@ def test_biases_need_the_operations_one_by_one(tmp_path):
     assert not model.decodes_at_once
 
 
-def test_odd_widths_run_in_plain_pytorch(tmp_path):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_widths_run_in_cpp_too(dtype, tmp_path):
     make_checkpoint(tmp_path, "v3-odd-sizes")
-    model = Transformer.load(tmp_path, dtype=torch.bfloat16)
-    assert "cpu" not in model.kernels
+    model = Transformer.load(tmp_path, **DTYPES[dtype])
+    assert model.kernels.startswith("cpu-")
     assert all(logits.isfinite().all() for logits in logits_and_pages(model)[0])
-    with pytest.raises(ModelError, match="takes even widths of queries and latents"):
-        Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import backend, reference, reference_mla
+from batchinfer_kernels.cpu import build as cpu_build
 
 TOLERANCE = {"float32": 2e-5}
 KERNELS = Path(reference.__file__).parent
@@ -203,14 +204,16 @@ def test_every_operation_has_a_candidate_and_a_reason():
     for op in backend.ops():
         assert [row.chosen for row in rows if (row.op, row.reason) == (op, "in use")] == [True]
     assert all(row.reason for row in rows)
-    assert backend.select("linear").run is reference.linear
-    assert backend.select("linear", "reference").name == "reference"
+    assert backend.select("linear").name == ("cpu" if cpu_build.why_not() is None else "reference")
+    assert backend.select("linear", "reference").run is reference.linear
 
 
 def test_a_named_candidate_that_cannot_run_is_refused_with_its_reason(monkeypatch):
-    broken = backend.Candidate("linear", "hopper", reference.linear, lambda: "no GPU of compute capability 9.0")
-    others = [candidate for candidate in backend._CANDIDATES["linear"] if candidate.name != "hopper"]
-    listed = {**backend._CANDIDATES, "linear": (broken, *others)}
+    broken = [
+        backend.Candidate("linear", name, reference.linear, lambda: "no GPU of compute capability 9.0")
+        for name in ("hopper", "triton", "cpu")
+    ]
+    listed = {**backend._CANDIDATES, "linear": (*broken, backend._CANDIDATES["linear"][-1])}
     monkeypatch.setattr(backend, "_CANDIDATES", listed)
     assert backend.select("linear").name == "reference"  # auto goes on to the next one
     with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU of compute capability 9"):

@@ -12,6 +12,7 @@ from batchinfer.engine.warm_up import warm_up
 from batchinfer.model.config import load_model_config
 from batchinfer.model.mla import RotaryAngles, rope_cos_sin, rope_frequencies
 from batchinfer.model.transformer import Transformer
+from batchinfer_kernels import reference_rows
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
 
@@ -55,7 +56,7 @@ def test_rotary_angles_stay_what_they_are_however_far_positions_reach(tmp_path):
     make_checkpoint(tmp_path, "v3-yarn")
     config = load_model_config(tmp_path)
     rope, width = config.rope, config.qk_rope_head_dim
-    angles = RotaryAngles(rope, width, torch.device("cpu"))
+    angles = RotaryAngles(rope, width, torch.device("cpu"), reference_rows.cos_sin)
     few = torch.tensor([5, 0, 5, 63])
     first = angles.at(few)
     for positions in (
@@ -64,7 +65,7 @@ def test_rotary_angles_stay_what_they_are_however_far_positions_reach(tmp_path):
         torch.tensor([7, 1024]),
         torch.arange(5000),
     ):
-        expected = rope_cos_sin(positions, rope_frequencies(rope, width), rope)
+        expected = rope_cos_sin(positions, rope_frequencies(rope, width), rope, reference_rows.cos_sin)
         for got, wanted in zip(angles.at(positions), expected, strict=True):
             assert got.shape == (len(positions), width // 2)
             assert torch.equal(got, wanted)

@@ -63,7 +63,7 @@ class DecodeBatch:
             output = self._run_points(model, pages, log, in_pairs=in_pairs)
         kv_tokens = table.kv_tokens
         finished = (
-            table.accept(sample(output.logits, table.sampling, table.num_new, model.argmax)) if self.num_running else []
+            table.accept(sample(output.logits, table.sampling, table.num_new, model.logit_ops)) if self.num_running else []
         )
         return DecodeStep(finished, output, kv_tokens)
 

@@ -205,10 +205,12 @@ def _open_store(job: JobConfig, model: Transformer, pages: torch.Tensor, around:
 
 
 def _numerics(model: Transformer) -> str:
-    """What decides the bits of a latent beside model and dtype: processor or GPU, library and kernels."""
+    """What decides the bits of a latent beside model and dtype; where that is more than the C++ sources, processor too."""
     if model.device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
         return f"{gpu}, torch {torch.__version__}, {model.kernels}"
+    if model.has_fixed_sums:
+        return model.kernels
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{_processor()} {instructions}, torch {torch.__version__}, {model.kernels}"
 

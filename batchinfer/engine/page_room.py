@@ -43,7 +43,7 @@ def measured_room(
     for step, runs in zip(steps, (runs_prefill, runs_decode), strict=True):
         if runs:
             logits = model.forward(step, pages).logits
-            sample(logits, _drawn_rows(len(logits)), np.zeros(len(logits), dtype=np.int64), model.argmax)
+            sample(logits, _drawn_rows(len(logits)), np.zeros(len(logits), dtype=np.int64), model.logit_ops)
     torch.cuda.synchronize(device)
     working = torch.cuda.max_memory_allocated(device) - before
     del pages

@@ -250,7 +250,7 @@ class RankWorker:
         self._queue.end_step()
         if complete:
             num_new = np.zeros(len(complete), dtype=np.int64)
-            sampled = sample(output.logits, sampling_rows(complete), num_new, self._model.argmax)
+            sampled = sample(output.logits, sampling_rows(complete), num_new, self._model.logit_ops)
             for row, sequence in enumerate(complete):
                 take_token(sequence, sampled, row, self._tokenizer.eos_token_ids)
         now_s = time.time()

@@ -134,14 +134,15 @@ def attention_of(
 def mixture_of(
     ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher
 ) -> MoeMlp:
-    """Fused where all weights are packed, none has a bias, and the gate is DeepSeek-V3's."""
+    """Fused where all weights are packed and none has a bias."""
     shared = weights.shared
     of_shared = () if shared is None else (_plain_weight(shared.gate_up), _plain_weight(shared.down))
     held = _all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
-    if config.topk_method == "noaux_tc" and isinstance(weights.router_ED, PackedRouter) and held is not None:
+    if isinstance(weights.router_ED, PackedRouter) and held is not None:
         gate_up, down, *shared_held = held
         kernel = layers.mixture(
             layers.GateRule(
+                method=config.topk_method,
                 topk=config.num_experts_per_tok,
                 num_groups=config.n_group,
                 topk_groups=config.topk_group,
@@ -151,7 +152,7 @@ def mixture_of(
             norm_D=norm_D,
             eps=config.rms_norm_eps,
             router=weights.router_ED,
-            bias_E=weights.router_bias_E,
+            bias_E=weights.router_bias_E if config.topk_method == "noaux_tc" else None,
             gate_up=gate_up,
             down=down,
             shared=(shared_held[0], shared_held[1]) if shared_held else None,

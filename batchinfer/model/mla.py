@@ -13,7 +13,9 @@ latent space instead (one query per request: decode).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -161,7 +163,8 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
     `factor`, and goes from one to the other linearly in between.
     """
     steps = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
-    periods = rope.theta**steps
+    # powers rounded once: those of a library differ in their last bits between processors
+    periods = torch.tensor([float(Decimal(rope.theta) ** Decimal(step)) for step in steps.tolist()])
     if rope.rope_type != "yarn":
         return 1.0 / periods
     first, last = (
@@ -178,28 +181,39 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
 
 
 def rope_cos_sin(
-    positions: torch.Tensor, frequencies: torch.Tensor, rope: RopeConfig
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    rope: RopeConfig,
+    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of each position's angles, each [T, R / 2] float32; angles in float32 as in training."""
-    angles = (positions.float()[:, None] * frequencies).double()
-    scale = rope.cos_sin_scale
-    return (angles.cos() * scale).float(), (angles.sin() * scale).float()
+    return cos_sin(positions.float()[:, None] * frequencies, rope.cos_sin_scale)
 
 
 class RotaryAngles:
     """cos and sin of the positions of a model's tokens; on a CPU each position's are computed once and kept."""
 
-    def __init__(self, rope: RopeConfig, rope_dim: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        rope_dim: int,
+        device: torch.device,
+        cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
         self._rope = rope
+        self._cos_sin = cos_sin
         self._frequencies = rope_frequencies(rope, rope_dim).to(device)
-        self._cos, self._sin = rope_cos_sin(torch.arange(0, device=device), self._frequencies, rope)
+        self._cos, self._sin = self._of(torch.arange(0, device=device))
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As rope_cos_sin."""
         if not positions_T.is_cpu:  # how far the table must reach is not known on the host
-            return rope_cos_sin(positions_T, self._frequencies, self._rope)
+            return self._of(positions_T)
         needed = int(positions_T.max()) + 1 if len(positions_T) else 0
         if needed > len(self._cos):
             known = torch.arange(max(2 * len(self._cos), needed, _FIRST_POSITIONS))
-            self._cos, self._sin = rope_cos_sin(known, self._frequencies, self._rope)
+            self._cos, self._sin = self._of(known)
         return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+
+    def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_cos_sin(positions, self._frequencies, self._rope, self._cos_sin)

@@ -35,7 +35,10 @@ class Ops:
     add_sums: TensorOp
     mla_prefill: TensorOp
     mla_decode: TensorOp
+    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    log_sum_exp: TensorOp
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property
@@ -47,6 +50,11 @@ class Ops:
     def names(self) -> str:
         """Where the implementations come from: those that give the same bits have the same names."""
         return " ".join(sorted({backend.origin(getattr(self, name)) for name in _op_names()}))
+
+    @property
+    def has_fixed_sums(self) -> bool:
+        """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
+        return all(backend.has_fixed_sums(getattr(self, name)) for name in _op_names())
 
     @classmethod
     def select(

@@ -20,6 +20,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
+class LogitOps:
+    """Operations on logits; shapes as in batchinfer_kernels.reference_rows."""
+
+    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference_rows.argmax
+    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference_rows.exponentials
+    log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = reference_rows.log_sum_exp
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling parameters of S requests, column by column."""
 
@@ -55,6 +64,9 @@ class SamplingRows:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.key, self.num_logprobs
 
 
+_PLAIN_OPS = LogitOps()
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One new token per row; log-probabilities under the raw logits (before temperature) when asked for."""
@@ -70,7 +82,7 @@ def sample(
     logits_SV: torch.Tensor,
     rows: SamplingRows,
     positions: np.ndarray,
-    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference_rows.argmax,
+    ops: LogitOps = _PLAIN_OPS,
 ) -> Sampled:
     """Pick one token per row.
 
@@ -81,24 +93,28 @@ def sample(
     Args:
         logits_SV: [S, V] float32.
         positions: [S] index of the new token in its output, from 0.
-        argmax: gives the largest logit of each row, the first among equals, and whether the row is finite.
     """
-    tokens, is_finite = (values.numpy() for values in to_host(*argmax(logits_SV)))
+    tokens, is_finite = (values.numpy() for values in to_host(*ops.argmax(logits_SV)))
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
         chosen = rows.take(drawn)
         probs = filtered_probs(
-            logits_SV[_on(drawn, logits_SV)], chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
+            logits_SV[_on(drawn, logits_SV)],
+            chosen.temperature,
+            chosen.top_k,
+            chosen.top_p,
+            chosen.min_p,
+            ops,
         )
         uniform_S = _on(uniforms(chosen.key, np.asarray(positions)[drawn]), logits_SV)
         tokens[drawn] = to_host(_draw(probs, uniform_S))[0].numpy()
     num_logprobs = int(rows.num_logprobs.max(initial=-1))
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
-    logprobs_SV = torch.log_softmax(logits_SV.double(), dim=-1)
-    top = torch.topk(logprobs_SV, min(num_logprobs, logprobs_SV.shape[-1]), dim=-1)
-    of_tokens = logprobs_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0]
-    lists = (values.tolist() for values in to_host(of_tokens, top.indices, top.values))
+    total_S = ops.log_sum_exp(logits_SV)
+    top = torch.topk(logits_SV, min(num_logprobs, logits_SV.shape[-1]), dim=-1)
+    of_tokens = logits_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0].double() - total_S
+    lists = (values.tolist() for values in to_host(of_tokens, top.indices, top.values.double() - total_S[:, None]))
     return Sampled(tokens, is_finite, *lists)
 
 
@@ -108,6 +124,7 @@ def filtered_probs(
     top_k: np.ndarray,
     top_p: np.ndarray,
     min_p: np.ndarray,
+    ops: LogitOps = _PLAIN_OPS,
 ) -> torch.Tensor:
     """[S, V] float64 probabilities after all filters, not normalised (the draw divides by their sum).
 
@@ -115,17 +132,17 @@ def filtered_probs(
         logits_SV: [S, V]; all parameters [S], temperature > 0.
     """
     temperature_S, top_k_S, top_p_S, min_p_S = _on(np.stack([temperature, top_k, top_p, min_p]), logits_SV)
-    # the largest logit is taken off first, so that no temperature, however small, makes infinity out of it
-    below_best = logits_SV.double() - logits_SV.double().amax(dim=-1, keepdim=True)
-    probs = torch.softmax(below_best / temperature_S[:, None], dim=-1)
+    powers, totals = ops.exponentials(logits_SV, temperature_S)
+    probs = powers / totals[:, None]
     if (top_k > 0).any() or (top_p < 1).any():
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         rank = torch.arange(probs.shape[-1], device=probs.device)
         limit = torch.where(top_k_S > 0, top_k_S, probs.shape[-1])
         ordered = ordered * (rank < limit[:, None])
-        before = torch.cumsum(ordered, dim=-1) - ordered
+        until = torch.cumsum(ordered, dim=-1)
+        before = until - ordered
         # a token stays while the ones before it have not reached top_p of what top_k left; the first always stays
-        inside = before < top_p_S[:, None] * ordered.sum(dim=-1, keepdim=True)
+        inside = before < top_p_S[:, None] * until[:, -1:]
         keep = inside | (top_p_S >= 1)[:, None]
         probs = torch.zeros_like(probs).scatter_(1, order, ordered * keep)
     floor = min_p_S[:, None] * probs.max(dim=-1, keepdim=True).values

@@ -8,7 +8,7 @@ schedule; parallel/overlap.py may instead run two of them in turn, one computing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, sta
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
+from batchinfer.model.sampling import LogitOps
 from batchinfer.model.step import StepInput, StepTensors
 from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -28,7 +29,6 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError, ModelError
-from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
@@ -126,7 +126,7 @@ class Transformer:
         self.num_moe_layers = config.num_moe_layers
         self._ops = ops
         self._layers = tuple(self._build_layer(layer) for layer in range(config.num_hidden_layers))
-        self._angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device)
+        self._angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device, ops.cos_sin)
         parts = [(layer.attention, layer.mlp) for layer in self._layers]
         self._stack = stack_of(parts, weights.embedding, weights.norm, weights.lm_head, config.rms_norm_eps)
         self._num_stack_rows = 0
@@ -158,7 +158,7 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit, device=device)
+        ops = Ops.select(backend, dtype, eight_bit=eight_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             # a row is rounded once, not once per expert
@@ -192,14 +192,19 @@ class Transformer:
             mlp.dispatcher.place(placement)
 
     @property
-    def argmax(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """The largest logit of each row and whether the row is finite, for `sample`."""
-        return self._ops.argmax
+    def logit_ops(self) -> LogitOps:
+        """What `sample` asks about logits."""
+        return LogitOps(self._ops.argmax, self._ops.exponentials, self._ops.log_sum_exp)
 
     @property
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
         return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
+
+    @property
+    def has_fixed_sums(self) -> bool:
+        """Whether all operations are those in C++, whose results do not depend on the processor or on a library."""
+        return self._ops.has_fixed_sums
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used.
@@ -334,15 +339,3 @@ def _wanted_rows(rows_S: torch.Tensor, chunk_of_row_S: torch.Tensor, step: Atten
         schedule={},
     )
     return WantedRows(rows_S, own_step)
-
-
-def _fitting(backend: str, config: ModelConfig) -> str:
-    """The backend for a model of these widths: C++ attention takes values in pairs."""
-    if config.qk_head_dim % 2 == 0 and config.kv_lora_rank % 2 == 0:
-        return backend
-    if backend == "cpu":
-        raise ModelError(
-            f"backend 'cpu' takes even widths of queries and latents; config.json has {config.qk_head_dim} and "
-            f"{config.kv_lora_rank}. Use backend 'auto'."
-        )
-    return "reference" if backend == AUTO else backend

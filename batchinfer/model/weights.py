@@ -31,7 +31,7 @@ from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
 from batchinfer_kernels import backend
 from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
-from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.cpu.packed import Packed, WeightKind
 
 
 class Projection(NamedTuple):
@@ -277,7 +277,8 @@ class _Loader:
         def memory(num_bytes: int) -> torch.Tensor:
             return self._empty((num_bytes,), torch.uint8)
 
-        return Packed.empty(count, num_rows, num_columns, is_int8=eight_bit, is_paired=is_paired, memory=memory)
+        kind = WeightKind.of(self.dtype, is_int8=eight_bit)
+        return Packed.empty(count, num_rows, num_columns, kind=kind, is_paired=is_paired, memory=memory)
 
     def _packed(self, parts: Sequence[torch.Tensor], *, eight_bit: bool = False, is_paired: bool = False) -> Packed:
         """One weight in equal parts [N, M] above each other, or several of them, parts [B, N, M]."""

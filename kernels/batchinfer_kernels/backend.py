@@ -146,7 +146,7 @@ _SDPA = (
 
 # The first call of this probe builds the C++ operations, which takes some seconds once per machine and user.
 _CPU = tuple(
-    Candidate(function.__name__, CPU, function, cpu_build.why_not, dtype=torch.bfloat16, device_types=_on_cpu)
+    Candidate(function.__name__, CPU, function, cpu_build.why_not, device_types=_on_cpu)
     for function in (
         cpu_ops.pack,
         cpu_ops.pack_router,
@@ -162,7 +162,10 @@ _CPU = tuple(
         cpu_ops.sort_by_expert,
         cpu_ops.sum_per_token,
         cpu_ops.add_sums,
+        cpu_ops.cos_sin,
         cpu_ops.argmax,
+        cpu_ops.exponentials,
+        cpu_ops.log_sum_exp,
         cpu_ops.mla_prefill,
         cpu_ops.mla_decode,
     )
@@ -187,7 +190,10 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference_rows.sort_by_expert,
         reference_rows.sum_per_token,
         reference_rows.add_sums,
+        reference_rows.cos_sin,
         reference_rows.argmax,
+        reference_rows.exponentials,
+        reference_rows.log_sum_exp,
         reference_mla.mla_prefill,
         reference_mla.mla_decode,
         reference.quantize_fp8_block,
@@ -249,11 +255,16 @@ def reads_on_host(run: Callable) -> bool:
     return run in (reference.grouped_mlp, reference.masked_mlp)
 
 
+def has_fixed_sums(run: Callable) -> bool:
+    """Whether an implementation adds up in one order of its own on every processor (those in C++)."""
+    return run.__module__ == cpu_ops.__name__
+
+
 def origin(run: Callable) -> str:
-    """Where an implementation comes from, with build or library version: another may round differently."""
+    """Where an implementation comes from: those with the same origin compute the same bits, others may not."""
     module = run.__module__.removeprefix("batchinfer_kernels.")
     if run.__module__ == cpu_ops.__name__:
-        return f"{module}-{cpu_build.library().stem}"
+        return cpu_build.numerics()
     if run.__module__ == hopper.__name__:
         library = "flash_mla" if run is hopper.mla_decode else "deep_gemm"
         return f"{module}-{library}-{hopper_libraries.version(library)}"

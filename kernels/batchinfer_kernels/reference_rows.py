@@ -89,6 +89,27 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
     return hidden_TD + total_TD.to(hidden_TD.dtype)
 
 
+def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of float32 angles, each times `scale`; in float64, rounded once to float32."""
+    wide = angles.double()
+    return (wide.cos() * scale).float(), (wide.sin() * scale).float()
+
+
+def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, V] float64, e to (logit - largest) / temperature, and their sums [S].
+
+    The largest logit is taken off first, so that no temperature, however small, makes infinity out of it.
+    """
+    wide = logits_SV.double()
+    powers = ((wide - wide.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
+    return powers, powers.sum(dim=-1)
+
+
+def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
+    """[S] float64, the logarithm of the sum of e to each logit: a logit less it is the logarithm of a probability."""
+    return logits_SV.double().logsumexp(dim=-1)
+
+
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[S] int64, the largest of each row, the lowest index among equals; [S] bool, whether the row is finite."""
     if logits_SV.device.type != "cpu":

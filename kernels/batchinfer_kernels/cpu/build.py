@@ -1,7 +1,7 @@
 """Builds the C++ operations on first use and loads them; asked by backend.py's probes and by ops.py.
 
 The sources are compiled for the best of INSTRUCTION_SETS that the processor has, or for the one that the environment
-variable BATCHINFER_CPU_FEATURES names. Results differ in their last bits between them, and so does the library's name.
+variable BATCHINFER_CPU_FEATURES names. Results are the same to the last bit; the library's name differs.
 
 The library is kept per user, under a name that says what it was made from and for:
 
@@ -187,12 +187,26 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX")
 
 
-@functools.cache
+def numerics() -> str:
+    """Names the family of libraries that compute the same bits: all that come from these sources.
+
+    Processors, instruction sets, compilers and versions of torch are not part of it: every sum has one order, written
+    down in the sources, and no library takes part in one.
+    """
+    return f"cpu-fma-{_digest_of()[:16]}"
+
+
 def _digest() -> str:
     """Names everything that decides what the library does and where it can be loaded."""
-    digest = hashlib.sha256()
     abi = sysconfig.get_config_var("SOABI")
-    for part in (torch.__version__, abi, platform.machine(), *_FLAGS, *instructions().flags, *_LIBRARIES):
+    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *instructions().flags, *_LIBRARIES)
+
+
+@functools.cache
+def _digest_of(*parts: object) -> str:
+    """Of the sources and of these."""
+    digest = hashlib.sha256()
+    for part in parts:
         digest.update(f"{part}\0".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")

@@ -15,7 +15,7 @@ import torch
 
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
 
-_VALUE_MULTIPLE = 16
+GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")  # numbers as in csrc/kernels.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class GateRule:
-    """How a token's experts are chosen (`reference.gate`, method "noaux_tc")."""
+    """How a token's experts are chosen (`reference.gate`)."""
 
+    method: str
     topk: int
     num_groups: int
     topk_groups: int
@@ -64,8 +65,8 @@ def attention(
         attend_decode(hidden_TD, q_THA, pages, page_table_BP, kv_tokens_B, positions_T) -> hidden_TD
         attend_prefill(hidden_TD, q_THA, pages, page_table_BP, num_tokens_B, context_tokens_B, positions_T) -> hidden_TD
     """
-    widths = (len(norm_D), shape.nope_dim, shape.nope_dim + shape.rotary_dim, shape.num_heads * shape.value_dim)
-    if any(width % 2 for width in (*widths, 0 if q_norm is None else len(q_norm))) or len(kv_norm_C) % _VALUE_MULTIPLE:
+    widths = [len(norm_D), shape.nope_dim, shape.num_heads * shape.value_dim, len(kv_norm_C)]
+    if not _has_whole_pairs(norm_D, *widths, 0 if q_norm is None else len(q_norm)):
         return None
     return library().Attention(
         norm_D,
@@ -103,7 +104,7 @@ def mixture(
         route(hidden_TD) -> x_TD normed, ids_TK, weights_TK, counts_E
         run(hidden_TD, x_TD, ids_TK, weights_TK) -> hidden_TD, for a rank that holds all experts in order
     """
-    if len(norm_D) % 2:
+    if not _has_whole_pairs(norm_D, len(norm_D)):
         return None
     return library().Mixture(
         norm_D,
@@ -111,7 +112,7 @@ def mixture(
         router.data_PDN,
         bias_E,
         router.num_experts,
-        [rule.topk, rule.num_groups, rule.topk_groups],
+        [GATE_METHODS.index(rule.method), rule.topk, rule.num_groups, rule.topk_groups],
         rule.normalize,
         rule.scale,
         _plain(gate_up),
@@ -162,5 +163,10 @@ def stack(
     return held
 
 
-def _plain(packed: Packed) -> tuple[torch.Tensor, int, int, bool]:
-    return packed.data, packed.num_columns, packed.depth, packed.is_int8
+def _has_whole_pairs(norm: torch.Tensor, *widths: int) -> bool:
+    """Whether rows of these widths are whole steps of a product, in the dtype of this norm."""
+    return norm.dtype is torch.float32 or not any(width % 2 for width in widths)
+
+
+def _plain(packed: Packed) -> tuple[torch.Tensor, int, int, int]:
+    return packed.data, packed.num_columns, packed.depth, packed.kind

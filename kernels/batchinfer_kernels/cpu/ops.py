@@ -1,9 +1,9 @@
 """The operations that have a C++ version; signatures and shapes as in the `reference` modules.
 
-bfloat16 runs in C++. Sums are kept in float32 (products of two values at a time, so not in the order of the reference),
-and a row has the same bits whatever rows are beside it, wherever it stands and however many threads run. With AVX-512
-subnormal numbers count as zero. Everything else (float32, another device) goes to the reference. A weight may be a
-plain tensor or packed (packed.py), with the same result.
+float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's, and a
+row has the same bits whatever rows are beside it, wherever it stands, however many threads run, and whichever instructions
+the library was compiled for. Subnormal numbers count as zero. Everything else (another device, weights in FP8 blocks) goes
+to the reference. A weight may be a plain tensor or packed (packed.py), with the same result.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert
@@ -20,17 +20,16 @@ import torch.nn.functional as F
 from batchinfer_kernels import reference, reference_mla, reference_rows
 from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import packed
-from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
+from batchinfer_kernels.cpu.layers import GATE_METHODS
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library, whole_pairs
 from batchinfer_kernels.reference_fp8 import dequantize_fp8_rows
-
-_VALUE_MULTIPLE = 16
 
 Weight = torch.Tensor | Packed | BlockScaled
 
 
 def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Weight:
     """A weight [N, M] or several [B, N, M] in the order of the tiles, where they take it; `eight_bit`: as integers."""
-    if not _takes(weight):
+    if not _takes(weight) or (eight_bit and weight.dtype is not torch.bfloat16):
         return reference.pack(weight, eight_bit=eight_bit, is_paired=is_paired)
     return packed.pack(weight, is_int8=eight_bit, is_paired=is_paired)
 
@@ -57,7 +56,7 @@ def linear(
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
     added = stream if bias is None else None
-    y = library().linear(_even(x), weight.data, weight.num_columns, weight.depth, weight.is_int8, wide, added)
+    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, wide, added)
     if bias is None:
         return y
     return y + bias if stream is None else stream + (y + bias)
@@ -68,7 +67,7 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tens
     if not _takes(x, weight):
         return reference.batched_linear(x, _plain(weight))
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
-    return library().batched_linear(_even(x), weight.data, weight.num_columns, weight.depth)
+    return library().batched_linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind)
 
 
 def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor:
@@ -107,8 +106,8 @@ def gate(
     normalize: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each token [T, K] and their weights; DeepSeek-V3's method in C++."""
-    if method != "noaux_tc" or logits_TE.device.type != "cpu":
+    """Experts of each token [T, K] and their weights."""
+    if logits_TE.device.type != "cpu":
         return reference.gate(
             logits_TE,
             bias_E,
@@ -119,7 +118,9 @@ def gate(
             normalize=normalize,
             scale=scale,
         )
-    return library().gate(logits_TE.contiguous(), bias_E, topk, num_groups, topk_groups, normalize, scale)
+    bias_E = bias_E if method == "noaux_tc" else None
+    number = GATE_METHODS.index(method)
+    return library().gate(logits_TE.contiguous(), bias_E, number, topk, num_groups, topk_groups, normalize, scale)
 
 
 def rope_and_cache(
@@ -147,14 +148,14 @@ def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor 
     """SwiGLU, [T, D] to [T, D], the rounded result added to `stream`: what grouped_mlp gives for one expert.
 
     Args:
-        x: [T, D] bfloat16.
+        x: [T, D].
         gate_up: packed in pairs.
     """
-    operation, width = library().mlp, gate_up.num_columns // 2
-    if x.shape[-1] % 2:
-        y = operation(_even(x), gate_up.data, down.data, width, gate_up.is_int8, None)[..., : x.shape[-1]]
+    operation, width, rows = library().mlp, gate_up.num_columns // 2, whole_pairs(x)
+    if rows is not x:
+        y = operation(rows, gate_up.data, down.data, width, gate_up.kind, None)[..., : x.shape[-1]]
         return y if stream is None else stream + y
-    return operation(x, gate_up.data, down.data, width, gate_up.is_int8, stream)
+    return operation(x, gate_up.data, down.data, width, gate_up.kind, stream)
 
 
 def grouped_mlp(
@@ -172,7 +173,7 @@ def grouped_mlp(
         return reference.grouped_mlp(x, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), tokens_M, scales)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().grouped_mlp(
-        _even(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.is_int8
+        whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.kind
     )
     return y[..., : x.shape[-1]]
 
@@ -193,8 +194,9 @@ def masked_mlp(
         return reference.masked_mlp(x_ECD, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), scales)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().masked_mlp(
-        _even(x_ECD), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width, gate_up.is_int8
-    )
+        whole_pairs(x_ECD).contiguous(), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width,
+        gate_up.kind,
+    )  # fmt: skip
     return y[..., : x_ECD.shape[-1]]
 
 
@@ -228,6 +230,27 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return library().argmax(logits_SV.contiguous())
 
 
+def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of float32 angles, each times `scale`."""
+    if not angles.is_cpu:
+        return reference_rows.cos_sin(angles, scale)
+    return library().cos_sin(angles.contiguous(), scale)
+
+
+def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, V] float64, e to (logit - largest) / temperature, and their sums [S], each in one order."""
+    if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
+        return reference_rows.exponentials(logits_SV, temperature_S)
+    return library().exponentials(logits_SV.contiguous(), temperature_S.contiguous())
+
+
+def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
+    """[S] float64, the logarithm of the sum of e to each logit."""
+    if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
+        return reference_rows.log_sum_exp(logits_SV)
+    return library().log_sum_exp(logits_SV.contiguous())
+
+
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
@@ -243,7 +266,7 @@ def mla_prefill(
 ) -> torch.Tensor:
     """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
 
-    Softmax weights are rounded to bfloat16 as in mla_decode. Keys and values are made once per page, for as many heads
+    Softmax weights are rounded as in mla_decode. Keys and values are made once per page, for as many heads
     at a time as fit into 192 MiB.
     """
     if not _takes(q_THA, pages, kv_b_HZC):
@@ -259,6 +282,7 @@ def mla_prefill(
             scale=scale,
         )
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
+    rotary = q_THA.shape[-1] - (kv_b.num_columns - v_dim)
     return library().mla_prefill(
         q_THA.contiguous(),
         pages,
@@ -267,7 +291,7 @@ def mla_prefill(
         context_tokens_B.contiguous(),
         positions_T.contiguous(),
         kv_b.data,
-        kv_b.depth,
+        pages.shape[-1] - rotary,
         v_dim,
         scale,
     )
@@ -286,10 +310,10 @@ def mla_decode(
 ) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
 
-    Softmax weights are rounded to bfloat16 before they meet the latents and are divided by their rounded sum.
+    Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    if not _takes(q_THW, pages) or not _fits(q_THW.shape[-1], latent_dim):
+    if not _takes(q_THW, pages):
         return reference_mla.mla_decode(
             q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
         )
@@ -304,34 +328,27 @@ def mla_decode(
     )
 
 
-def _takes(*operands: Weight) -> bool:
+def _takes(x: torch.Tensor, *operands: Weight) -> bool:
+    """Whether these go together in C++: rows and weights on the CPU, all in bfloat16 or all in float32."""
+    if x.dtype not in (torch.bfloat16, torch.float32) or not x.is_cpu:
+        return False
     for operand in operands:
         if isinstance(operand, BlockScaled):
             return False
-        if not isinstance(operand, Packed) and (operand.dtype is not torch.bfloat16 or not operand.is_cpu):
+        if not (operand.takes(x) if isinstance(operand, Packed) else operand.is_cpu and operand.dtype is x.dtype):
             return False
     return True
 
 
 def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
-    """A weight that is not packed: only bfloat16 on the CPU meets packed ones."""
-    assert isinstance(weight, torch.Tensor), "a packed weight takes bfloat16 on the CPU"
+    """A weight that is not packed."""
+    assert isinstance(weight, torch.Tensor), "a packed weight takes rows of its own kind on the CPU"
     return weight
 
 
 def _unpacked(weight: Weight) -> torch.Tensor | BlockScaled:
     """The same where it may be in FP8 blocks."""
     return weight if isinstance(weight, BlockScaled) else _plain(weight)
-
-
-def _fits(width: int, value_dim: int) -> bool:
-    """Whether attention takes these widths: queries in pairs of values, results in whole vectors."""
-    return width % 2 == 0 and value_dim > 0 and value_dim % _VALUE_MULTIPLE == 0
-
-
-def _even(x: torch.Tensor) -> torch.Tensor:
-    """x with a zero behind rows of odd length, as the packed weight has it."""
-    return F.pad(x, (0, x.shape[-1] % 2)) if x.shape[-1] % 2 else x
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:
@@ -342,4 +359,5 @@ def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int
     assert isinstance(gate_up_EFD, torch.Tensor)
     assert isinstance(down_EDF, torch.Tensor)
     hidden, width = down_EDF.shape[-2:]
-    return packed.pack(gate_up_EFD, is_paired=True), packed.pack(F.pad(down_EDF, (0, 0, 0, hidden % 2))), width
+    even = F.pad(down_EDF, (0, 0, 0, hidden % 2)) if down_EDF.dtype is torch.bfloat16 else down_EDF
+    return packed.pack(gate_up_EFD, is_paired=True), packed.pack(even), width

@@ -1,7 +1,7 @@
 """Weights in the order in which the C++ tiles read them; made once when a model is loaded.
 
-Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. In 8
-bits (`is_int8`) every block of 128 × 128 values has a scale of its own, as in the FP8 checkpoints (DeepSeek-V3 report
+Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. Weights
+in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has a scale of its own, as in the FP8 checkpoints (DeepSeek-V3 report
 section 3.3.2), and products round their input to 8 bits with a scale per 128 values of a row.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,26 @@ _OPERATIONS = (
     "rms_norm",
     "silu_mul",
     "argmax",
+    "exponentials",
+    "log_sum_exp",
+    "cos_sin",
 )
 _CLASSES = ("Attention", "Mixture", "Stack")
+
+
+class WeightKind(IntEnum):
+    """How the values of a packed weight are kept; numbers as in csrc/kernels.h."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+    FLOAT32 = 2
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, is_int8: bool = False) -> WeightKind:
+        """For weights of a model in this dtype, bfloat16 or float32; in 8 bits rows are bfloat16."""
+        if is_int8:
+            return cls.INT8
+        return cls.FLOAT32 if dtype is torch.float32 else cls.BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +69,18 @@ class Packed:
 
     data: torch.Tensor  # [B, bytes] uint8
     num_columns: int  # N
-    depth: int  # M, even
-    is_int8: bool = False
+    depth: int  # M, made even where rows are bfloat16
+    kind: WeightKind = WeightKind.BFLOAT16
     is_paired: bool = False
+
+    @property
+    def is_int8(self) -> bool:
+        return self.kind is WeightKind.INT8
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether products with it take rows like x."""
+        row_dtype = torch.float32 if self.kind is WeightKind.FLOAT32 else torch.bfloat16
+        return x.dtype is row_dtype and x.is_cpu
 
     @classmethod
     def empty(
@@ -61,7 +89,7 @@ class Packed:
         num_columns: int,
         depth: int,
         *,
-        is_int8: bool = False,
+        kind: WeightKind = WeightKind.BFLOAT16,
         is_paired: bool = False,
         memory: Callable[[int], torch.Tensor] | None = None,
     ) -> Packed:
@@ -70,16 +98,17 @@ class Packed:
         Args:
             memory: gives so many bytes, [bytes] uint8.
         """
-        depth += depth % 2
-        num_bytes = library().packed_bytes(num_columns, depth, is_int8, is_paired)
+        if kind is not WeightKind.FLOAT32:
+            depth += depth % 2
+        num_bytes = library().packed_bytes(num_columns, depth, kind, is_paired)
         total = count * num_bytes
         data = torch.empty(total, dtype=torch.uint8) if memory is None else memory(total)
-        return cls(data.view(count, num_bytes), num_columns, depth, is_int8, is_paired)
+        return cls(data.view(count, num_bytes), num_columns, depth, kind, is_paired)
 
     def put(self, place: int, *parts_NM: torch.Tensor) -> None:
         """Pack a weight, in one part or in equal parts above each other, into place `place`."""
-        parts = [_even(part).contiguous() for part in parts_NM]
-        library().pack(self.data[place], parts, self.is_int8, self.is_paired)
+        parts = [whole_pairs(part).contiguous() for part in parts_NM]
+        library().pack(self.data[place], parts, self.kind, self.is_paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +120,10 @@ class PackedRouter:
 
 
 def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> Packed:
-    """Pack a bfloat16 weight [N, M], or several of one shape [B, N, M]; rows of odd length get a zero behind them."""
+    """Pack a weight [N, M] in bfloat16 or float32, or several of one shape [B, N, M]; `is_int8`: from bfloat16."""
     weights_BNM = weight if weight.dim() == 3 else weight[None]
-    packed = Packed.empty(*weights_BNM.shape, is_int8=is_int8, is_paired=is_paired)
+    kind = WeightKind.of(weight.dtype, is_int8=is_int8)
+    packed = Packed.empty(*weights_BNM.shape, kind=kind, is_paired=is_paired)
     for place, weight_NM in enumerate(weights_BNM):
         packed.put(place, weight_NM)
     return packed
@@ -122,6 +152,6 @@ def library() -> Any:
     return SimpleNamespace(**operations, **{name: getattr(torch.classes.batchinfer_cpu, name) for name in _CLASSES})
 
 
-def _even(weight: torch.Tensor) -> torch.Tensor:
-    """With a zero behind rows of odd length."""
-    return F.pad(weight, (0, 1)) if weight.shape[-1] % 2 else weight
+def whole_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Rows as products take them: bfloat16 values go in pairs, so a zero stands behind rows of odd length."""
+    return F.pad(x, (0, 1)) if x.shape[-1] % 2 and x.dtype is torch.bfloat16 else x

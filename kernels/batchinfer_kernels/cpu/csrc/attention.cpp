@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "tile.h"
@@ -12,68 +13,94 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
 
+// 2^((score - peak) * factor), as exact as the weights that come of it are kept.
+template <class Value>
+inline Floats power_of(Floats score, Floats peak, Floats factor) {
+  if constexpr (std::is_same_v<Value, float>) {
+    return fine_exp2_values((score - peak) * factor);
+  } else {
+    return exp2_values(multiply_subtract(score, factor, peak * factor));
+  }
+}
+
 // What a new peak makes of earlier sums: exactly 1 where the peak has not changed.
-inline Floats shrink_of(Floats before, Floats peak, Floats factor, Floats offset) {
-  return choose(is_equal(before, peak), floats(1.0f), exp2_values(multiply_subtract(before, factor, offset)));
+template <class Value>
+inline Floats shrink_of(Floats before, Floats peak, Floats factor) {
+  return choose(is_equal(before, peak), floats(1.0f), power_of<Value>(before, peak, factor));
 }
 
-// Asks for 32 values that come soon, into the second level: the first has fewer reads from memory under way at a time.
-inline void fetch(const bf16* values) { _mm_prefetch(reinterpret_cast<const char*>(values), _MM_HINT_T1); }
+// Asks for the line of values that come soon, into the second level: the first has fewer reads from memory under way at a time.
+inline void fetch(const void* values) { _mm_prefetch(static_cast<const char*>(values), _MM_HINT_T1); }
 
-inline void fetch(const bf16* values, int64_t count) {
-  for (int64_t i = 0; i < count; i += 32) fetch(values + i);
+template <class Value>
+inline void fetch(const Value* values, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Value)}) fetch(values + i);
 }
 
-// Weights of rows, two keys side by side.
-struct Pairs {
+// Weights of rows in words.
+struct WeightWords {
   const int32_t* data;
-  int64_t row_stride, pair_stride;
+  int64_t row_stride, step_stride;
 };
 
 // sums = sums * shrink + weights · values for R rows and N chunks of 16 values.
-template <int R, int N>
-__attribute__((noinline)) void sum_tile(float* sums_at, const float* shrink, Pairs weights, const bf16* values,
-                                        int64_t num_pairs, int64_t value_dim) {
+template <class Value, int R, int N>
+__attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, const float* shrink, WeightWords weights,
+                                        PageValues<Value> values, int64_t num_steps) {
   Floats sums[R][N];
-  const int32_t* pairs[R];
+  const Value* rows[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    pairs[r] = weights.data + r * weights.row_stride;
+    rows[r] = reinterpret_cast<const Value*>(weights.data + r * weights.row_stride);
     const Floats factor = floats(shrink[r]);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[r][n] = load(sums_at + r * value_dim + 16 * n) * factor;
+    for (int n = 0; n < N; ++n) sums[r][n] = load(sums_at + r * sums_stride + 16 * n) * factor;
   }
-  add_pairs<R, N>(sums, pairs, weights.pair_stride, values, 2 * value_dim, num_pairs);
+  add_products<StepOf<Value>, R, N>(sums, rows, weights.step_stride * kWordValues<Value>, values.data, values.stride,
+                                    num_steps);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(sums_at + r * value_dim + 16 * n, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(sums_at + r * sums_stride + 16 * n, sums[r][n]);
   }
 }
 
 }  // namespace
 
-void interleave_values(Rows values, int64_t value_dim, int64_t num_keys, bf16* out) {
+void interleave_values(Rows<bf16> values, int64_t value_dim, int64_t room, int64_t num_keys, bf16* out) {
   for (int64_t key = 0; key < num_keys; key += 2) {
     const bf16* even = values.at(key);
     const bf16* odd = key + 1 < num_keys ? values.at(key + 1) : nullptr;
-    bf16* at = out + key * value_dim;
+    bf16* at = out + key * room;
     int64_t c = 0;
     for (; odd && c + 32 <= value_dim; c += 32) interleave_32(even + c, odd + c, at + 2 * c);
-    for (; c < value_dim; c += 16) store_ints(at + 2 * c, beside(load_bits(even + c), odd ? load_bits(odd + c) : ints(0)));
+    for (; c + 16 <= value_dim; c += 16) {
+      store_ints(at + 2 * c, beside(load_bits(even + c), odd ? load_bits(odd + c) : ints(0)));
+    }
+    for (; c < room; ++c) {
+      at[2 * c] = c < value_dim ? even[c] : 0;
+      at[2 * c + 1] = c < value_dim && odd ? odd[c] : 0;
+    }
   }
 }
 
-Attention& Attention::begin(int64_t width, int64_t value_dim, float scale, Lanes lanes) {
+template <class Value>
+Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, float scale, Lanes lanes) {
   static thread_local Attention attention;
   Attention& own = attention;
   own.lanes_ = lanes;
-  own.width_ = width;
+  own.is_padded_ = width % kWordValues<Value>;
+  own.width_ = (width + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
   own.value_dim_ = value_dim;
+  own.value_room_ = (value_dim + 15) / 16 * 16;
   own.factor_ = scale * kLog2E;
-  own.queries_.resize(width / 2 * kAttentionRows + 64);
-  own.sums_.resize(kAttentionRows * value_dim);
-  own.values_.resize(kPageTokens * value_dim);
+  own.queries_.resize(own.width_ / kWordValues<Value> * kAttentionRows + 64);
+  own.sums_.resize(kAttentionRows * own.value_room_);
+  own.values_.resize(kPageTokens * own.value_room_);
+  if (own.is_padded_) {
+    own.padded_keys_.resize(kPageTokens * own.width_);
+    own.padded_queries_.resize(kAttentionRows * own.width_);
+  }
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -81,41 +108,64 @@ Attention& Attention::begin(int64_t width, int64_t value_dim, float scale, Lanes
   return own;
 }
 
-void Attention::load_query(int64_t row, const bf16* q, int64_t position) {
+template <class Value>
+void Attention<Value>::load_query(int64_t row, const Value* q, int64_t position) {
+  if (is_padded_) {
+    Value* padded = padded_queries_.data() + row * width_;
+    std::copy_n(q, width_ - 1, padded);
+    padded[width_ - 1] = 0;
+    q = padded;
+  }
   query_rows_[row] = q;
   if (lanes_ == Lanes::kRows) {
-    const int32_t* pairs = reinterpret_cast<const int32_t*>(q);
-    for (int64_t pair = 0; pair < width_ / 2; ++pair) queries_[pair * kAttentionRows + row] = pairs[pair];
+    for (int64_t word = 0; word < width_ / kWordValues<Value>; ++word) {
+      std::memcpy(&queries_[word * kAttentionRows + row], q + word * kWordValues<Value>, sizeof(int32_t));
+    }
   }
   positions_[row] = static_cast<int32_t>(position);
-  std::fill_n(sums_.data() + row * value_dim_, value_dim_, 0.0f);
+  std::fill_n(sums_.data() + row * value_room_, value_room_, 0.0f);
+}
+
+// Keys with a zero behind each, where a step would take the first value of the next key, too.
+template <class Value>
+Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
+  if (!is_padded_) return keys;
+  for (int64_t key = 0; key < num_keys; ++key) {
+    Value* padded = padded_keys_.data() + key * width_;
+    std::copy_n(keys.at(key), width_ - 1, padded);
+    padded[width_ - 1] = 0;
+  }
+  return {padded_keys_.data(), width_};
 }
 
 // scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
+template <class Value>
 template <int K, int C>
-void Attention::score(int64_t lane, Rows keys, int64_t num_keys, const bf16* next) {
-  // a line of the next page after every so many pairs: all at once they would wait for memory
-  constexpr int64_t kPairsPerLine = 16 / K;
-  const int64_t num_lines = width_ / 2 / kPairsPerLine;
+void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, const Value* next) {
+  using Step = StepOf<Value>;
+  // a line of the next page after every so many words: all at once they would wait for memory
+  constexpr int64_t kWordsPerLine = 16 / K, kLineValues = 64 / int64_t{sizeof(Value)};
+  constexpr int64_t kWord = kWordValues<Value>;
+  const int64_t num_words = width_ / kWord, num_lines = num_words / kWordsPerLine;
   for (int64_t key = 0; key < num_keys; key += K) {
     Floats sums[K][C];
-    const int32_t* pairs[K];
+    const Value* rows[K];
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
-      pairs[k] = reinterpret_cast<const int32_t*>(keys.at(key + k));
+      rows[k] = keys.at(key + k);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[k][c] = floats(0.0f);
     }
-    const bf16* queries = reinterpret_cast<const bf16*>(queries_.data() + lane);
-    const bf16* coming = next ? next + key * keys.stride : keys.at(key);
-    for (int64_t line = 0; line < num_lines; ++line, coming += 32) {
+    const Value* queries = reinterpret_cast<const Value*>(queries_.data() + lane);
+    const Value* coming = next ? next + key * keys.stride : keys.at(key);
+    for (int64_t line = 0; line < num_lines; ++line, coming += kLineValues) {
       fetch(coming);
-      add_pairs<K, C>(sums, pairs, 1, queries, 2 * kAttentionRows, kPairsPerLine);
-      queries += kPairsPerLine * 2 * kAttentionRows;
+      add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, kWordsPerLine);
+      queries += kWordsPerLine * kWord * kAttentionRows;
 #pragma GCC unroll 16
-      for (int k = 0; k < K; ++k) pairs[k] += kPairsPerLine;
+      for (int k = 0; k < K; ++k) rows[k] += kWordsPerLine * kWord;
     }
-    add_pairs<K, C>(sums, pairs, 1, queries, 2 * kAttentionRows, width_ / 2 - num_lines * kPairsPerLine);
+    add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, num_words - num_lines * kWordsPerLine);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
 #pragma GCC unroll 4
@@ -132,11 +182,12 @@ void Attention::score(int64_t lane, Rows keys, int64_t num_keys, const bf16* nex
 }
 
 // Turns the scores of up to 16 rows into weights; a row sees the keys up to its position.
-void Attention::weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys) {
+template <class Value>
+void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys) {
   const First first = lanes(row_end - lane);
   const Ints positions = load_ints(positions_ + lane);
   const Floats before = load(peak_ + lane);
-  const int64_t num_even = (num_keys + 1) & ~int64_t{1};
+  const int64_t num_even = (num_keys + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
   const Ints last = ints(static_cast<int>(start + num_even - 1));
   const bool sees_all = num_even == num_keys && !any(both(first, is_less(positions, last)));
   Floats peak = before;
@@ -152,36 +203,46 @@ void Attention::weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_
       peak = larger(peak, score);
     }
   }
-  const Floats factor = floats(factor_), offset = peak * factor;
-  const Floats shrink = shrink_of(before, peak, factor, offset);
+  const Floats factor = floats(factor_), shrink = shrink_of<Value>(before, peak, factor);
+  const auto weight_of = [&](int64_t key) {
+    return power_of<Value>(load(first, scores_[key] + lane), peak, factor);
+  };
   // the sum of what is multiplied, so that rounding the weights leaves them adding up to one
   Floats total = load(total_ + lane) * shrink;
-  for (int64_t key = 0; key < num_even; key += 2) {
-    const Floats even_score = load(first, scores_[key] + lane), odd_score = load(first, scores_[key + 1] + lane);
-    const Ints even = rounded_bits(exp2_values(multiply_subtract(even_score, factor, offset)));
-    const Ints odd = rounded_bits(exp2_values(multiply_subtract(odd_score, factor, offset)));
-    total = total + low_values(even) + low_values(odd);
-    store_ints(weights_[key / 2] + lane, first, beside(even, odd));
+  for (int64_t key = 0; key < num_even; key += kWordValues<Value>) {
+    int32_t* at = weights_[key / kWordValues<Value>] + lane;
+    if constexpr (kWordValues<Value> == 1) {
+      const Floats weight = weight_of(key);
+      total = total + weight;
+      store(reinterpret_cast<float*>(at), first, weight);
+    } else {
+      const Ints even = rounded_bits(weight_of(key)), odd = rounded_bits(weight_of(key + 1));
+      total = total + low_values(even) + low_values(odd);
+      store_ints(at, first, beside(even, odd));
+    }
   }
   store(shrink_ + lane, first, shrink);
   store(total_ + lane, first, total);
   store(peak_ + lane, first, peak);
 }
 
-// The keys of a page as the panel of a product: [pairs][64 keys].
-void Attention::turn_keys(Rows keys, int64_t num_keys, const bf16* next) {
+// The keys of a page as the panel of a product: [words][64 keys].
+template <class Value>
+void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, const Value* next) {
   const int32_t* rows = reinterpret_cast<const int32_t*>(keys.data);
+  const int64_t stride = keys.stride / kWordValues<Value>, num_words = width_ / kWordValues<Value>;
   for (int64_t key = 0; key < num_keys; key += 16) {
     if (next) fetch(next + key * keys.stride, 16 * keys.stride);
-    for (int64_t pair = 0; pair < width_ / 2; pair += 16) {
-      turn_16(rows + key * keys.stride / 2 + pair, keys.stride / 2, std::min<int64_t>(16, width_ / 2 - pair),
-              queries_.data() + pair * kPageTokens + key, kPageTokens);
+    for (int64_t word = 0; word < num_words; word += 16) {
+      turn_16(rows + key * stride + word, stride, std::min<int64_t>(16, num_words - word),
+              queries_.data() + word * kPageTokens + key, kPageTokens);
     }
   }
 }
 
 // Turns the scores of one row into weights. Lanes behind the last key are computed from whatever stands there.
-void Attention::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
+template <class Value>
+void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
   const Ints num_seen = ints(static_cast<int>(std::min<int64_t>(num_keys, positions_[row] - start + 1)));
   Floats scores[kPageTokens / 16];
   Floats most = floats(kMinusInfinity);
@@ -192,54 +253,70 @@ void Attention::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
     most = larger(most, scores[n]);
   }
   const Floats before = floats(peak_[row]), peak = larger(before, floats(largest_of(most)));
-  const Floats factor = floats(factor_), offset = peak * factor;
+  const Floats factor = floats(factor_);
   Floats total = floats(0.0f);
-  bf16* const weights = reinterpret_cast<bf16*>(&weights_[0][0]) + row * kPageTokens;
+  Value* const weights = reinterpret_cast<Value*>(&weights_[0][0]) + row * kPageTokens;
 #pragma GCC unroll 4
   for (int n = 0; n < kPageTokens / 16; ++n) {
-    const Floats weight = exp2_values(multiply_subtract(scores[n], factor, offset));
+    const Floats weight = power_of<Value>(scores[n], peak, factor);
     store_rounded(weights + 16 * n, lanes(16), weight);
-    total = total + rounded(weight);
+    total = total + rounded<Value>(weight);
   }
-  shrink_[row] = first_of(shrink_of(before, peak, factor, offset));
+  shrink_[row] = first_of(shrink_of<Value>(before, peak, factor));
   total_[row] = total_[row] * shrink_[row] + sum_of(total);
   peak_[row] = first_of(peak);
 }
 
-void Attention::sum(int64_t row_begin, int64_t row_end, const bf16* values, int64_t num_keys) {
-  const int64_t num_pairs = (num_keys + 1) / 2;
-  const Pairs weights = lanes_ == Lanes::kRows ? Pairs{weights_[0], 1, kAttentionRows}
-                                               : Pairs{weights_[0], kPageTokens / 2, 1};
-  for (int64_t column = 0; column < value_dim_; column += 64) {
-    const int64_t chunks = std::min<int64_t>(4, (value_dim_ - column) / 16);
+template <class Value>
+void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys) {
+  const int64_t num_steps = (num_keys + kWordValues<Value> - 1) / kWordValues<Value>;
+  const WeightWords weights = lanes_ == Lanes::kRows ? WeightWords{weights_[0], 1, kAttentionRows}
+                                                     : WeightWords{weights_[0], kPageWords, 1};
+  for (int64_t column = 0; column < value_room_; column += 64) {
+    const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       with_rows(std::min(kTileRows, row_end - row), [&](auto count) {
         for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
           const int64_t from = column + 16 * chunk;
-          sum_tile<count, groups>(sums_.data() + row * value_dim_ + from, shrink_ + row,
-                                  {weights.data + row * weights.row_stride, weights.row_stride, weights.pair_stride},
-                                  values + 2 * from, num_pairs, value_dim_);
+          sum_tile<Value, count, groups>(
+              sums_.data() + row * value_room_ + from, value_room_, shrink_ + row,
+              {weights.data + row * weights.row_stride, weights.row_stride, weights.step_stride},
+              {values.data + kWordValues<Value> * from, values.stride}, num_steps);
         });
       });
     }
   }
 }
 
-const bf16* Attention::interleaved(Rows values, int64_t num_keys) {
-  interleave_values(values, value_dim_, num_keys, values_.data());
-  return values_.data();
+template <class Value>
+PageValues<Value> Attention<Value>::values_of(Rows<Value> values, int64_t num_keys) {
+  if constexpr (kWordValues<Value> == 2) {
+    interleave_values(values, value_dim_, value_room_, num_keys, values_.data());
+    return {values_.data(), 2 * value_room_};
+  } else {
+    if (value_dim_ == value_room_) return {values.data, values.stride};
+    for (int64_t key = 0; key < num_keys; ++key) {
+      Value* at = values_.data() + key * value_room_;
+      std::fill_n(std::copy_n(values.at(key), value_dim_, at), value_room_ - value_dim_, 0.0f);
+    }
+    return {values_.data(), value_room_};
+  }
 }
 
-void Attention::add_page(int64_t row_begin, int64_t row_end, Rows keys, const bf16* values, int64_t start,
-                         int64_t num_keys, const bf16* next) {
+template <class Value>
+void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> keys, PageValues<Value> values,
+                                int64_t start, int64_t num_keys, const Value* next) {
+  keys = whole_words(keys, num_keys);
   if (lanes_ == Lanes::kKeys) {
     turn_keys(keys, num_keys, next);
-    const bf16* panel = reinterpret_cast<const bf16*>(queries_.data());
+    const Value* panel = reinterpret_cast<const Value*>(queries_.data());
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min(kTileRows, row_end - row);
       with_rows(rows, [&](auto count) {
         for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
-          bf16_tile<count, groups>(query_rows_ + row, panel + 32 * chunk, width_, scores_[row] + 16 * chunk, true);
+          using Step = StepOf<Value>;
+          tile<Step, count, groups>(query_rows_ + row, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
+                                    scores_[row] + 16 * chunk, true);
         });
       });
     }
@@ -264,10 +341,14 @@ void Attention::add_page(int64_t row_begin, int64_t row_end, Rows keys, const bf
   sum(row_begin, row_end, values, num_keys);
 }
 
-void Attention::finish(int64_t row, bf16* out, int64_t count) const {
-  const float* sums = sums_.data() + row * value_dim_;
+template <class Value>
+void Attention<Value>::finish(int64_t row, Value* out, int64_t count) const {
+  const float* sums = sums_.data() + row * value_room_;
   const Floats total = floats(peak_[row] == kMinusInfinity ? 1.0f : total_[row]);
   for (int64_t c = 0; c < count; c += 16) store_rounded(out + c, lanes(count - c), load(sums + c) / total);
 }
+
+template class Attention<bf16>;
+template class Attention<float>;
 
 }  // namespace batchinfer

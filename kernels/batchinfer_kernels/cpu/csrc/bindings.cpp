@@ -1,6 +1,6 @@
 // The kernels as torch operations `torch.ops.batchinfer_cpu.*`. Shapes and meanings are those of the Python functions
 // in ops.py, which only call these with tensors of the right dtypes on the CPU. A packed weight comes as its bytes, its
-// number of columns and its depth; `is_int8` says what they are.
+// number of columns, its depth and its kind (WeightKind).
 
 #include <torch/library.h>
 
@@ -10,57 +10,72 @@
 
 namespace batchinfer::tensors {
 
-int64_t packed_bytes(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
-  return shape_of(num_columns, depth, is_int8, is_paired).bytes();
+int64_t packed_bytes(int64_t num_columns, int64_t depth, int64_t kind, bool is_paired) {
+  return shape_of(num_columns, depth, kind, is_paired).bytes();
 }
 
-void pack(const Tensor& packed, at::TensorList sources, bool is_int8, bool is_paired) {
+void pack(const Tensor& packed, at::TensorList sources, int64_t kind, bool is_paired) {
   TORCH_CHECK(!sources.empty(), "no parts");
-  batchinfer::Parts parts{{}, sources[0].size(0), sources[0].size(1)};
-  for (const Tensor& source : sources) {
-    check_contiguous(source, 2, "source");
-    TORCH_CHECK(source.sizes() == sources[0].sizes(), "parts have different shapes");
-    parts.starts.push_back(values_of(source));
-  }
-  const int64_t num_columns = parts.part_columns * static_cast<int64_t>(sources.size());
-  const Weight shape = shape_of(num_columns, parts.depth, is_int8, is_paired);
-  TORCH_CHECK(packed.is_contiguous() && packed.numel() == shape.bytes(), "room for ", shape.bytes(), " bytes");
-  batchinfer::pack(parts, shape, write<uint8_t>(packed));
+  with_values(sources[0], [&](auto value) {
+    batchinfer::Parts<decltype(value)> parts{{}, sources[0].size(0), sources[0].size(1)};
+    for (const Tensor& source : sources) {
+      check_like(source, 2, sources[0], "source");
+      TORCH_CHECK(source.sizes() == sources[0].sizes(), "parts have different shapes");
+      parts.starts.push_back(read<decltype(value)>(source));
+    }
+    const int64_t num_columns = parts.part_columns * static_cast<int64_t>(sources.size());
+    const Weight shape = shape_of(num_columns, parts.depth, kind, is_paired);
+    check_kind(sources[0], shape);
+    TORCH_CHECK(packed.is_contiguous() && packed.numel() == shape.bytes(), "room for ", shape.bytes(), " bytes");
+    batchinfer::pack(parts, shape, write<uint8_t>(packed));
+  });
 }
 
-Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, bool is_int8, bool wide,
+Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, int64_t kind, bool wide,
               const std::optional<Tensor>& stream) {
   check(x_in, 2, "x");
   TORCH_CHECK(x_in.size(1) == depth, "x is ", x_in.size(1), " wide, weight ", depth);
   const Tensor x = with_whole_rows(x_in);
-  const Weight weight = weight_of(packed, 1, num_columns, depth, is_int8, false);
-  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  const Weight weight = weight_of(packed, 1, num_columns, depth, kind, false);
+  check_kind(x, weight);
+  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(wide ? at::kFloat : x.scalar_type()));
   if (stream) {
-    check_contiguous(*stream, 2, "stream");
+    check_like(*stream, 2, x, "stream");
     TORCH_CHECK(!wide && stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
   }
-  const bf16* added = stream ? values_of(*stream) : nullptr;
-  if (is_int8) {
+  const auto run = [&](const auto& rows, auto value) {
+    using Value = decltype(value);
+    batchinfer::linear<std::decay_t<decltype(rows)>, Value>(rows, weight, stream ? read<Value>(*stream) : nullptr,
+                                                            write<Value>(out), x.size(0));
+  };
+  if (weight.kind == WeightKind::kInt8) {
     TORCH_CHECK(!wide, "8-bit products are rounded to bfloat16");
-    batchinfer::linear(Bytes(x).rows, weight, added, room_of(out), x.size(0));
+    run(Bytes(x).rows, bf16{});
+  } else if (weight.kind == WeightKind::kFloat32) {
+    run(rows_of<float>(x), float{});
   } else if (wide) {
-    batchinfer::linear(rows_of(x), weight, write<float>(out), x.size(0));
+    run(rows_of<bf16>(x), float{});
   } else {
-    batchinfer::linear(rows_of(x), weight, added, room_of(out), x.size(0));
+    run(rows_of<bf16>(x), bf16{});
   }
   return out;
 }
 
 // The result stands in memory as [T, B, N], which is how callers go on with it.
-Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth) {
+Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, int64_t kind) {
   check(x_in, 3, "x");
   TORCH_CHECK(x_in.size(2) == depth, "x is ", x_in.size(2), " wide, weight ", depth);
   const Tensor x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
   const int64_t num_batches = x.size(0), num_rows = x.size(1);
-  const Weight weights = weight_of(packed, num_batches, num_columns, depth, false, false);
+  const Weight weights = weight_of(packed, num_batches, num_columns, depth, kind, false);
+  check_kind(x, weights);
+  TORCH_CHECK(weights.kind != WeightKind::kInt8, "there are no batched products in 8 bits");
   Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
-  batchinfer::batched_linear({values_of(x), x.stride(1)}, x.stride(0), weights, room_of(out), num_batches * num_columns,
-                             num_columns, num_batches, num_rows);
+  with_values(x, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::batched_linear<Value>({read<Value>(x), x.stride(1)}, x.stride(0), weights, write<Value>(out),
+                                      num_batches * num_columns, num_columns, num_batches, num_rows);
+  });
   return out.transpose(0, 1);
 }
 
@@ -68,25 +83,32 @@ Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
   check(x_in, 2, "x");
   TORCH_CHECK(packed.scalar_type() == at::kFloat && packed.is_contiguous() && packed.dim() == 3, "a packed router");
   TORCH_CHECK(packed.size(1) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", packed.size(1));
+  TORCH_CHECK(num_columns <= packed.size(0) * kPanelColumns, "a router of ", num_columns);
   const Tensor x = with_whole_rows(x_in);
+  const Weight weight{read<uint8_t>(packed), WeightKind::kFloat32, num_columns, x.size(1)};
   Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(at::kFloat));
-  batchinfer::router(rows_of(x), read<float>(packed), write<float>(out), x.size(0), num_columns, x.size(1));
+  with_values(x, [&](auto value) {
+    batchinfer::linear<Rows<decltype(value)>, float>(rows_of<decltype(value)>(x), weight, nullptr, write<float>(out),
+                                                     x.size(0));
+  });
   return out;
 }
 
-// Runs the experts over their rows of x.
 void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& experts, const Weight& gate_up,
-                 const Weight& down, const int64_t* in_index, const bf16* stream, bf16* out) {
-  const int64_t count = experts.size();
+                 const Weight& down, const int64_t* in_index, const Tensor* stream, const Tensor& out) {
+  check_kind(x, gate_up);
+  check_kind(x, down);
+  const auto run = [&](auto rows, auto value) {
+    using Value = decltype(value);
+    rows.index = in_index;
+    batchinfer::expert_mlp<decltype(rows), Value>(rows, experts.data(), experts.size(), gate_up, down,
+                                                  stream ? read<Value>(*stream) : nullptr, write<Value>(out));
+  };
   if (gate_up.kind == WeightKind::kInt8) {
     const Bytes bytes(x);
-    batchinfer::ByteRows rows = bytes.rows;
-    rows.index = in_index;
-    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, stream, out);
+    run(bytes.rows, bf16{});
   } else {
-    batchinfer::Rows rows = rows_of(x);
-    rows.index = in_index;
-    batchinfer::expert_mlp(rows, experts.data(), count, gate_up, down, stream, out);
+    with_values(x, [&](auto value) { run(rows_of<decltype(value)>(x), value); });
   }
 }
 
@@ -94,20 +116,20 @@ struct ExpertWeights {
   Weight gate_up, down;
 
   ExpertWeights(const Tensor& num_rows, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate,
-                int64_t hidden, bool is_int8) {
+                int64_t hidden, int64_t kind) {
     check_indices(num_rows, "num_rows");
-    gate_up = weight_of(gate_up_in, num_rows.numel(), 2 * intermediate, hidden, is_int8, true);
-    down = weight_of(down_in, num_rows.numel(), hidden, intermediate, is_int8, false);
+    gate_up = weight_of(gate_up_in, num_rows.numel(), 2 * intermediate, hidden, kind, true);
+    down = weight_of(down_in, num_rows.numel(), hidden, intermediate, kind, false);
   }
 };
 
 // `tokens` says which row of x each row for the experts is; without it x has these rows themselves.
 Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
-                   const std::optional<Tensor>& tokens, int64_t intermediate, bool is_int8) {
+                   const std::optional<Tensor>& tokens, int64_t intermediate, int64_t kind) {
   check(x_in, 2, "x");
   const Tensor x = with_whole_rows(x_in);
   const int64_t hidden = x.size(1), total = tokens ? tokens->numel() : x.size(0);
-  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, is_int8);
+  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, kind);
   const int64_t* counts = read<int64_t>(num_rows);
   std::vector<batchinfer::ExpertRows> experts;
   int64_t start = 0;
@@ -125,32 +147,31 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
     }
   }
   Tensor out = at::empty({total, hidden}, x.options());
-  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr,
-              room_of(out));
+  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out);
   return out;
 }
 
 // One MLP over all rows; the rounded result is added to `stream`.
-Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate, bool is_int8,
+Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate, int64_t kind,
            const std::optional<Tensor>& stream) {
   check(x_in, 2, "x");
   const Tensor x = with_whole_rows(x_in);
-  const Weight gate_up = weight_of(gate_up_in, 1, 2 * intermediate, x.size(1), is_int8, true);
-  const Weight down = weight_of(down_in, 1, x.size(1), intermediate, is_int8, false);
+  const Weight gate_up = weight_of(gate_up_in, 1, 2 * intermediate, x.size(1), kind, true);
+  const Weight down = weight_of(down_in, 1, x.size(1), intermediate, kind, false);
   Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
   if (stream) {
-    check_contiguous(*stream, 2, "stream");
+    check_like(*stream, 2, x, "stream");
     TORCH_CHECK(stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
   }
-  run_experts(x, {{0, x.size(0)}}, gate_up, down, nullptr, stream ? values_of(*stream) : nullptr, room_of(out));
+  run_experts(x, {{0, x.size(0)}}, gate_up, down, nullptr, stream ? &*stream : nullptr, out);
   return out;
 }
 
 Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
-                  int64_t intermediate, bool is_int8) {
+                  int64_t intermediate, int64_t kind) {
   check_contiguous(x, 3, "x");
   const int64_t room = x.size(1), hidden = x.size(2), num_experts = num_rows.numel();
-  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, is_int8);
+  const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, kind);
   const int64_t* counts = read<int64_t>(num_rows);
   TORCH_CHECK(x.size(0) == num_experts, "x has ", x.size(0), " experts, num_rows ", num_experts);
   Tensor out = at::empty({x.size(0), room, hidden}, x.options());
@@ -159,22 +180,22 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
     const int64_t count = counts[expert];
     TORCH_CHECK(0 <= count && count <= room, "expert ", expert, " has ", count, " rows and room for ", room);
     experts.push_back({expert * room, count});
-    std::memset(room_of(out) + (expert * room + count) * hidden, 0, (room - count) * hidden * sizeof(bf16));
+    std::memset(write<char>(out) + (expert * room + count) * hidden * out.element_size(), 0,
+                (room - count) * hidden * out.element_size());
   }
   run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, nullptr,
-              room_of(out));
+              out);
   return out;
 }
 
 Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
                   const Tensor& positions, int64_t latent_dim, double scale) {
   check_contiguous(q, 3, "q");
-  check_contiguous(pages, 3, "pages");
+  check_like(pages, 3, q, "pages");
   for (const Tensor* indices : {&page_table, &kv_tokens, &positions}) check_indices(*indices, "indices");
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(pages.size(1) == 64 && pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
-  TORCH_CHECK(latent_dim % 16 == 0 && latent_dim <= q.size(2), "latent_dim must be a multiple of 16 within the width");
-  TORCH_CHECK(q.size(2) % 2 == 0, "the width ", q.size(2), " is odd");
+  TORCH_CHECK(0 < latent_dim && latent_dim <= q.size(2), "latent_dim must be within the width");
   TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
   const int64_t* ids = read<int64_t>(page_table);
@@ -188,9 +209,13 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
   if (num_requests == 0) return out;
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
-  batchinfer::mla_decode({num_requests, q.size(0) / num_requests, q.size(1), q.size(2), latent_dim, table_pages,
-                          static_cast<float>(scale)},
-                         values_of(q), values_of(pages), ids, lengths, read<int64_t>(positions), room_of(out));
+  const batchinfer::DecodeShape shape{num_requests, q.size(0) / num_requests, q.size(1), q.size(2),
+                                      latent_dim,   table_pages,              static_cast<float>(scale)};
+  with_values(q, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::mla_decode(shape, read<Value>(q), read<Value>(pages), ids, lengths, read<int64_t>(positions),
+                           write<Value>(out));
+  });
   return out;
 }
 
@@ -198,13 +223,12 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
                    const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
                    int64_t value_dim, double scale) {
   check_contiguous(q, 3, "q");
-  check_contiguous(pages, 3, "pages");
+  check_like(pages, 3, q, "pages");
   for (const Tensor* indices : {&page_table, &num_tokens, &context_tokens, &positions}) {
     check_indices(*indices, "indices");
   }
   const int64_t num_heads = q.size(1), width = q.size(2), rotary = pages.size(2) - latent_dim, nope = width - rotary;
   TORCH_CHECK(pages.size(1) == 64 && rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
-  TORCH_CHECK(width % 2 == 0 && latent_dim % 2 == 0, "the widths of queries and latents must be even");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per query");
   const int64_t num_chunks = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(num_tokens.numel() == num_chunks && context_tokens.numel() == num_chunks, "one count per chunk");
@@ -223,20 +247,24 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
     first += count;
   }
   TORCH_CHECK(first == q.size(0), "the chunks have ", first, " tokens, q ", q.size(0));
-  const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, false, false);
+  const int64_t kind = static_cast<int64_t>(q.scalar_type() == at::kFloat ? WeightKind::kFloat32 : WeightKind::kBfloat16);
+  const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, kind, false);
   Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
-  batchinfer::mla_prefill({num_heads, nope, rotary, value_dim, latent_dim, static_cast<float>(scale)}, chunks.data(),
-                          chunks.size(), values_of(q), values_of(pages), read<int64_t>(positions), weight,
-                          room_of(out));
+  const batchinfer::PrefillShape shape{num_heads, nope, rotary, value_dim, latent_dim, static_cast<float>(scale)};
+  with_values(q, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::mla_prefill(shape, chunks.data(), chunks.size(), read<Value>(q), read<Value>(pages),
+                            read<int64_t>(positions), weight, write<Value>(out));
+  });
   return out;
 }
 
 void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
                     const Tensor& sin, bool is_interleaved, const Tensor& slots, const Tensor& pages) {
   check_contiguous(q, 3, "q");
-  check_contiguous(latents, 2, "latents");
-  check_contiguous(norm, 1, "norm");
-  check_contiguous(pages, 3, "pages");
+  check_like(latents, 2, q, "latents");
+  check_like(norm, 1, q, "norm");
+  check_like(pages, 3, q, "pages");
   check_indices(slots, "slots");
   const int64_t num_rows = q.size(0), width = latents.size(1), latent_dim = norm.numel();
   const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
@@ -247,12 +275,16 @@ void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, 
     const int64_t slot = read<int64_t>(slots)[i];
     TORCH_CHECK(0 <= slot && slot < pages.size(0) * pages.size(1), "slot ", slot);
   }
-  batchinfer::rope(room_of(q) + q.size(2) - rotary.rotary, q.stride(0), q.stride(1), q.size(1), num_rows, rotary);
-  batchinfer::write_latents(rows_of(latents), values_of(norm), static_cast<float>(eps), rotary, latent_dim,
-                            read<int64_t>(slots), room_of(pages), num_rows);
+  with_values(q, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::rope(write<Value>(q) + q.size(2) - rotary.rotary, q.stride(0), q.stride(1), q.size(1), num_rows,
+                     rotary);
+    batchinfer::write_latents(rows_of<Value>(latents), read<Value>(norm), static_cast<float>(eps), rotary, latent_dim,
+                              read<int64_t>(slots), write<Value>(pages), num_rows);
+  });
 }
 
-std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t topk,
+std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t method, int64_t topk,
                                 int64_t num_groups, int64_t topk_groups, bool normalize, double scale) {
   TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2,
               "logits must be contiguous float32");
@@ -261,11 +293,13 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts,
                 "one float32 bias per expert");
   }
+  TORCH_CHECK(0 <= method && method <= static_cast<int64_t>(batchinfer::GateMethod::kGroupLimitedGreedy), "no gate ",
+              method);
   TORCH_CHECK(num_groups > 0 && experts % num_groups == 0 && topk_groups <= num_groups, "groups must be equal");
   TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");
   Tensor ids = at::empty({num_tokens, topk}, logits.options().dtype(at::kLong));
   Tensor weights = at::empty({num_tokens, topk}, logits.options());
-  batchinfer::gate({num_tokens, experts, topk, num_groups, topk_groups, normalize, static_cast<float>(scale)},
+  batchinfer::gate({static_cast<batchinfer::GateMethod>(method), num_tokens, experts, topk, num_groups, topk_groups, normalize, static_cast<float>(scale)},
                    read<float>(logits), bias ? read<float>(*bias) : nullptr, write<int64_t>(ids),
                    write<float>(weights));
   return {ids, weights};
@@ -291,8 +325,10 @@ Tensor sum_per_token(const Tensor& rows, const Tensor& place, const Tensor& weig
               "weights must be contiguous float32");
   TORCH_CHECK(place.numel() == weights.numel() && rows.size(0) == weights.numel(), "one row per token and expert");
   Tensor sums = at::empty({weights.size(0), rows.size(1)}, weights.options());
-  batchinfer::sum_per_token(values_of(rows), read<int64_t>(place), read<float>(weights), write<float>(sums),
-                            weights.size(0), weights.size(1), rows.size(1));
+  with_values(rows, [&](auto value) {
+    batchinfer::sum_per_token(read<decltype(value)>(rows), read<int64_t>(place), read<float>(weights),
+                              write<float>(sums), weights.size(0), weights.size(1), rows.size(1));
+  });
   return sums;
 }
 
@@ -300,32 +336,43 @@ Tensor add_sums(const Tensor& hidden, const Tensor& sums, const std::optional<Te
   check_contiguous(hidden, 2, "hidden");
   TORCH_CHECK(sums.scalar_type() == at::kFloat && sums.is_contiguous() && sums.sizes() == hidden.sizes(), "sums");
   if (added) {
-    check_contiguous(*added, 2, "added");
+    check_like(*added, 2, hidden, "added");
     TORCH_CHECK(added->sizes() == hidden.sizes(), "added has another shape");
   }
   Tensor out = at::empty({hidden.size(0), hidden.size(1)}, hidden.options());
-  batchinfer::add_sums(values_of(hidden), read<float>(sums), added ? values_of(*added) : nullptr, room_of(out),
-                       hidden.numel());
+  with_values(hidden, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::add_sums(read<Value>(hidden), read<float>(sums), added ? read<Value>(*added) : nullptr,
+                         write<Value>(out), hidden.numel());
+  });
   return out;
 }
 
 Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check(x_in, 2, "x");
-  check_contiguous(weight, 1, "weight");
+  check_like(weight, 1, x_in, "weight");
   TORCH_CHECK(weight.size(0) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", weight.size(0));
   const Tensor x = with_whole_rows(x_in);
   Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
-  batchinfer::rms_norm(rows_of(x), values_of(weight), static_cast<float>(eps), room_of(out), x.size(0), x.size(1));
+  with_values(x, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::rms_norm(rows_of<Value>(x), read<Value>(weight), static_cast<float>(eps), write<Value>(out), x.size(0),
+                         x.size(1));
+  });
   return out;
 }
 
 Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
   check(gate_in, 2, "gate");
   check(up_in, 2, "up");
-  TORCH_CHECK(gate_in.sizes() == up_in.sizes(), "gate and up must have one shape");
+  TORCH_CHECK(gate_in.sizes() == up_in.sizes() && gate_in.scalar_type() == up_in.scalar_type(),
+              "gate and up must have one shape and one type");
   const Tensor gate = with_whole_rows(gate_in), up = with_whole_rows(up_in);
   Tensor out = at::empty({gate.size(0), gate.size(1)}, gate.options());
-  batchinfer::silu_mul(rows_of(gate), rows_of(up), room_of(out), gate.size(0), gate.size(1));
+  with_values(gate, [&](auto value) {
+    using Value = decltype(value);
+    batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1));
+  });
   return out;
 }
 
@@ -339,23 +386,51 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   return {tokens, is_finite};
 }
 
+std::tuple<Tensor, Tensor> exponentials(const Tensor& logits, const Tensor& temperatures) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
+              "logits must be contiguous float32");
+  TORCH_CHECK(temperatures.scalar_type() == at::kDouble && temperatures.is_contiguous() &&
+                  temperatures.numel() == logits.size(0),
+              "one float64 temperature per row");
+  Tensor powers = at::empty(logits.sizes(), logits.options().dtype(at::kDouble));
+  Tensor totals = at::empty({logits.size(0)}, powers.options());
+  batchinfer::exponentials(read<float>(logits), read<double>(temperatures), logits.size(0), logits.size(1),
+                           write<double>(powers), write<double>(totals));
+  return {powers, totals};
+}
+
+Tensor log_sum_exp(const Tensor& logits) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
+              "logits must be contiguous float32");
+  Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kDouble));
+  batchinfer::log_sum_exp(read<float>(logits), logits.size(0), logits.size(1), write<double>(out));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
+  TORCH_CHECK(angles.scalar_type() == at::kFloat && angles.is_contiguous(), "angles must be contiguous float32");
+  Tensor cos = at::empty(angles.sizes(), angles.options()), sin = at::empty(angles.sizes(), angles.options());
+  batchinfer::cos_sin(read<float>(angles), scale, angles.numel(), write<float>(cos), write<float>(sin));
+  return {cos, sin};
+}
+
 }  // namespace batchinfer::tensors
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def("packed_bytes(int num_columns, int depth, bool is_int8, bool is_paired) -> int", packed_bytes);
-  m.def("pack(Tensor(a!) packed, Tensor[] sources, bool is_int8, bool is_paired) -> ()", pack);
-  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, bool is_int8, bool wide, Tensor? stream) -> Tensor", linear);
-  m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth) -> Tensor", batched_linear);
+  m.def("packed_bytes(int num_columns, int depth, int kind, bool is_paired) -> int", packed_bytes);
+  m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
+  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, int kind, bool wide, Tensor? stream) -> Tensor", linear);
+  m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth, int kind) -> Tensor", batched_linear);
   m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);
   m.def(
-      "grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, Tensor? tokens, int intermediate, bool "
-      "is_int8) -> Tensor",
+      "grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, Tensor? tokens, int intermediate, int "
+      "kind) -> Tensor",
       grouped_mlp);
   m.def(
-      "mlp(Tensor x, Tensor gate_up, Tensor down, int intermediate, bool is_int8, Tensor? stream) -> Tensor", mlp);
+      "mlp(Tensor x, Tensor gate_up, Tensor down, int intermediate, int kind, Tensor? stream) -> Tensor", mlp);
   m.def(
-      "masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, int intermediate, bool is_int8) -> Tensor",
+      "masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, int intermediate, int kind) -> Tensor",
       masked_mlp);
   m.def(
       "mla_decode(Tensor q, Tensor pages, Tensor page_table, Tensor kv_tokens, Tensor positions, int latent_dim, "
@@ -370,7 +445,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
       rope_and_cache);
   m.def(
-      "gate(Tensor logits, Tensor? bias, int topk, int num_groups, int topk_groups, bool normalize, float scale) -> "
+      "gate(Tensor logits, Tensor? bias, int method, int topk, int num_groups, int topk_groups, bool normalize, float scale) -> "
       "(Tensor, Tensor)",
       gate);
   m.def("sort_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", sort_by_expert);
@@ -378,5 +453,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("add_sums(Tensor hidden, Tensor sums, Tensor? added) -> Tensor", add_sums);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
+  m.def("exponentials(Tensor logits, Tensor temperatures) -> (Tensor, Tensor)", exponentials);
+  m.def("log_sum_exp(Tensor logits) -> Tensor", log_sum_exp);
+  m.def("cos_sin(Tensor angles, float scale) -> (Tensor, Tensor)", cos_sin);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", argmax);
 }

@@ -42,9 +42,9 @@ const uint8_t* panel_of(const Weight& weights, int64_t expert, int64_t panel) {
   return weights.data + expert * weights.bytes() + panel * weights.panel_bytes();
 }
 
-// hidden [rows, intermediate] = silu(gate) * up, kept in float32 until the product is rounded.
-template <class Source>
-void activate(const Source& x, const std::vector<Part>& parts, const Weight& gate_up, bf16* hidden, int64_t stride) {
+// hidden [rows, stride] = silu(gate) * up, kept in float32 until the product is rounded; zeros behind them in a row.
+template <class Source, class Value>
+void activate(const Source& x, const std::vector<Part>& parts, const Weight& gate_up, Value* hidden, int64_t stride) {
   const int64_t intermediate = gate_up.num_columns / 2;
   run_tasks(parts.size(), [&](int64_t task) {
     const Part& part = parts[task];
@@ -60,15 +60,16 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
             store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
                           silu_values(load(gate)) * load(gate + kPairs));
           }
+          if (column + columns == intermediate) std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
         }
       }
     }
   });
 }
 
-template <class Source>
-void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down,
-                  const bf16* stream, bf16* out) {
+template <class Source, class Value>
+void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down, const Value* stream,
+                  Value* out) {
   run_tasks(parts.size(), [&](int64_t task) {
     const Part& part = parts[task];
     alignas(64) float sums[kStripRows * kPanelColumns];
@@ -83,7 +84,7 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
           for (int64_t c = 0; c < columns; c += 16) {
             const First first = lanes(columns - c);
             Floats values = load(sums + r * kPanelColumns + c);
-            if (stream) values = load_wide(first, stream + at + c) + rounded(values);
+            if (stream) values = load_wide(first, stream + at + c) + rounded<Value>(values);
             store_rounded(out + at + c, first, values);
           }
         }
@@ -102,27 +103,30 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
 
 }  // namespace
 
-void expert_mlp(Rows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                const bf16* stream, bf16* out) {
-  const int64_t stride = (down.depth + 1) / 2 * 2;
+template <class Source, class Value>
+void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up,
+                const Weight& down, const Value* stream, Value* out) {
+  constexpr bool kIsBytes = std::is_same_v<Source, ByteRows>;
+  const int64_t bytes_each = kIsBytes ? 1 : sizeof(Value);
+  const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
-  const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * stride]);
-  for (int64_t row = 0; stride > down.depth && row < num_rows; ++row) hidden[row * stride + down.depth] = 0;
-  activate(x, parts_of(experts, num_experts, gate_up, 2 * gate_up.depth), gate_up, hidden.get(), stride);
-  project_down(Rows{hidden.get(), stride}, parts_of(experts, num_experts, down, 2 * down.depth), down, stream,
-               out);
+  const std::unique_ptr<Value[]> hidden(new Value[num_rows * stride]);
+  activate(x, parts_of(experts, num_experts, gate_up, bytes_each * gate_up.depth), gate_up, hidden.get(), stride);
+  const std::vector<Part> parts = parts_of(experts, num_experts, down, bytes_each * down.depth);
+  if constexpr (kIsBytes) {
+    const std::unique_ptr<uint8_t[]> bytes(new uint8_t[num_rows * down.num_blocks() * kBlock]);
+    const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
+    to_bytes(Rows<bf16>{hidden.get(), stride}, bytes.get(), scales.get(), num_rows, intermediate);
+    project_down(ByteRows{bytes.get(), scales.get(), down.num_blocks()}, parts, down, stream, out);
+  } else {
+    project_down(Rows<Value>{hidden.get(), stride}, parts, down, stream, out);
+  }
 }
 
-void expert_mlp(ByteRows x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up, const Weight& down,
-                const bf16* stream, bf16* out) {
-  const int64_t num_rows = total_rows(experts, num_experts);
-  const std::unique_ptr<bf16[]> hidden(new bf16[num_rows * down.depth]);
-  activate(x, parts_of(experts, num_experts, gate_up, gate_up.depth), gate_up, hidden.get(), down.depth);
-  const std::unique_ptr<uint8_t[]> bytes(new uint8_t[num_rows * down.num_blocks() * kBlock]);
-  const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
-  to_bytes(Rows{hidden.get(), down.depth}, bytes.get(), scales.get(), num_rows, down.depth);
-  const ByteRows rows{bytes.get(), scales.get(), down.num_blocks()};
-  project_down(rows, parts_of(experts, num_experts, down, down.depth), down, stream, out);
-}
+template void expert_mlp(const Rows<bf16>&, const ExpertRows*, int64_t, const Weight&, const Weight&, const bf16*,
+                         bf16*);
+template void expert_mlp(const Rows<float>&, const ExpertRows*, int64_t, const Weight&, const Weight&, const float*,
+                         float*);
+template void expert_mlp(const ByteRows&, const ExpertRows*, int64_t, const Weight&, const Weight&, const bf16*, bf16*);
 
 }  // namespace batchinfer

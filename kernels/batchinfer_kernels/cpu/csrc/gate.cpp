@@ -39,6 +39,28 @@ float best_two(const float* values, int64_t count) {
   return first + second;
 }
 
+// Scores of one token, and what its experts are chosen by. Values that are no numbers come last.
+void sigmoid_scores(const float* logits, const float* bias, int64_t experts, float* scores, float* choice) {
+  for (int64_t i = 0; i < experts; i += 16) {
+    const First first = lanes(experts - i);
+    const Floats score = sigmoid_values(load(first, logits + i));
+    store(scores + i, first, score);
+    const Floats moved = bias ? score + load(first, bias + i) : score;
+    store(choice + i, first, larger(moved, floats(kLeast)));
+  }
+}
+
+void softmax_scores(const float* logits, int64_t experts, float* scores, float* choice) {
+  static thread_local std::vector<double> powers;
+  powers.resize(experts);
+  double total;
+  powers_of(logits, 1.0, experts, powers.data(), &total);
+  for (int64_t i = 0; i < experts; ++i) {
+    scores[i] = static_cast<float>(powers[i] / total);
+    choice[i] = std::isnan(scores[i]) ? kLeast : scores[i];
+  }
+}
+
 }  // namespace
 
 void gate(const GateShape& shape, const float* logits, const float* bias, int64_t* ids, float* weights) {
@@ -49,22 +71,24 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
     choice.resize(experts);
     groups.resize(shape.num_groups);
     for (int64_t token = task * kTaskTokens; token < std::min(shape.num_tokens, (task + 1) * kTaskTokens); ++token) {
-      for (int64_t i = 0; i < experts; i += 16) {
-        const First first = lanes(experts - i);
-        const Floats score = sigmoid_values(load(first, logits + token * experts + i));
-        store(scores.data() + i, first, score);
-        const Floats moved = bias ? score + load(first, bias + i) : score;
-        // what is not a number comes last
-        store(choice.data() + i, first, larger(moved, floats(kLeast)));
+      const float* const own_logits = logits + token * experts;
+      if (shape.method == GateMethod::kNoauxTc) {
+        sigmoid_scores(own_logits, bias, experts, scores.data(), choice.data());
+      } else {
+        softmax_scores(own_logits, experts, scores.data(), choice.data());
       }
-      if (shape.topk_groups < shape.num_groups) {
+      if (shape.method != GateMethod::kGreedy && shape.topk_groups < shape.num_groups) {
         for (int64_t group = 0; group < shape.num_groups; ++group) {
-          groups[group] = best_two(choice.data() + group * group_size, group_size);
+          const float* const of_group = choice.data() + group * group_size;
+          groups[group] = shape.method == GateMethod::kNoauxTc ? best_two(of_group, group_size)
+                                                               : *std::max_element(of_group, of_group + group_size);
         }
         for (int64_t k = 0; k < shape.topk_groups; ++k) take_best(groups.data(), shape.num_groups);
+        // scores of a softmax are masked with zero, as in the reference
+        const float left_out = shape.method == GateMethod::kNoauxTc ? kMinusInfinity : 0.0f;
         for (int64_t group = 0; group < shape.num_groups; ++group) {
           if (std::isnan(groups[group])) continue;
-          std::fill_n(choice.data() + group * group_size, group_size, kMinusInfinity);
+          std::fill_n(choice.data() + group * group_size, group_size, left_out);
         }
       }
       int64_t* const chosen = ids + token * shape.topk;
@@ -75,7 +99,8 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
       }
       for (int64_t k = 0; k < shape.topk; ++k) {
         const double score = scores[chosen[k]], share = shape.normalize ? score / (total + 1e-20) : score;
-        weights[token * shape.topk + k] = static_cast<float>(share * shape.scale);
+        const bool is_scaled = shape.method == GateMethod::kNoauxTc || !shape.normalize;
+        weights[token * shape.topk + k] = static_cast<float>(is_scaled ? share * shape.scale : share);
       }
     }
   });

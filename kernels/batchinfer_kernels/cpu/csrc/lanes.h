@@ -7,8 +7,9 @@
 //   First            the first so many lanes, as rows end anywhere: lanes(count)
 //   Mask             yes or no for each lane, as comparisons give it
 //
-// Operations without a name are + - * / of Floats, each rounded once. Both kinds give the same bits but where bfloat16 is
-// multiplied or rounded: there AVX-512 counts subnormal numbers as zero, and processors choose the order within a pair.
+// Operations without a name are + - * / of Floats, each rounded once. Both kinds give the same bits. The bfloat16
+// instructions of AVX-512 take subnormal numbers for zero and multiply the second value of a pair first; so does the other
+// kind, with the help of tasks.cpp, where subnormal numbers are zero for all instructions.
 
 #pragma once
 
@@ -29,7 +30,18 @@ namespace batchinfer {
 // Groups of 16 columns whose sums stay in registers beside those of other rows.
 constexpr int chunks_beside(int rows) { return 4 * rows <= kMostSums ? 4 : 2 * rows <= kMostSums ? 2 : 1; }
 
-// Rounded to bfloat16 and wide again.
-inline Floats rounded(Floats values) { return low_values(rounded_bits(values)); }
+// Values of float32 rows in the words for those of bfloat16.
+inline Floats load_wide(First first, const float* at) { return load(first, at); }
+inline void store_rounded(float* at, First first, Floats values) { store(at, first, values); }
+
+// Rounded to what rows of Value hold, and wide again.
+template <class Value>
+inline Floats rounded(Floats values) {
+  if constexpr (sizeof(Value) == sizeof(float)) {
+    return values;
+  } else {
+    return low_values(rounded_bits(values));
+  }
+}
 
 }  // namespace batchinfer

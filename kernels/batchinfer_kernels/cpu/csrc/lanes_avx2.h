@@ -20,10 +20,10 @@ struct Mask {
   __m256 low, high;  // all bits of a lane or none
 };
 
-constexpr int kMostSums = 5;         // Floats that stay in registers while products are added to them
-constexpr int64_t kDepthStep = 128;  // values of a panel that stay in the first-level cache while rows pass
+constexpr int kMostSums = 5;             // Floats that stay in registers while products are added to them
+constexpr int64_t kStepBytes = 16 << 10;  // of a panel that stay in the first-level cache while rows pass
 
-inline First lanes(int64_t count) { return {std::min<int64_t>(count, 16)}; }
+inline First lanes(int64_t count) { return {std::clamp<int64_t>(count, 0, 16)}; }
 
 inline Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 inline Ints ints(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
@@ -113,7 +113,7 @@ inline __m256 scaled(__m256 a, __m256 n) {
 }
 inline Floats scaled(Floats a, Floats n) { return {scaled(a.low, n.low), scaled(a.high, n.high)}; }
 inline float first_of(Floats a) { return _mm256_cvtss_f32(a.low); }
-// Halves are added to halves, in the order of AVX-512's own.
+// Halves are added to halves.
 inline float sum_of(Floats a) {
   const __m256 eight = a.low + a.high;
   const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
@@ -179,9 +179,14 @@ inline Ints load_bits(const bf16* at) {
   const __m128i* halves = reinterpret_cast<const __m128i*>(at);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
 }
-// To the nearest, to even in the middle; what is not a number stays so.
+// To the nearest, to even in the middle; what is not a number stays so, what is subnormal becomes zero.
 inline __m256i rounded_bits(__m256 values) {
-  const __m256i bits = _mm256_castps_si256(values), kept = _mm256_srli_epi32(bits, 16);
+  const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7F800000));
+  const __m256i is_tiny = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
+  const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000u));
+  const __m256i bits = choose(_mm256_castsi256_ps(is_tiny), _mm256_and_si256(_mm256_castps_si256(values), sign),
+                              _mm256_castps_si256(values));
+  const __m256i kept = _mm256_srli_epi32(bits, 16);
   const __m256i odd = _mm256_and_si256(kept, _mm256_set1_epi32(1));
   const __m256i moved = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
   const __m256i quiet = _mm256_or_si256(kept, _mm256_set1_epi32(0x40));
@@ -245,6 +250,21 @@ inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row
 inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
   asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(_mm256_madd_epi16(row.low, columns.low)));
   asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(_mm256_madd_epi16(row.high, columns.high)));
+}
+
+// The first, third, … and the second, fourth, … of 32 values, and both ways back.
+inline __m256 in_order(__m256 values) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(values), 0xD8)); }
+inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {
+  first = {in_order(_mm256_shuffle_ps(low.low, low.high, 0x88)), in_order(_mm256_shuffle_ps(high.low, high.high, 0x88))};
+  second = {in_order(_mm256_shuffle_ps(low.low, low.high, 0xDD)), in_order(_mm256_shuffle_ps(high.low, high.high, 0xDD))};
+}
+inline void join_pairs(__m256 first, __m256 second, Floats& out) {
+  const __m256 left = _mm256_unpacklo_ps(first, second), right = _mm256_unpackhi_ps(first, second);
+  out = {_mm256_permute2f128_ps(left, right, 0x20), _mm256_permute2f128_ps(left, right, 0x31)};
+}
+inline void join_pairs(Floats first, Floats second, Floats& low, Floats& high) {
+  join_pairs(first.low, second.low, low);
+  join_pairs(first.high, second.high, high);
 }
 
 // 32 values of two rows side by side.

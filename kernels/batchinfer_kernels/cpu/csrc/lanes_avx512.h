@@ -9,10 +9,10 @@ using Ints = __m512i;
 using First = __mmask16;
 using Mask = __mmask16;
 
-constexpr int kMostSums = 24;         // Floats that stay in registers while products are added to them
-constexpr int64_t kDepthStep = 2048;  // values of a panel that stay in the second-level cache while rows pass
+constexpr int kMostSums = 24;             // Floats that stay in registers while products are added to them
+constexpr int64_t kStepBytes = 256 << 10;  // of a panel that stay in the second-level cache while rows pass
 
-inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : (__mmask16)((1u << count) - 1); }
+inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 
 inline Floats floats(float value) { return _mm512_set1_ps(value); }
 inline Ints ints(int32_t value) { return _mm512_set1_epi32(value); }
@@ -45,7 +45,13 @@ inline Floats nearest_whole(Floats a) {
 // a * 2^n for whole n from -200 to 129.
 inline Floats scaled(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
 inline float first_of(Floats a) { return _mm512_cvtss_f32(a); }
-inline float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
+// Halves are added to halves.
+inline float sum_of(Floats a) {
+  const __m256 eight = _mm512_castps512_ps256(a) + _mm512_extractf32x8_ps(a, 1);
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+}
 inline float largest_of(Floats a) { return _mm512_reduce_max_ps(a); }
 
 inline Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
@@ -97,9 +103,25 @@ inline FourPart row_four(int32_t four, int) { return _mm512_set1_epi32(four); }
 inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
   sum = _mm512_dpbf16_ps(sum, row, columns);
 }
+inline __attribute__((always_inline)) void add_product(Floats& sum, Floats row, Floats columns) {
+  sum = _mm512_fmadd_ps(row, columns, sum);
+}
 inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
   // as an instruction, since compilers keep the sums of the intrinsic in memory here
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(columns));
+}
+
+// The first, third, … and the second, fourth, … of 32 values, and both ways back.
+inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {
+  const Ints even = plus(steps(), steps());
+  first = _mm512_permutex2var_ps(low, even, high);
+  second = _mm512_permutex2var_ps(low, plus(even, ints(1)), high);
+}
+inline void join_pairs(Floats first, Floats second, Floats& low, Floats& high) {
+  // 0 16 1 17 … of both
+  const Ints half = _mm512_srli_epi32(steps(), 1), odd = _mm512_slli_epi32(_mm512_and_si512(steps(), ints(1)), 4);
+  low = _mm512_permutex2var_ps(first, plus(half, odd), second);
+  high = _mm512_permutex2var_ps(first, plus(plus(half, odd), ints(8)), second);
 }
 
 // 32 values of two rows side by side.

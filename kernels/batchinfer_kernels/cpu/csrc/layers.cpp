@@ -15,8 +15,8 @@
 namespace batchinfer::tensors {
 namespace {
 
-// A packed weight as Python holds it: bytes, columns, depth, whether in 8 bits.
-using Packed = std::tuple<Tensor, int64_t, int64_t, bool>;
+// A packed weight as Python holds it: bytes, columns, depth, kind.
+using Packed = std::tuple<Tensor, int64_t, int64_t, int64_t>;
 
 struct HeldWeight {
   Tensor bytes;  // keeps them alive
@@ -34,16 +34,20 @@ class Input {
  public:
   explicit Input(Tensor x) : x_(std::move(x)) {}
 
-  Tensor times(const HeldWeight& held) { return times(held, nullptr); }
-  Tensor times(const HeldWeight& held, const bf16* stream) {
+  // The product, added to the stream unless that is null.
+  Tensor times(const HeldWeight& held, const Tensor* stream = nullptr) {
     const Weight& weight = held.weight;
     TORCH_CHECK(x_.size(1) == weight.depth, "x is ", x_.size(1), " wide, weight ", weight.depth);
+    check_kind(x_, weight);
     Tensor out = at::empty({x_.size(0), weight.num_columns}, x_.options());
     if (held.is_int8()) {
       if (!bytes_) bytes_.emplace(x_);
-      linear(bytes_->rows, weight, stream, room_of(out), x_.size(0));
+      linear(bytes_->rows, weight, stream ? read<bf16>(*stream) : nullptr, write<bf16>(out), x_.size(0));
     } else {
-      linear(rows_of(x_), weight, stream, room_of(out), x_.size(0));
+      with_values(x_, [&](auto value) {
+        using Value = decltype(value);
+        linear(rows_of<Value>(x_), weight, stream ? read<Value>(*stream) : nullptr, write<Value>(out), x_.size(0));
+      });
     }
     return out;
   }
@@ -99,8 +103,10 @@ class Attention : public torch::CustomClassHolder {
     rope_and_cache(none, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
     Input wanted(normed.index_select(0, *rows));
     const Tensor q = queries(wanted), turns = cos.index_select(0, *rows), sines = sin.index_select(0, *rows);
-    rope(room_of(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
-         rotary_of(turns, sines, q.size(0), is_interleaved_));
+    with_values(q, [&](auto value) {
+      rope(write<decltype(value)>(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
+           rotary_of(turns, sines, q.size(0), is_interleaved_));
+    });
     return q;
   }
 
@@ -111,16 +117,22 @@ class Attention : public torch::CustomClassHolder {
     const int64_t num_rows = q.size(0), width = nope_ + rotary_, latent_width = latent_dim_ + rotary_;
     TORCH_CHECK(q.size(1) == num_heads_ && q.size(2) == width, "q is ", q.sizes());
     const Tensor absorbed = at::empty({num_rows, num_heads_, latent_width}, q.options());
-    batched_linear({values_of(q), num_heads_ * width}, width, key_up_.weight, room_of(absorbed),
-                   num_heads_ * latent_width, latent_width, num_heads_, num_rows);
-    for (int64_t i = 0; i < num_rows * num_heads_; ++i) {
-      std::memcpy(room_of(absorbed) + i * latent_width + latent_dim_, values_of(q) + i * width + nope_,
-                  rotary_ * sizeof(bf16));
-    }
+    with_values(q, [&](auto value) {
+      using Value = decltype(value);
+      batched_linear<Value>({read<Value>(q), num_heads_ * width}, width, key_up_.weight, write<Value>(absorbed),
+                            num_heads_ * latent_width, latent_width, num_heads_, num_rows);
+      for (int64_t i = 0; i < num_rows * num_heads_; ++i) {
+        std::memcpy(write<Value>(absorbed) + i * latent_width + latent_dim_, read<Value>(q) + i * width + nope_,
+                    rotary_ * sizeof(Value));
+      }
+    });
     const Tensor latents = mla_decode(absorbed, pages, page_table, kv_tokens, positions, latent_dim_, scale_);
     const Tensor values = at::empty({num_rows, num_heads_ * value_dim_}, q.options());
-    batched_linear({values_of(latents), num_heads_ * latent_dim_}, latent_dim_, value_up_.weight, room_of(values),
-                   num_heads_ * value_dim_, value_dim_, num_heads_, num_rows);
+    with_values(q, [&](auto value) {
+      using Value = decltype(value);
+      batched_linear<Value>({read<Value>(latents), num_heads_ * latent_dim_}, latent_dim_, value_up_.weight,
+                            write<Value>(values), num_heads_ * value_dim_, value_dim_, num_heads_, num_rows);
+    });
     return added_to(hidden, values);
   }
 
@@ -139,10 +151,10 @@ class Attention : public torch::CustomClassHolder {
   }
 
   Tensor added_to(const Tensor& hidden, const Tensor& values) const {
-    check_contiguous(hidden, 2, "hidden");
+    check_like(hidden, 2, values, "hidden");
     TORCH_CHECK(hidden.size(0) == values.size(0) && hidden.size(1) == out_.weight.num_columns, "the stream is ",
                 hidden.sizes());
-    return Input(values).times(out_, values_of(hidden));
+    return Input(values).times(out_, &hidden);
   }
 
   Tensor norm_, kv_norm_;
@@ -157,7 +169,7 @@ class Attention : public torch::CustomClassHolder {
 // A mixture of experts of one layer (model/moe.py).
 class Mixture : public torch::CustomClassHolder {
  public:
-  // gate: experts per token, groups, groups per token.
+  // gate: method, experts per token, groups, groups per token.
   Mixture(Tensor norm, double eps, Tensor router, std::optional<Tensor> bias, int64_t num_experts,
           std::vector<int64_t> gate, bool normalize, double scale, const Packed& gate_up, const Packed& down,
           int64_t num_held, std::optional<Packed> shared_gate_up, std::optional<Packed> shared_down)
@@ -167,9 +179,10 @@ class Mixture : public torch::CustomClassHolder {
         eps_(eps),
         scale_(scale),
         num_experts_(num_experts),
-        topk_(gate.at(0)),
-        num_groups_(gate.at(1)),
-        topk_groups_(gate.at(2)),
+        method_(gate.at(0)),
+        topk_(gate.at(1)),
+        num_groups_(gate.at(2)),
+        topk_groups_(gate.at(3)),
         normalize_(normalize),
         gate_up_(gate_up, num_held, true),
         down_(down, num_held) {
@@ -181,8 +194,8 @@ class Mixture : public torch::CustomClassHolder {
   // The stream normed; experts of each token and their weights; how many tokens each expert has.
   std::tuple<Tensor, Tensor, Tensor, Tensor> route(const Tensor& hidden) const {
     const Tensor x = rms_norm(hidden, norm_, eps_);
-    auto [ids, weights] = gate(tensors::router(x, router_, num_experts_), bias_, topk_, num_groups_, topk_groups_,
-                               normalize_, scale_);
+    auto [ids, weights] = gate(tensors::router(x, router_, num_experts_), bias_, method_, topk_, num_groups_,
+                               topk_groups_, normalize_, scale_);
     Tensor counts = at::empty({num_experts_}, ids.options());
     int64_t* const count = write<int64_t>(counts);
     std::fill_n(count, num_experts_, 0);
@@ -192,8 +205,8 @@ class Mixture : public torch::CustomClassHolder {
 
   // The new stream, where all experts are here: experts over their tokens, the shared expert over all, summed.
   Tensor run(const Tensor& hidden, const Tensor& x, const Tensor& ids, const Tensor& weights) const {
-    check_contiguous(hidden, 2, "hidden");
     check_contiguous(x, 2, "x");
+    check_like(hidden, 2, x, "hidden");
     check_indices(ids, "ids");
     TORCH_CHECK(gate_up_.bytes.size(0) == num_experts_, "only ", gate_up_.bytes.size(0), " of ", num_experts_,
                 " experts are here");
@@ -215,16 +228,19 @@ class Mixture : public torch::CustomClassHolder {
       first += count;
     }
     const Tensor rows = at::empty({num_entries, width}, x.options());
-    run_experts(x, experts, gate_up_.weight, down_.weight, order.data(), nullptr, room_of(rows));
+    run_experts(x, experts, gate_up_.weight, down_.weight, order.data(), nullptr, rows);
     Tensor shared;
     if (shared_down_) {
       shared = at::empty({num_tokens, width}, x.options());
       run_experts(x, {{0, num_tokens}}, shared_gate_up_->weight, shared_down_->weight, nullptr, nullptr,
-                  room_of(shared));
+                  shared);
     }
     Tensor out = at::empty({num_tokens, width}, x.options());
-    combine(values_of(hidden), values_of(rows), place.data(), read<float>(weights),
-            shared_down_ ? values_of(shared) : nullptr, room_of(out), num_tokens, topk_, width);
+    with_values(x, [&](auto value) {
+      using Value = decltype(value);
+      combine(read<Value>(hidden), read<Value>(rows), place.data(), read<float>(weights),
+              shared_down_ ? read<Value>(shared) : nullptr, write<Value>(out), num_tokens, topk_, width);
+    });
     return out;
   }
 
@@ -232,7 +248,7 @@ class Mixture : public torch::CustomClassHolder {
   Tensor norm_, router_;
   std::optional<Tensor> bias_;
   double eps_, scale_;
-  int64_t num_experts_, topk_, num_groups_, topk_groups_;
+  int64_t num_experts_, method_, topk_, num_groups_, topk_groups_;
   bool normalize_;
   HeldWeight gate_up_, down_;
   std::optional<HeldWeight> shared_gate_up_, shared_down_;
@@ -250,7 +266,7 @@ struct Dense {
   // The new stream.
   Tensor run(const Tensor& hidden) const {
     const Tensor x = rms_norm(hidden, norm, eps), out = at::empty_like(hidden);
-    run_experts(x, {{0, x.size(0)}}, gate_up.weight, down.weight, nullptr, values_of(hidden), room_of(out));
+    run_experts(x, {{0, x.size(0)}}, gate_up.weight, down.weight, nullptr, &hidden, out);
     return out;
   }
 };
@@ -297,7 +313,10 @@ class Stack : public torch::CustomClassHolder {
     }
     const Tensor x = rms_norm(hidden.index_select(0, logit_rows), norm_, eps_);
     const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
-    linear(rows_of(x), head_.weight, write<float>(logits), x.size(0));
+    with_values(x, [&](auto value) {
+      linear<Rows<decltype(value)>, float>(rows_of<decltype(value)>(x), head_.weight, nullptr, write<float>(logits),
+                                           x.size(0));
+    });
     return {logits, counts};
   }
 

@@ -13,9 +13,10 @@ namespace {
 
 constexpr int64_t kFewHeads = 8;
 
+template <class Value>
 struct Step {
   const DecodeShape& shape;
-  const bf16* pages;
+  const Value* pages;
   const int64_t *page_table, *kv_tokens;
 
   int64_t page_of(int64_t request, int64_t page) const { return page_table[request * shape.table_pages + page]; }
@@ -24,7 +25,8 @@ struct Step {
 };
 
 // Requests ordered so that those with the same first pages stand together.
-std::vector<int64_t> by_pages(const Step& step) {
+template <class Value>
+std::vector<int64_t> by_pages(const Step<Value>& step) {
   std::vector<int64_t> order(step.shape.num_requests);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
@@ -36,14 +38,15 @@ std::vector<int64_t> by_pages(const Step& step) {
 }
 
 // The rows of some requests, `rows_each` of every one, from page `page` on.
-void attend(Attention& attention, const Step& step, const int64_t* requests, int64_t num_requests, int64_t first_row,
-            int64_t rows_each, int64_t page) {
+template <class Value>
+void attend(Attention<Value>& attention, const Step<Value>& step, const int64_t* requests, int64_t num_requests,
+            int64_t first_row, int64_t rows_each, int64_t page) {
   const auto keys_of = [&](int64_t number) {
     return step.pages + step.page_of(requests[0], number) * kPageTokens * step.shape.width;
   };
   const auto add = [&](int64_t num_keys) {
-    const Rows keys{keys_of(page), step.shape.width};
-    attention.add_page(first_row, first_row + num_requests * rows_each, keys, attention.interleaved(keys, num_keys),
+    const Rows<Value> keys{keys_of(page), step.shape.width};
+    attention.add_page(first_row, first_row + num_requests * rows_each, keys, attention.values_of(keys, num_keys),
                        page * kPageTokens, num_keys, page + 1 < step.num_pages(requests[0]) ? keys_of(page + 1) : nullptr);
   };
   if (num_requests == 1) {
@@ -71,9 +74,10 @@ void attend(Attention& attention, const Step& step, const int64_t* requests, int
 
 }  // namespace
 
-void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, const int64_t* page_table,
-                const int64_t* kv_tokens, const int64_t* positions, bf16* out) {
-  const Step step{shape, pages, page_table, kv_tokens};
+template <class Value>
+void mla_decode(const DecodeShape& shape, const Value* q, const Value* pages, const int64_t* page_table,
+                const int64_t* kv_tokens, const int64_t* positions, Value* out) {
+  const Step<Value> step{shape, pages, page_table, kv_tokens};
   // by heads alone, so that a row has the same bits however many queries and requests there are
   const Lanes lanes = shape.num_heads < kFewHeads ? Lanes::kKeys : Lanes::kRows;
   const int64_t request_rows = shape.num_queries * shape.num_heads;
@@ -89,7 +93,7 @@ void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, cons
     const int64_t num_rows = std::min(rows_each, request_rows - first_row);
     const int64_t* requests = order.data() + group * together;
     const int64_t num_requests = std::min(together, shape.num_requests - group * together);
-    Attention& attention = Attention::begin(shape.width, shape.latent_dim, shape.scale, lanes);
+    Attention<Value>& attention = Attention<Value>::begin(shape.width, shape.latent_dim, shape.scale, lanes);
     for (int64_t i = 0; i < num_requests * num_rows; ++i) {
       const int64_t row = requests[i / num_rows] * request_rows + first_row + i % num_rows;
       attention.load_query(i, q + row * shape.width, positions[row / shape.num_heads]);
@@ -101,5 +105,10 @@ void mla_decode(const DecodeShape& shape, const bf16* q, const bf16* pages, cons
     }
   });
 }
+
+template void mla_decode(const DecodeShape&, const bf16*, const bf16*, const int64_t*, const int64_t*, const int64_t*,
+                         bf16*);
+template void mla_decode(const DecodeShape&, const float*, const float*, const int64_t*, const int64_t*,
+                         const int64_t*, float*);
 
 }  // namespace batchinfer

@@ -42,37 +42,53 @@ Pages pages_of(const PrefillChunk* chunks, int64_t num_chunks) {
   return pages;
 }
 
-// Keys [places, heads, 64, width] and interleaved values [places, heads, 32, value_room, 2] of some heads.
+// Keys [places, heads, 64, width] and values [places, heads, 64, value_room] of some heads; bfloat16 values interleaved.
+template <class Value>
 struct Expanded {
   const PrefillShape& shape;
   int64_t num_heads;
-  std::unique_ptr<bf16[]> keys, values;
+  std::unique_ptr<Value[]> keys, values;
 
   Expanded(const PrefillShape& shape, int64_t num_heads, int64_t num_places)
       : shape(shape),
         num_heads(num_heads),
-        keys(new bf16[num_places * num_heads * kPageTokens * width()]),
-        values(new bf16[num_places * num_heads * kPageTokens * value_room()]) {}
+        keys(new Value[num_places * num_heads * kPageTokens * width()]),
+        values(new Value[num_places * num_heads * kPageTokens * value_room()]) {}
   int64_t width() const { return shape.nope_dim + shape.rotary_dim; }
-  int64_t value_room() const { return (shape.value_dim + 15) / 16 * 16; }  // whole vectors; the last ones hold anything
-  bf16* keys_at(int64_t place, int64_t head) const {
+  int64_t value_room() const { return (shape.value_dim + 15) / 16 * 16; }  // whole vectors
+  Value* keys_at(int64_t place, int64_t head) const {
     return keys.get() + (place * num_heads + head) * kPageTokens * width();
   }
-  bf16* values_at(int64_t place, int64_t head) const {
-    return values.get() + (place * num_heads + head) * kPageTokens * value_room();
+  PageValues<Value> values_at(int64_t place, int64_t head) const {
+    return {values.get() + (place * num_heads + head) * kPageTokens * value_room(), kWordValues<Value> * value_room()};
   }
+  Value* value_room_at(int64_t place, int64_t head) const { return const_cast<Value*>(values_at(place, head).data); }
 };
 
-void expand_page(const Expanded& expanded, const Weight& kv_up, const bf16* page, int64_t num_tokens, int64_t place,
-                 int64_t head) {
+// The latents of a page as rows of a product: with a zero behind each where a step would take the next value, too.
+template <class Value>
+Rows<Value> latents_of(const Value* page, int64_t page_width, int64_t latent_dim, int64_t num_tokens) {
+  const int64_t depth = (latent_dim + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
+  if (depth == latent_dim) return {page, page_width};
+  static thread_local std::vector<Value> padded;
+  padded.assign(num_tokens * depth, Value{0});
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    std::copy_n(page + token * page_width, latent_dim, padded.data() + token * depth);
+  }
+  return {padded.data(), depth};
+}
+
+template <class Value>
+void expand_page(const Expanded<Value>& expanded, const Weight& kv_up, const Value* page, int64_t num_tokens,
+                 int64_t place, int64_t head) {
   const PrefillShape& shape = expanded.shape;
   const int64_t page_width = shape.latent_dim + shape.rotary_dim, columns = shape.nope_dim + shape.value_dim;
   alignas(64) float sums[kPageTokens * kPanelColumns];
-  static thread_local std::vector<bf16> rounded;
+  static thread_local std::vector<Value> rounded;
   rounded.resize(kPageTokens * columns + 64);
+  const Rows<Value> latents = latents_of(page, page_width, shape.latent_dim, num_tokens);
   for (int64_t panel = 0; panel < kv_up.num_panels(); ++panel) {
-    multiply_strip(Rows{page, page_width}, 0, num_tokens, kv_up, kv_up.panel(panel), num_chunks(kv_up, panel),
-                   sums);
+    multiply_strip(latents, 0, num_tokens, kv_up, kv_up.panel(panel), num_chunks(kv_up, panel), sums);
     const int64_t column = panel * kPanelColumns, count = std::min(kPanelColumns, columns - column);
     for (int64_t token = 0; token < num_tokens; ++token) {
       for (int64_t c = 0; c < count; c += 16) {
@@ -81,21 +97,29 @@ void expand_page(const Expanded& expanded, const Weight& kv_up, const bf16* page
       }
     }
   }
-  bf16* keys = expanded.keys_at(place, head);
+  Value* keys = expanded.keys_at(place, head);
   for (int64_t token = 0; token < kPageTokens; ++token) {
-    bf16* key = keys + token * expanded.width();
-    const bool is_there = token < num_tokens;
-    if (is_there) {
+    Value* key = keys + token * expanded.width();
+    if (token < num_tokens) {
       std::copy_n(rounded.data() + token * columns, shape.nope_dim, key);
       std::copy_n(page + token * page_width + shape.latent_dim, shape.rotary_dim, key + shape.nope_dim);
     } else {
-      std::fill_n(key, expanded.width(), bf16{0});
+      std::fill_n(key, expanded.width(), Value{0});
     }
   }
-  bf16* values = expanded.values_at(place, head);
-  interleave_values(Rows{rounded.data() + shape.nope_dim, columns}, expanded.value_room(), num_tokens, values);
-  const int64_t num_even = (num_tokens + 1) / 2 * 2;
-  std::fill_n(values + num_even * expanded.value_room(), (kPageTokens - num_even) * expanded.value_room(), bf16{0});
+  Value* values = expanded.value_room_at(place, head);
+  const int64_t room = expanded.value_room();
+  if constexpr (kWordValues<Value> == 2) {
+    interleave_values({rounded.data() + shape.nope_dim, columns}, shape.value_dim, room, num_tokens, values);
+  } else {
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      Value* at = values + token * room;
+      std::fill_n(std::copy_n(rounded.data() + token * columns + shape.nope_dim, shape.value_dim, at),
+                  room - shape.value_dim, Value{0});
+    }
+  }
+  const int64_t num_there = (num_tokens + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
+  std::fill_n(values + num_there * room, (kPageTokens - num_there) * room, Value{0});
 }
 
 // Some queries of one chunk at one head.
@@ -117,17 +141,18 @@ std::vector<Part> parts_of(const PrefillChunk* chunks, int64_t num_chunks) {
 
 }  // namespace
 
-void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t num_chunks, const bf16* q,
-                 const bf16* pages, const int64_t* positions, const Weight& kv_up, bf16* out) {
+template <class Value>
+void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t num_chunks, const Value* q,
+                 const Value* pages, const int64_t* positions, const Weight& kv_up, Value* out) {
   const Pages used = pages_of(chunks, num_chunks);
   const std::vector<Part> parts = parts_of(chunks, num_chunks);
   const int64_t num_places = used.ids.size(), num_parts = parts.size();
   const int64_t width = shape.nope_dim + shape.rotary_dim, page_width = shape.latent_dim + shape.rotary_dim;
-  const int64_t head_bytes = num_places * kPageTokens * (width + shape.value_dim) * int64_t{sizeof(bf16)};
+  const int64_t head_bytes = num_places * kPageTokens * (width + shape.value_dim) * int64_t{sizeof(Value)};
   const int64_t most_heads = std::clamp<int64_t>(kMostBytes / std::max<int64_t>(1, head_bytes), 1, shape.num_heads);
   for (int64_t first_head = 0; first_head < shape.num_heads; first_head += most_heads) {
     const int64_t num_heads = std::min(most_heads, shape.num_heads - first_head);
-    const Expanded expanded(shape, num_heads, num_places);
+    const Expanded<Value> expanded(shape, num_heads, num_places);
     run_tasks(num_places * num_heads, [&](int64_t task) {
       const int64_t place = task / num_heads, head = task % num_heads;
       Weight weight = kv_up;
@@ -138,7 +163,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
     run_tasks(num_parts * num_heads, [&](int64_t task) {
       const Part& part = parts[task / num_heads];
       const int64_t head = task % num_heads;
-      Attention& attention = Attention::begin(width, expanded.value_room(), shape.scale, Lanes::kRows);
+      Attention<Value>& attention = Attention<Value>::begin(width, shape.value_dim, shape.scale, Lanes::kRows);
       int64_t last = 0;
       for (int64_t i = 0; i < part.num_rows; ++i) {
         const int64_t row = part.first_row + i;
@@ -148,7 +173,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
       const int64_t num_tokens = std::min(last + 1, chunks[part.chunk].context_tokens);
       for (int64_t start = 0; start < num_tokens; start += kPageTokens) {
         const int64_t place = used.places_of_chunks[part.chunk][start / kPageTokens];
-        attention.add_page(0, part.num_rows, Rows{expanded.keys_at(place, head), width},
+        attention.add_page(0, part.num_rows, Rows<Value>{expanded.keys_at(place, head), width},
                            expanded.values_at(place, head), start, std::min(kPageTokens, num_tokens - start));
       }
       for (int64_t i = 0; i < part.num_rows; ++i) {
@@ -158,5 +183,10 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
     });
   }
 }
+
+template void mla_prefill(const PrefillShape&, const PrefillChunk*, int64_t, const bf16*, const bf16*, const int64_t*,
+                          const Weight&, bf16*);
+template void mla_prefill(const PrefillShape&, const PrefillChunk*, int64_t, const float*, const float*,
+                          const int64_t*, const Weight&, float*);
 
 }  // namespace batchinfer

@@ -1,6 +1,7 @@
 // Puts weights into the order in which the tiles read them.
 //
 //   bfloat16   [panels][depth / 2][64 columns][2 values]
+//   float32    [panels][depth][64 columns]
 //   8 bits     [panels] of  values [blocks * 32][64 columns][4 values]   rounded, -127 … 127
 //                           starts [blocks][64 columns] int32            -128 times the sum of a column's block
 //                           scales [blocks][4 groups of 16 columns] float32
@@ -38,7 +39,7 @@ float wide_of(bf16 value) {
   return wide;
 }
 
-void pack_bf16(const Parts& source, const Weight& shape, int64_t panel, uint8_t* packed) {
+void pack_panel(const Parts<bf16>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
   uint32_t* out = reinterpret_cast<uint32_t*>(packed);
   const std::vector<bf16> nothing(shape.depth);
   // 16 columns at a time, so that a pair of values of each makes one line
@@ -55,8 +56,24 @@ void pack_bf16(const Parts& source, const Weight& shape, int64_t panel, uint8_t*
   }
 }
 
+void pack_panel(const Parts<float>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
+  float* out = reinterpret_cast<float*>(packed);
+  const std::vector<float> nothing(shape.depth);
+  for (int64_t group = 0; group < kPanelColumns; group += 16) {
+    const float* rows[16];
+    for (int64_t lane = 0; lane < 16; ++lane) {
+      const int64_t column = column_at(shape, panel, group + lane);
+      rows[lane] = column < 0 ? nothing.data() : source.column(column);
+    }
+    for (int64_t k = 0; k < shape.depth; ++k) {
+      float* line = out + k * kPanelColumns + group;
+      for (int64_t lane = 0; lane < 16; ++lane) line[lane] = rows[lane][k];
+    }
+  }
+}
+
 // The largest magnitude in the block of 128 x 128 that holds (column, start).
-float block_peak(const Parts& source, const Weight& shape, int64_t column, int64_t start) {
+float block_peak(const Parts<bf16>& source, const Weight& shape, int64_t column, int64_t start) {
   const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
   const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
   const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
@@ -69,7 +86,7 @@ float block_peak(const Parts& source, const Weight& shape, int64_t column, int64
   return largest_of(peak);
 }
 
-void pack_int8(const Parts& source, const Weight& shape, int64_t panel, uint8_t* packed) {
+void pack_int8(const Parts<bf16>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
   const int64_t num_blocks = shape.num_blocks();
   int8_t* values = reinterpret_cast<int8_t*>(packed);
   int32_t* starts = reinterpret_cast<int32_t*>(packed + num_blocks * kBlock * kPanelColumns);
@@ -98,13 +115,20 @@ void pack_int8(const Parts& source, const Weight& shape, int64_t panel, uint8_t*
 
 int64_t Weight::panel_bytes() const {
   if (kind == WeightKind::kBfloat16) return (depth + 1) / 2 * 2 * kPanelColumns * int64_t{sizeof(bf16)};
+  if (kind == WeightKind::kFloat32) return depth * kPanelColumns * int64_t{sizeof(float)};
   const int64_t bytes = num_blocks() * (kBlock * kPanelColumns + 4 * kPanelColumns + 4 * kPanelColumns / 16);
   return (bytes + 63) / 64 * 64;
 }
 
-void pack(const Parts& source, const Weight& shape, uint8_t* packed) {
+void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed) {
   run_tasks(shape.num_panels(), [&](int64_t panel) {
-    const auto pack_panel = shape.kind == WeightKind::kBfloat16 ? pack_bf16 : pack_int8;
+    uint8_t* const out = packed + panel * shape.panel_bytes();
+    shape.kind == WeightKind::kInt8 ? pack_int8(source, shape, panel, out) : pack_panel(source, shape, panel, out);
+  });
+}
+
+void pack(const Parts<float>& source, const Weight& shape, uint8_t* packed) {
+  run_tasks(shape.num_panels(), [&](int64_t panel) {
     pack_panel(source, shape, panel, packed + panel * shape.panel_bytes());
   });
 }

@@ -10,16 +10,34 @@ namespace {
 
 constexpr int64_t kTaskRows = 32;
 
-void turn(bf16* x, const float* cos, const float* sin, int64_t rotary, bool is_interleaved) {
+// The two values of 16 pairs of a row, and back.
+inline void load_pairs(const bf16* x, First those, int64_t, Floats& first, Floats& second) {
+  const Ints pairs = load_ints(those, x);
+  first = low_values(pairs);
+  second = high_values(pairs);
+}
+inline void load_pairs(const float* x, First, int64_t count, Floats& first, Floats& second) {
+  split_pairs(load(lanes(2 * count), x), load(lanes(2 * count - 16), x + 16), first, second);
+}
+inline void store_pairs(bf16* x, First those, int64_t, Floats first, Floats second) {
+  store_ints(x, those, beside(rounded_bits(first), rounded_bits(second)));
+}
+inline void store_pairs(float* x, First, int64_t count, Floats first, Floats second) {
+  Floats low, high;
+  join_pairs(first, second, low, high);
+  store(x, lanes(2 * count), low);
+  store(x + 16, lanes(2 * count - 16), high);
+}
+
+template <class Value>
+void turn(Value* x, const float* cos, const float* sin, int64_t rotary, bool is_interleaved) {
   const int64_t half = rotary / 2;
   for (int64_t i = 0; i < half; i += 16) {
     const First those = lanes(half - i);
     const Floats c = load(those, cos + i), s = load(those, sin + i);
     Floats first, second;
     if (is_interleaved) {
-      const Ints pairs = load_ints(those, x + 2 * i);
-      first = low_values(pairs);
-      second = high_values(pairs);
+      load_pairs(x + 2 * i, those, half - i, first, second);
     } else {
       first = load_wide(those, x + i);
       second = load_wide(those, x + half + i);
@@ -27,7 +45,7 @@ void turn(bf16* x, const float* cos, const float* sin, int64_t rotary, bool is_i
     // products and their sum are rounded one by one, as in the reference
     const Floats turned_first = first * c - second * s, turned_second = second * c + first * s;
     if (is_interleaved) {
-      store_ints(x + 2 * i, those, beside(rounded_bits(turned_first), rounded_bits(turned_second)));
+      store_pairs(x + 2 * i, those, half - i, turned_first, turned_second);
     } else {
       store_rounded(x + i, those, turned_first);
       store_rounded(x + half + i, those, turned_second);
@@ -44,7 +62,8 @@ void for_rows(int64_t num_rows, Row row) {
 
 }  // namespace
 
-void rope(bf16* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, int64_t num_rows,
+template <class Value>
+void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, int64_t num_rows,
           const Rotary& rotary) {
   const int64_t half = rotary.rotary / 2;
   for_rows(num_rows, [&](int64_t row) {
@@ -55,15 +74,24 @@ void rope(bf16* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, i
   });
 }
 
-void write_latents(Rows x, const bf16* norm, float eps, const Rotary& rotary, int64_t latent_dim,
-                   const int64_t* slots, bf16* pages, int64_t num_rows) {
+template <class Value>
+void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
+                   const int64_t* slots, Value* pages, int64_t num_rows) {
   const int64_t half = rotary.rotary / 2, width = latent_dim + rotary.rotary;
   for_rows(num_rows, [&](int64_t row) {
-    bf16* out = pages + slots[row] * width;
+    Value* out = pages + slots[row] * width;
     norm_row(x.at(row), norm, eps, out, latent_dim);
     std::copy_n(x.at(row) + latent_dim, rotary.rotary, out + latent_dim);
     turn(out + latent_dim, rotary.cos + row * half, rotary.sin + row * half, rotary.rotary, rotary.is_interleaved);
   });
 }
+
+#define BATCHINFER_FOR_VALUE(Value)                                                                          \
+  template void rope(Value*, int64_t, int64_t, int64_t, int64_t, const Rotary&);                             \
+  template void write_latents(Rows<Value>, const Value*, float, const Rotary&, int64_t, const int64_t*,      \
+                              Value*, int64_t);
+BATCHINFER_FOR_VALUE(bf16)
+BATCHINFER_FOR_VALUE(float)
+#undef BATCHINFER_FOR_VALUE
 
 }  // namespace batchinfer

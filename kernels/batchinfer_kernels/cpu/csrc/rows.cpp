@@ -21,7 +21,8 @@ void for_rows(int64_t num_rows, int64_t width, Row row) {
 }
 
 // 16 values of a token's sum over its experts, products and sums rounded one by one.
-inline Floats weighted_sum(const bf16* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
+template <class Value>
+inline Floats weighted_sum(const Value* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
                            First first, int64_t column) {
   Floats sum = floats(0.0f);
   for (int64_t k = 0; k < topk; ++k) {
@@ -32,7 +33,8 @@ inline Floats weighted_sum(const bf16* rows, const int64_t* place, const float* 
 
 }  // namespace
 
-void norm_row(const bf16* values, const bf16* weight, float eps, bf16* out, int64_t width) {
+template <class Value>
+void norm_row(const Value* values, const Value* weight, float eps, Value* out, int64_t width) {
   Floats squares = floats(0.0f);
   for (int64_t i = 0; i < width; i += 16) {
     const Floats part = load_wide(lanes(width - i), values + i);
@@ -42,15 +44,18 @@ void norm_row(const bf16* values, const bf16* weight, float eps, bf16* out, int6
   for (int64_t i = 0; i < width; i += 16) {
     const First first = lanes(width - i);
     // rounded before the weight, as in the reference
-    store_rounded(out + i, first, rounded(load_wide(first, values + i) * factor) * load_wide(first, weight + i));
+    const Floats normed = rounded<Value>(load_wide(first, values + i) * factor);
+    store_rounded(out + i, first, normed * load_wide(first, weight + i));
   }
 }
 
-void rms_norm(Rows x, const bf16* weight, float eps, bf16* out, int64_t num_rows, int64_t width) {
+template <class Value>
+void rms_norm(Rows<Value> x, const Value* weight, float eps, Value* out, int64_t num_rows, int64_t width) {
   for_rows(num_rows, width, [&](int64_t row) { norm_row(x.at(row), weight, eps, out + row * width, width); });
 }
 
-void silu_mul(Rows gate, Rows up, bf16* out, int64_t num_rows, int64_t width) {
+template <class Value>
+void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width) {
   for_rows(num_rows, width, [&](int64_t row) {
     for (int64_t i = 0; i < width; i += 16) {
       const First first = lanes(width - i);
@@ -60,18 +65,19 @@ void silu_mul(Rows gate, Rows up, bf16* out, int64_t num_rows, int64_t width) {
   });
 }
 
-void add_sums(const bf16* hidden, const float* sums, const bf16* added, bf16* out, int64_t num_values) {
+template <class Value>
+void add_sums(const Value* hidden, const float* sums, const Value* added, Value* out, int64_t num_values) {
   for_rows((num_values + 1023) / 1024, 1024, [&](int64_t part) {
     for (int64_t i = part * 1024; i < std::min(num_values, (part + 1) * 1024); i += 16) {
       const First first = lanes(num_values - i);
       Floats sum = load(first, sums + i);
       if (added) sum = sum + load_wide(first, added + i);
-      store_rounded(out + i, first, load_wide(first, hidden + i) + rounded(sum));
+      store_rounded(out + i, first, load_wide(first, hidden + i) + rounded<Value>(sum));
     }
   });
 }
 
-void to_bytes(Rows x, uint8_t* out, float* scales, int64_t num_rows, int64_t width) {
+void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int64_t num_rows, int64_t width) {
   const int64_t num_blocks = (width + kBlock - 1) / kBlock;
   for_rows(num_rows, width, [&](int64_t row) {
     for (int64_t block = 0; block < num_blocks; ++block) {
@@ -97,7 +103,8 @@ void to_bytes(Rows x, uint8_t* out, float* scales, int64_t num_rows, int64_t wid
   });
 }
 
-void sum_per_token(const bf16* rows, const int64_t* place, const float* weights, float* sums, int64_t num_tokens,
+template <class Value>
+void sum_per_token(const Value* rows, const int64_t* place, const float* weights, float* sums, int64_t num_tokens,
                    int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
     for (int64_t i = 0; i < width; i += 16) {
@@ -108,16 +115,29 @@ void sum_per_token(const bf16* rows, const int64_t* place, const float* weights,
   });
 }
 
-void combine(const bf16* hidden, const bf16* rows, const int64_t* place, const float* weights, const bf16* added,
-             bf16* out, int64_t num_tokens, int64_t topk, int64_t width) {
+template <class Value>
+void combine(const Value* hidden, const Value* rows, const int64_t* place, const float* weights, const Value* added,
+             Value* out, int64_t num_tokens, int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
     for (int64_t i = 0; i < width; i += 16) {
       const First first = lanes(width - i);
       Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
       if (added) sum = sum + load_wide(first, added + token * width + i);
-      store_rounded(out + token * width + i, first, load_wide(first, hidden + token * width + i) + rounded(sum));
+      store_rounded(out + token * width + i, first, load_wide(first, hidden + token * width + i) + rounded<Value>(sum));
     }
   });
 }
+
+#define BATCHINFER_FOR_VALUE(Value)                                                                                \
+  template void norm_row(const Value*, const Value*, float, Value*, int64_t);                                       \
+  template void rms_norm(Rows<Value>, const Value*, float, Value*, int64_t, int64_t);                               \
+  template void silu_mul(Rows<Value>, Rows<Value>, Value*, int64_t, int64_t);                                       \
+  template void add_sums(const Value*, const float*, const Value*, Value*, int64_t);                                \
+  template void sum_per_token(const Value*, const int64_t*, const float*, float*, int64_t, int64_t, int64_t);       \
+  template void combine(const Value*, const Value*, const int64_t*, const float*, const Value*, Value*, int64_t,    \
+                        int64_t, int64_t);
+BATCHINFER_FOR_VALUE(bf16)
+BATCHINFER_FOR_VALUE(float)
+#undef BATCHINFER_FOR_VALUE
 
 }  // namespace batchinfer

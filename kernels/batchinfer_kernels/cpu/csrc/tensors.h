@@ -23,11 +23,16 @@ template <class Value>
 Value* write(const Tensor& x) {
   return static_cast<Value*>(x.mutable_data_ptr());
 }
-inline const bf16* values_of(const Tensor& x) { return read<bf16>(x); }
-inline bf16* room_of(const Tensor& x) { return write<bf16>(x); }
+// Calls call(Value{}) with the type of the values of x.
+template <class Call>
+decltype(auto) with_values(const Tensor& x, Call call) {
+  if (x.scalar_type() == at::kFloat) return call(float{});
+  return call(bf16{});
+}
 
 inline void check(const Tensor& x, int64_t dim, const char* name) {
-  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, name, " must be bfloat16 on the CPU");
+  TORCH_CHECK(x.device().is_cpu() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat), name,
+              " must be bfloat16 or float32 on the CPU");
   TORCH_CHECK(x.dim() == dim, name, " has ", x.dim(), " dimensions, not ", dim);
 }
 
@@ -36,22 +41,39 @@ inline void check_contiguous(const Tensor& x, int64_t dim, const char* name) {
   TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
 }
 
+// Contiguous, with values of the type that `like` has.
+inline void check_like(const Tensor& x, int64_t dim, const Tensor& like, const char* name) {
+  check_contiguous(x, dim, name);
+  TORCH_CHECK(x.scalar_type() == like.scalar_type(), name, " holds ", x.scalar_type(), ", not ", like.scalar_type());
+}
+
 inline void check_indices(const Tensor& x, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
 }
 
 // x itself where each row is contiguous, else a copy.
 inline Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
-inline Rows rows_of(const Tensor& x) { return {values_of(x), x.stride(0)}; }
+template <class Value>
+Rows<Value> rows_of(const Tensor& x) {
+  return {read<Value>(x), x.stride(0)};
+}
 
-inline Weight shape_of(int64_t num_columns, int64_t depth, bool is_int8, bool is_paired) {
-  return {nullptr, is_int8 ? WeightKind::kInt8 : WeightKind::kBfloat16, num_columns, depth, is_paired};
+inline Weight shape_of(int64_t num_columns, int64_t depth, int64_t kind, bool is_paired) {
+  TORCH_CHECK(0 <= kind && kind <= static_cast<int64_t>(WeightKind::kFloat32), "no kind of weights ", kind);
+  return {nullptr, static_cast<WeightKind>(kind), num_columns, depth, is_paired};
+}
+
+// Rows of x meet weights of their own kind; those in 8 bits take rows of bfloat16.
+inline void check_kind(const Tensor& x, const Weight& weight) {
+  const bool is_fitting = (x.scalar_type() == at::kFloat) == (weight.kind == WeightKind::kFloat32);
+  TORCH_CHECK(is_fitting, "weights of kind ", static_cast<int64_t>(weight.kind), " do not take rows of ",
+              x.scalar_type());
 }
 
 // The weight behind `packed`, the first of `count`.
-inline Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns, int64_t depth, bool is_int8,
+inline Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns, int64_t depth, int64_t kind,
                         bool is_paired) {
-  Weight weight = shape_of(num_columns, depth, is_int8, is_paired);
+  Weight weight = shape_of(num_columns, depth, kind, is_paired);
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous(), "a packed weight must be contiguous bytes");
   TORCH_CHECK(packed.numel() == count * weight.bytes(), "packed weights of ", packed.numel(), " bytes, expected ",
               count * weight.bytes());
@@ -68,7 +90,7 @@ struct Bytes {
     const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + kBlock - 1) / kBlock;
     values = at::empty({num_rows, num_blocks * kBlock}, x.options().dtype(at::kByte));
     scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
-    batchinfer::to_bytes(rows_of(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
+    batchinfer::to_bytes(rows_of<bf16>(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
     rows = {read<uint8_t>(values), read<float>(scales), num_blocks};
   }
 };
@@ -84,7 +106,7 @@ inline Rotary rotary_of(const Tensor& cos, const Tensor& sin, int64_t num_rows, 
 // Operations of bindings.cpp that layers.cpp is made of; shapes as in ops.py.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor router(const Tensor& x, const Tensor& packed, int64_t num_columns);
-std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t topk,
+std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t method, int64_t topk,
                                 int64_t num_groups, int64_t topk_groups, bool normalize, double scale);
 void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
                     const Tensor& sin, bool is_interleaved, const Tensor& slots, const Tensor& pages);
@@ -93,7 +115,8 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
 Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
                    const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
                    int64_t value_dim, double scale);
+// Runs the experts over their rows of x.
 void run_experts(const Tensor& x, const std::vector<ExpertRows>& experts, const Weight& gate_up, const Weight& down,
-                 const int64_t* in_index, const bf16* stream, bf16* out);
+                 const int64_t* in_index, const Tensor* stream, const Tensor& out);
 
 }  // namespace batchinfer::tensors

@@ -1,8 +1,10 @@
 // The inner loop of every product, x · weightᵀ, over up to 6 rows of x and a panel of 64 columns.
 //
-//   panel     [w(k, c) w(k + 1, c)] side by side for 64 columns c               4 vectors per step of two values
-//   x         [x(k) x(k + 1)] of one row, the same in all lanes                 1 broadcast per row and step
-//   sums      64 columns of a row in float32                                    k = 0, 2, 4, … in this order
+//   panel     a word for each of 64 columns c                       4 vectors (bfloat16) per step
+//               bfloat16   [w(k, c) w(k + 1, c)] side by side       k = 0, 2, 4, …
+//               float32    w(k, c)                                  k = 0, 1, 2, …
+//   x         the same values of one row, the same in all lanes     1 broadcast per row and step
+//   sums      64 columns of a row in float32, in this order of k
 //
 // Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. As many
 // groups of 16 columns go together as the registers hold sums for: with AVX-512 all four, so that 24 accumulators take
@@ -12,6 +14,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -24,42 +28,69 @@ constexpr int64_t kStripRows = 96;  // rows that pass a panel together
 // Values of rows and columns are loaded once more for the second part: the registers are for sums.
 inline void load_again() { asm volatile("" ::: "memory"); }
 
-// sums[r][n] += pairs of row r times the n-th 16 columns at `values`, over all steps; a step is `stride` values.
-template <int R, int N>
-inline __attribute__((always_inline)) void add_pairs(Floats (&sums)[R][N], const int32_t* const* pairs,
-                                                     int64_t pair_stride, const bf16* values, int64_t stride,
-                                                     int64_t num_steps) {
-  for (int64_t step = 0; step < num_steps; ++step, values += stride) {
+// What a row gives to one step: two bfloat16, a float32, or a single bfloat16 that meets a float32 column.
+struct Pair {
+  static constexpr int kParts = kPairParts;
+  using Column = bf16;
+  static constexpr int64_t kValues = 2;
+
+  static PairPart columns(const bf16* at, int part) { return column_pairs(at, part); }
+  static PairPart row(const bf16* at, int part) {
+    int32_t pair;
+    std::memcpy(&pair, at, sizeof(pair));
+    return row_pair(pair, part);
+  }
+};
+struct Single {
+  static constexpr int kParts = 1;
+  using Column = float;
+  static constexpr int64_t kValues = 1;
+
+  static Floats columns(const float* at, int) { return load(at); }
+  static Floats row(const float* at, int) { return floats(*at); }
+  static Floats row(const bf16* at, int) { return low_values(ints(*at)); }
+};
+template <class Column>
+using StepOf = std::conditional_t<std::is_same_v<Column, float>, Single, Pair>;
+
+// sums[r][n] += values of row r times the n-th 16 columns at `columns`, over all steps; a row goes on by `row_stride`
+// values a step, the columns by `stride`.
+template <class Step, int R, int N, class Row>
+inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], const Row* const* rows,
+                                                        int64_t row_stride, const typename Step::Column* columns_at,
+                                                        int64_t stride, int64_t num_steps) {
+  constexpr int64_t kLane = 16 * Step::kValues;  // values of 16 columns
+  for (int64_t step = 0; step < num_steps; ++step, columns_at += stride) {
 #pragma GCC unroll 2
-    for (int part = 0; part < kPairParts; ++part) {
+    for (int part = 0; part < Step::kParts; ++part) {
       if (part > 0) load_again();
-      PairPart columns[N];
+      decltype(Step::columns(columns_at, part)) columns[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) columns[n] = column_pairs(values + 32 * n, part);
+      for (int n = 0; n < N; ++n) columns[n] = Step::columns(columns_at + kLane * n, part);
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
-        const PairPart pair = row_pair(pairs[r][step * pair_stride], part);
+        const auto value = Step::row(rows[r] + step * row_stride, part);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) add_product(sums[r][n], pair, columns[n]);
+        for (int n = 0; n < N; ++n) add_product(sums[r][n], value, columns[n]);
       }
     }
   }
 }
 
 // out [R][64] of the first N groups of 16 columns; the others are left as they are.
-template <int R, int N>
-__attribute__((noinline)) void bf16_tile(const bf16* const* x, const bf16* panel, int64_t depth, float* out,
-                                         bool is_first) {
+template <class Step, int R, int N, class Row>
+__attribute__((noinline)) void tile(const Row* const* x, const typename Step::Column* panel, int64_t num_steps,
+                                    float* out, bool is_first) {
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = is_first ? floats(0.0f) : load(out + r * kPanelColumns + 16 * n);
   }
-  const int32_t* pairs[R];
+  const Row* rows[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) pairs[r] = reinterpret_cast<const int32_t*>(x[r]);
-  add_pairs<R, N>(sums, pairs, 1, panel, 2 * kPanelColumns, depth / 2);
+  for (int r = 0; r < R; ++r) rows[r] = x[r];
+  add_products<Step, R, N>(sums, rows, Step::kValues, panel, Step::kValues * kPanelColumns, num_steps);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -163,23 +194,36 @@ inline void with_rows(int64_t rows, Call call) {
 
 // sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a
 // panel's columns.
-inline void multiply_strip(const Rows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
-                           int64_t chunks, float* sums) {
-  const int64_t depth = (weight.depth + 1) / 2 * 2;
-  for (int64_t start = 0; start < depth || start == 0; start += kDepthStep) {
-    const bf16* values = reinterpret_cast<const bf16*>(panel) + start * kPanelColumns;
+template <class Step, class Row>
+inline void multiply_strip_by(const Rows<Row>& x, int64_t first, int64_t num_rows, int64_t depth,
+                              const typename Step::Column* panel, int64_t chunks, float* sums) {
+  const int64_t most = kStepBytes / (kPanelColumns * int64_t{sizeof(typename Step::Column)});
+  for (int64_t start = 0; start < depth || start == 0; start += most) {
+    const int64_t num_steps = (std::min(most, depth - start) + Step::kValues - 1) / Step::kValues;
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t rows = std::min(kTileRows, num_rows - row);
-      const bf16* at[kTileRows];
+      const Row* at[kTileRows];
       for (int64_t r = 0; r < rows; ++r) at[r] = x.at(first + row + r) + start;
       with_rows(rows, [&](auto count) {
         for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
-          bf16_tile<count, groups>(at, values + 32 * chunk, std::min(kDepthStep, depth - start),
-                                   sums + row * kPanelColumns + 16 * chunk, start == 0);
+          tile<Step, count, groups>(at, panel + start * kPanelColumns + 16 * Step::kValues * chunk, num_steps,
+                                    sums + row * kPanelColumns + 16 * chunk, start == 0);
         });
       });
     }
   }
+}
+
+template <class Row>
+inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, const Weight& weight,
+                           const uint8_t* panel, int64_t chunks, float* sums) {
+  if constexpr (std::is_same_v<Row, bf16>) {
+    if (weight.kind == WeightKind::kBfloat16) {
+      const bf16* values = reinterpret_cast<const bf16*>(panel);
+      return multiply_strip_by<Pair>(x, first, num_rows, weight.depth, values, chunks, sums);
+    }
+  }
+  multiply_strip_by<Single>(x, first, num_rows, weight.depth, reinterpret_cast<const float*>(panel), chunks, sums);
 }
 
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
