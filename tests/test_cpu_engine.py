@@ -1,60 +1,60 @@
-"""Whole jobs in bfloat16 and with 8-bit products on the C++ operations: a row's output depends on the row alone."""
+"""Whole jobs on the C++ operations, in every dtype: a row's output depends on the row alone."""
 
 from __future__ import annotations
 
 import json
 
+import duckdb
+import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.config import load_model_config
 from batchinfer_kernels.cpu import build
-from jobs import answers, batchinfer, output_bytes, write_job, write_questions
+from jobs import answers, batchinfer, output_bytes, write_job, write_questions, write_shard
 from paths import DEMO_JOB, RANDOM_MODEL
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
 
+DTYPES = ("float32", "bfloat16", "fp8")
+CONFIG = load_model_config(RANDOM_MODEL)
+FEW_PAGES = 9  # of a rank, where the largest request needs 6: two at a time at most
+
 VARIANTS = {
     "small steps": {"prefill_tokens": 48, "decode_requests": 3},
-    "few requests at once": {"decode_requests": 2},
+    "tiny steps": {"prefill_tokens": 5, "decode_requests": 2},
     "two ranks": {"prefill_ranks": 2},
     "two ranks, prefill apart": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
     "four ranks, redundant experts": {"prefill_ranks": 4, "redundant_experts": 4},
     "without overlap": {"prefill_ranks": 2, "overlap": False},
 }
-
-
-SLOW = pytest.mark.slow  # what others show, too
-FEW_VARIANTS = ("small steps", "two ranks, prefill apart", "four ranks, redundant experts", "without overlap")
-FP8_VARIANTS = (
-    "small steps",
-    "two ranks, prefill apart",
-    pytest.param("four ranks, redundant experts", marks=SLOW),
-)
+MORE = pytest.mark.slow  # what others show, too
+OFTEN = {
+    "float32": {"tiny steps", "two ranks", "two ranks, prefill apart", "four ranks, redundant experts"},
+    "bfloat16": {"small steps", "two ranks, prefill apart", "four ranks, redundant experts", "without overlap"},
+    "fp8": {"small steps", "two ranks, prefill apart"},
+}
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Per dtype a folder with prompts, and their answers from one rank with all requests at once."""
     folders = {}
-    for dtype in ("bfloat16", "fp8"):
+    for dtype in DTYPES:
         folders[dtype] = tmp_path_factory.mktemp(dtype)
         write_questions(folders[dtype] / "prompts", (12, 5, 9))
         run(folders[dtype], "one", dtype=dtype)
     return folders
 
 
-@pytest.fixture
-def job(jobs):
-    return jobs["bfloat16"]
-
-
-def run(folder, name, *, dtype="bfloat16", cluster=None, **parts):
+def run(folder, name, *, dtype, cluster=None, **parts):
     job = write_job(
         folder,
         name=f"{name}.toml",
         output={"dir": name},
         model={"path": str(RANDOM_MODEL), "dtype": dtype},
-        sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 2},
+        sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 2, "temperature": 0.7, "top_p": 0.9},
         cluster={"backend": "cpu", **(cluster or {})},
         **parts,
     )
@@ -63,35 +63,79 @@ def run(folder, name, *, dtype="bfloat16", cluster=None, **parts):
     return folder / name
 
 
+def most_at_once(folder):
+    """The most requests and the most pages that a decode step had."""
+    steps = f"read_parquet('{folder}/stats/steps/*.parquet')"
+    return duckdb.execute(f"SELECT max(num_requests), max(pages_used) FROM {steps} WHERE kind = 'decode'").fetchone()
+
+
 @pytest.mark.parametrize(
-    "variant", [name if name in FEW_VARIANTS else pytest.param(name, marks=SLOW) for name in VARIANTS]
+    ("dtype", "variant"),
+    [
+        pytest.param(dtype, variant, marks=() if variant in OFTEN[dtype] else MORE)
+        for dtype in DTYPES
+        for variant in VARIANTS
+    ],
 )
-def test_how_a_job_is_run_changes_no_byte(job, variant):
-    assert output_bytes(run(job, variant.replace(" ", "-"), cluster=VARIANTS[variant])) == output_bytes(job / "one")
-
-
-@pytest.mark.parametrize("variant", FP8_VARIANTS)
-def test_how_a_job_is_run_changes_no_byte_with_8_bit_products(jobs, variant):
-    folder = jobs["fp8"]
-    other = run(folder, variant.replace(" ", "-"), dtype="fp8", cluster=VARIANTS[variant])
+def test_how_a_job_is_run_changes_no_byte(jobs, dtype, variant):
+    folder = jobs[dtype]
+    other = run(folder, variant.replace(" ", "-"), dtype=dtype, cluster=VARIANTS[variant])
     assert output_bytes(other) == output_bytes(folder / "one")
-    assert output_bytes(other) != output_bytes(jobs["bfloat16"] / "one")  # it is another computation
 
 
-def test_a_store_changes_no_answer(job, tmp_path):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_requests_that_wait_for_pages_get_the_same_bytes(jobs, dtype):
+    folder = jobs[dtype]
+    item_bytes = 4 if dtype == "float32" else 2
+    page_bytes = FEW_PAGES * PAGE_TOKENS * CONFIG.kv_bytes_per_token(item_bytes)
+    tight = run(folder, "tight", dtype=dtype, cluster={"page_bytes": page_bytes})
+    (most_tight, pages), (most_ample, _) = most_at_once(tight), most_at_once(folder / "one")
+    assert pages <= FEW_PAGES
+    assert most_tight < most_ample == 26  # they did wait
+    assert output_bytes(tight) == output_bytes(folder / "one")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_the_input_changes_no_answer(jobs, dtype, tmp_path):
+    folder = jobs[dtype]
+    for number, path in enumerate(sorted((folder / "prompts").iterdir(), reverse=True)):
+        rows = pq.read_table(path)
+        turned = rows.take(list(reversed(range(len(rows)))))
+        write_shard(tmp_path / "prompts" / f"{number}.parquet", turned.to_pydict())
+    by_id = [
+        {row["id"]: row | {"row": None} for row in answers(done)}
+        for done in (run(tmp_path, "turned", dtype=dtype), folder / "one")
+    ]
+    assert by_id[0] == by_id[1]
+    assert list(by_id[0]) != list(by_id[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_store_changes_no_answer(jobs, dtype, tmp_path):
+    folder = jobs[dtype]
     for state in ("cold", "warm"):
-        assert answers(run(job, state, kv={"dir": str(tmp_path / "kv"), "persist": "all"})) == answers(job / "one")
+        done = run(folder, state, dtype=dtype, kv={"dir": str(tmp_path / "kv"), "persist": "all"})
+        assert answers(done) == answers(folder / "one")
+    assert hits(folder / "warm") > 0
 
 
-def test_a_store_is_not_shared_with_other_kernels(job, tmp_path):
-    store = {"dir": str(tmp_path / "kv"), "persist": "all"}
-    run(job, "cpu", kv=store)
-    run(job, "reference", kv=store, cluster={"backend": "reference"})
+def hits(folder):
     sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
-    assert '"hits": 0' in batchinfer("report", job / "reference", "--json", "--sql", sql).out
+    return json.loads(batchinfer("report", folder, "--json", "--sql", sql).out)[0]["hits"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_each_dtype_is_another_computation(jobs):
+    assert len({str(answers(folder / "one")) for folder in jobs.values()}) == len(DTYPES)
+
+
+def test_a_store_is_not_shared_with_other_kernels(jobs, tmp_path):
+    store = {"dir": str(tmp_path / "kv"), "persist": "all"}
+    folder = jobs["bfloat16"]
+    run(folder, "cpu", dtype="bfloat16", kv=store)
+    assert hits(run(folder, "reference", dtype="bfloat16", kv=store, cluster={"backend": "reference"})) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sample_model_answers_as_well_as_ever(dtype, tmp_path):
     settings = {"output.dir": tmp_path / "run", "model.dtype": dtype, "cluster.backend": "cpu"}
     options = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]

@@ -124,6 +124,11 @@ def test_where_prompts_are_cut_does_not_matter(model, tokenizer, alone, prefill_
     assert max(record.new_tokens for record in feed.records if record.kind == "prefill") <= prefill_tokens
 
 
+def most_at_once(feed):
+    """The most requests that a decode step had."""
+    return max(record.num_requests for record in feed.records if record.kind == "decode")
+
+
 @pytest.mark.parametrize("spare_pages", [0, 1, 5])
 def test_a_small_page_budget_makes_requests_wait_and_changes_nothing(model, tokenizer, alone, spare_pages):
     requests = make_requests()
@@ -131,6 +136,7 @@ def test_a_small_page_budget_makes_requests_wait_and_changes_nothing(model, toke
     feed = run(model, tokenizer, requests, num_pages=smallest + spare_pages)
     assert results(feed) == alone
     assert max(record.pages_used for record in feed.records) <= smallest + spare_pages
+    assert most_at_once(feed) < most_at_once(run(model, tokenizer, make_requests()))
 
 
 def test_sharing_prefixes_changes_nothing(model, tokenizer, alone):
