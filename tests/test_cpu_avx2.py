@@ -5,6 +5,7 @@ They run in a process of their own, which is told to use AVX2 also where the pro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer_kernels.cpu import build
+from jobs import answers, write_job, write_questions
 
 TESTS = Path(__file__).parent
 (AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
@@ -23,7 +25,6 @@ OPERATIONS = ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py")
 BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 LIBRARY = "from batchinfer_kernels.cpu import build; assert build.why_not() is None; print(build.library())"
 EXPLAIN = "from batchinfer_kernels.cpu import build; print(build.explain())"
-NAMES = "import torch; from batchinfer.model.ops import Ops; print(Ops.select('cpu', torch.bfloat16).names)"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,12 +82,29 @@ def test_no_instruction_in_it_is_beyond_avx2():
     assert [line for line in said.splitlines() if BEYOND_AVX2.search(line)] == []
 
 
-def test_what_was_computed_with_avx2_is_not_taken_for_what_avx512_would_compute():
-    # the names go into the KV store's digest: blocks are shared between equal names alone
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_path):
     best = build.instructions().name
     if best == AVX2.name:
         pytest.skip("this processor has nothing better")
-    assert run("-c", NAMES) != run("-c", NAMES, instructions=best)
+    write_questions(tmp_path / "prompts", (3, 2))
+    found = {}
+    for name in (best, AVX2.name):
+        job = write_job(
+            tmp_path,
+            name=f"{name}.toml",
+            output={"dir": name},
+            model={"dtype": dtype},
+            sampling={"max_tokens": 8, "logprobs": 2, "temperature": 0.7},
+            kv={"dir": str(tmp_path / "kv"), "persist": "all"},
+        )
+        run("-m", "batchinfer", "run", str(job), instructions=name)
+        found[name] = answers(tmp_path / name)
+    assert found[best] == found[AVX2.name]
+    sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
+    assert (
+        json.loads(run("-m", "batchinfer", "report", str(tmp_path / AVX2.name), "--json", "--sql", sql))[0]["hits"] > 0
+    )
 
 
 def test_doctor_says_why_better_instructions_are_not_in_use():

@@ -215,10 +215,3 @@ def test_a_damaged_library_is_built_again(tmp_path):
     assert last == built.read_bytes()
     assert num_calls(tmp_path) == NUM_COMMANDS
     assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
-
-
-def test_nothing_is_built_for_float32(tmp_path):
-    code = "import torch, batchinfer_kernels.backend as b; b.select('linear', dtype=torch.float32); print('imported')"
-    assert answer(start(code, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))) == "imported"
-    assert not (tmp_path / "calls").exists()
-    assert not (tmp_path / "batchinfer").exists()

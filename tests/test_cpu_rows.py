@@ -24,7 +24,9 @@ def dtype(request):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("heads", "nope", "rotary", "latent"), [(1, 6, 2, 16), (4, 32, 16, 64), (3, 10, 70, 48), (2, 7, 6, 5)])
+@pytest.mark.parametrize(
+    ("heads", "nope", "rotary", "latent"), [(1, 6, 2, 16), (4, 32, 16, 64), (3, 10, 70, 48), (2, 7, 6, 5)]
+)
 def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, latent, interleaved, dtype, threads):
     q, latents = random(70, heads, nope + rotary, dtype=dtype), random(70, latent + rotary, seed=1, dtype=dtype)
     norm = random(latent, seed=2, dtype=dtype)

@@ -62,9 +62,9 @@ class DecodeBatch:
         else:
             output = self._run_points(model, pages, log, in_pairs=in_pairs)
         kv_tokens = table.kv_tokens
-        finished = (
-            table.accept(sample(output.logits, table.sampling, table.num_new, model.logit_ops)) if self.num_running else []
-        )
+        finished = []
+        if self.num_running:
+            finished = table.accept(sample(output.logits, table.sampling, table.num_new, model.logit_ops))
         return DecodeStep(finished, output, kv_tokens)
 
     def _run_points(self, model: Transformer, pages: torch.Tensor, log: SpanLog, *, in_pairs: bool) -> StepOutput:

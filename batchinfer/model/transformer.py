@@ -28,7 +28,7 @@ from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import ConfigError, ModelError
+from batchinfer.records import ConfigError
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]

@@ -18,7 +18,7 @@ import duckdb
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import CORES, ROOT, rows_of, run_job  # noqa: E402
+from ranks import CORES, ROOT, rows_of, run_job
 
 BACKENDS = {"C++": "auto", "plain PyTorch": "reference"}
 LAYOUTS = {f"1 rank, {CORES} threads": (1, CORES), "2 ranks": (2, max(1, CORES // 2))}

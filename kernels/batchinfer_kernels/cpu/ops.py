@@ -1,9 +1,9 @@
 """The operations that have a C++ version; signatures and shapes as in the `reference` modules.
 
-float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's, and a
-row has the same bits whatever rows are beside it, wherever it stands, however many threads run, and whichever instructions
-the library was compiled for. Subnormal numbers count as zero. Everything else (another device, weights in FP8 blocks) goes
-to the reference. A weight may be a plain tensor or packed (packed.py), with the same result.
+float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's, and
+a row has the same bits whatever rows are beside it, wherever it stands, however many threads run, and whichever
+instructions the library was compiled for. Subnormal numbers count as zero. Everything else (another device, weights in
+FP8 blocks) goes to the reference. A weight may be a plain tensor or packed (packed.py), with the same result.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert

@@ -1,8 +1,9 @@
 """Weights in the order in which the C++ tiles read them; made once when a model is loaded.
 
 Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. Weights
-in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has a scale of its own, as in the FP8 checkpoints (DeepSeek-V3 report
-section 3.3.2), and products round their input to 8 bits with a scale per 128 values of a row.
+in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has a scale of its own, as in the
+FP8 checkpoints (DeepSeek-V3 report section 3.3.2), and products round their input to 8 bits with a scale per 128 values
+of a row.
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in), P panels of 64 columns
