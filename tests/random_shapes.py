@@ -69,12 +69,12 @@ def make_prompts(seed: int, most: int = 70) -> list[torch.Tensor]:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     start = torch.randint(0, VOCABULARY, (66,), generator=generator)
     lengths = [draw.choice([1, 2, 7, 63, 64, 65, draw.randrange(1, 90)]) for _ in range(draw.randint(2, most))]
-    return [
-        torch.cat(
-            [start[: draw.choice([0, 0, length // 2])], torch.randint(0, VOCABULARY, (length,), generator=generator)]
-        )
-        for length in lengths
-    ]
+
+    def tokens(length: int) -> torch.Tensor:
+        own = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        return torch.cat([start[: draw.choice([0, 0, length // 2])], own])
+
+    return [tokens(length) for length in lengths]
 
 
 def computed(model: Transformer, prompts: list[torch.Tensor], order: list[int], chunks: list[int]) -> PagedRequests:

@@ -18,7 +18,8 @@ from paths import RANDOM_MODEL
 TOLERANCE = {torch.bfloat16: 2**-8 * 1.01, torch.float32: 2**-23}
 # Largest error in float32, where plain PyTorch computes in float64 in between, of the largest value.
 FLOAT32 = 2e-6
-# Mean error in bfloat16 against the reference's own, which also computes in bfloat16: a wrong order or a lost term is far above.
+# Mean error in bfloat16 against the reference's own, which computes in it, too: a wrong order or a lost term is far
+# above.
 MOST_OF_REFERENCE = 1.25
 
 KERNELS = Path(build.__file__).parents[2]

@@ -205,7 +205,7 @@ def _open_store(job: JobConfig, model: Transformer, pages: torch.Tensor, around:
 
 
 def _numerics(model: Transformer) -> str:
-    """What decides the bits of a latent beside model and dtype: C++ sources, or processor or GPU, library and kernels."""
+    """What decides the bits of a latent beside model and dtype: C++ sources; or processor, library and kernels."""
     if model.device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
         return f"{gpu}, torch {torch.__version__}, {model.kernels}"
