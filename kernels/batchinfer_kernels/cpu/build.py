@@ -65,13 +65,16 @@ class InstructionSet:
         return ", ".join(feature for feature in self.features if feature not in found)
 
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+
 # The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
 INSTRUCTION_SETS = (
     InstructionSet(
-        "avx512",
-        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
+        "avx512", (*_AVX512, "avx512_bf16", "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
     ),
+    InstructionSet("avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
+    InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
 )
 

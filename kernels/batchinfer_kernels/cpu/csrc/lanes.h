@@ -1,7 +1,10 @@
 // 16 float32 or 32-bit whole numbers at a time, on two kinds of processors; all vector code is written in these words.
 //
-//   lanes_avx512.h   one register of 16 lanes; products of bfloat16 pairs and of four 8-bit values are instructions
-//   lanes_avx2.h     two registers of 8 lanes; such products are widened first, then multiplied one part at a time
+//   lanes_avx512.h   one register of 16 lanes
+//   lanes_avx2.h     two registers of 8 lanes
+//
+// Products of bfloat16 pairs and of four 8-bit values are instructions of processors with avx512_bf16 and avx512_vnni;
+// elsewhere their values are widened first, then multiplied one part at a time.
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
 //   First            the first so many lanes, as rows end anywhere: lanes(count)
@@ -19,7 +22,7 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#ifdef __AVX512F__
 #include "lanes_avx512.h"
 #else
 #include "lanes_avx2.h"

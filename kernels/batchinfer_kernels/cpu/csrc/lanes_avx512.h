@@ -78,7 +78,22 @@ inline int32_t smallest_of(Mask mask, Ints a) { return _mm512_mask_reduce_min_ep
 inline Ints load_bits(const bf16* at) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
-inline Ints rounded_bits(Floats values) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)); }
+#ifdef __AVX512BF16__
+inline __m256i rounded_halves(Floats values) { return (__m256i)_mm512_cvtneps_pbh(values); }
+#else
+// As the instruction: to the nearest, to even in the middle; what is not a number stays so, what is subnormal becomes zero.
+inline __m256i rounded_halves(Floats values) {
+  const __m512i bits = _mm512_castps_si512(values), sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+  const __mmask16 is_tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7F800000));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+  rounded = _mm512_mask_and_epi32(rounded, is_tiny, bits, sign);
+  const __mmask16 is_no_number = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, is_no_number, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+#endif
+inline Ints rounded_bits(Floats values) { return _mm512_cvtepu16_epi32(rounded_halves(values)); }
 inline Ints beside(Ints low, Ints high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
 inline Floats low_values(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline Floats high_values(Ints pairs) {
@@ -88,28 +103,57 @@ inline Floats load_wide(First first, const bf16* at) {
   return low_values(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, at)));
 }
 inline void store_rounded(bf16* at, First first, Floats values) {
-  _mm256_mask_storeu_epi16(at, first, (__m256i)_mm512_cvtneps_pbh(values));
+  _mm256_mask_storeu_epi16(at, first, rounded_halves(values));
 }
 
-// Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). The values
-// of a lane are multiplied in parts, here all at once.
-using PairPart = __m512bh;
-using FourPart = __m512i;
-constexpr int kPairParts = 1, kFourParts = 1;
-inline PairPart column_pairs(const bf16* at, int) { return (__m512bh)_mm512_loadu_si512(at); }
-inline PairPart row_pair(int32_t pair, int) { return (__m512bh)_mm512_set1_epi32(pair); }
-inline FourPart column_fours(const int8_t* at, int) { return _mm512_loadu_si512(at); }
-inline FourPart row_four(int32_t four, int) { return _mm512_set1_epi32(four); }
-inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
-  sum = _mm512_dpbf16_ps(sum, row, columns);
-}
+// Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). Without
+// instructions for them the values of a lane are multiplied in two parts: of a pair the second value, then the first, as
+// the instruction does; of a four the second and last, then the others, as 16 bits each, so that sums are exact.
 inline __attribute__((always_inline)) void add_product(Floats& sum, Floats row, Floats columns) {
   sum = _mm512_fmadd_ps(row, columns, sum);
 }
+
+#ifdef __AVX512BF16__
+using PairPart = __m512bh;
+constexpr int kPairParts = 1;
+inline PairPart column_pairs(const bf16* at, int) { return (__m512bh)_mm512_loadu_si512(at); }
+inline PairPart row_pair(int32_t pair, int) { return (__m512bh)_mm512_set1_epi32(pair); }
+inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
+  sum = _mm512_dpbf16_ps(sum, row, columns);
+}
+#else
+using PairPart = Floats;
+constexpr int kPairParts = 2;
+inline PairPart pair_part(Ints pairs, int part) { return part == 0 ? high_values(pairs) : low_values(pairs); }
+inline PairPart column_pairs(const bf16* at, int part) { return pair_part(load_ints(at), part); }
+inline PairPart row_pair(int32_t pair, int part) { return pair_part(ints(pair), part); }
+#endif
+
+struct FourPart {
+  __m512i values;
+};
+#ifdef __AVX512VNNI__
+constexpr int kFourParts = 1;
+inline FourPart column_fours(const int8_t* at, int) { return {_mm512_loadu_si512(at)}; }
+inline FourPart row_four(int32_t four, int) { return {_mm512_set1_epi32(four)}; }
 inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
   // as an instruction, since compilers keep the sums of the intrinsic in memory here
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(columns));
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row.values), "v"(columns.values));
 }
+#else
+constexpr int kFourParts = 2;
+inline FourPart column_fours(const int8_t* at, int part) {
+  const __m512i fours = _mm512_loadu_si512(at);
+  return {_mm512_srai_epi16(part == 0 ? fours : _mm512_slli_epi16(fours, 8), 8)};
+}
+inline FourPart row_four(int32_t four, int part) {
+  const __m512i fours = _mm512_set1_epi32(four);
+  return {part == 0 ? _mm512_srli_epi16(fours, 8) : _mm512_and_si512(fours, _mm512_set1_epi16(0xFF))};
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(row.values, columns.values));
+}
+#endif
 
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {

@@ -67,7 +67,16 @@ def results(folder):
     return results_of_a_process(folder)
 
 
-@pytest.mark.parametrize("name", [known.name for known in build.INSTRUCTION_SETS])
+BUILT_ANYWAY = ("avx512", "avx2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(known.name, marks=() if known.name in BUILT_ANYWAY else pytest.mark.slow)
+        for known in build.INSTRUCTION_SETS
+    ],
+)
 def test_all_instruction_sets_compute_the_same_bits(name, folder, results):
     (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
     missing = chosen.missing(build._processor_features())
