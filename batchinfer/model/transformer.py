@@ -8,7 +8,7 @@ schedule; parallel/overlap.py may instead run two of them in turn, one computing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, sta
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.step import StepInput, StepTensors
 from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -30,6 +31,7 @@ from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError, ModelError
 from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.row_check import RowComputation
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
 
@@ -200,6 +202,12 @@ class Transformer:
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
         return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
+
+    @property
+    def plain_computations(self) -> Iterator[RowComputation]:
+        """What plain PyTorch computes of rows here, each shape once; nothing where everything runs in C++."""
+        attentions = [layer.attention for layer in self._layers]
+        return plain_computations(self._ops, self.config, self.weights, attentions)
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used.
