@@ -1,0 +1,63 @@
+"""Whether a row of this rank's has the same bits alone and among others: known of C++, measured of plain PyTorch.
+
+Said once, when the model stands. A GPU's libraries may split sums by what else there is, so nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from batchinfer.engine.device import device_name
+from batchinfer.equal_rows import EqualRows
+from batchinfer.model.transformer import Transformer
+from batchinfer.processor import matrix_library_settings, processor_kind, processor_name
+from batchinfer_kernels.backend import AUTO
+from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.row_check import why_rows_differ
+
+_CPP, _PLAIN = "cpu.", "reference"  # how names of such operations' modules begin
+
+
+def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
+    """What holds for this model in this process, with its number of threads.
+
+    Args:
+        backend: that the model was loaded with, for advice.
+    """
+    kinds = model.kernels.split(", ")[0].split()
+    if model.device.type != "cpu" or not all(kind.startswith((_CPP, _PLAIN)) for kind in kinds):
+        processor = device_name(model.device) if model.device.type != "cpu" else processor_name()
+        reason = "libraries on a GPU may split a row's sums by what else there is; nothing is measured of it here"
+        return EqualRows(None, reason, processor, f"{processor}, {model.kernels}")
+    computations = model.plain_computations
+    first = next(computations, None)
+    if first is None:
+        units = cpu_build.instructions().name
+        return EqualRows(True, None, f"{processor_name()} ({units})", _numerics_of_cpp(model, units))
+    units = torch.backends.cpu.get_cpu_capability()
+    found = why_rows_differ([first]) or why_rows_differ(computations)
+    return EqualRows(
+        found is None,
+        None if found is None else f"in plain PyTorch {found}; {_remedy(backend)}",
+        f"{processor_name()} ({units})",
+        f"plain PyTorch {torch.__version__} on {processor_kind()} with OMP_NUM_THREADS={torch.get_num_threads()}",
+    )
+
+
+def _numerics_of_cpp(model: Transformer, units: str) -> str:
+    """float32 gets the same bits with any vector units; narrower types may not."""
+    return "C++" if model.dtype is torch.float32 else f"C++ for {units}"
+
+
+def _remedy(backend: str) -> str:
+    """What to do about plain PyTorch that depends on the batch."""
+    if "MKL_CBWR" in os.environ and "MKL_CBWR" not in matrix_library_settings():
+        return "unset MKL_CBWR in the environment"
+    if backend != AUTO:
+        return 'set cluster.backend = "auto", which takes the C++ operations where it can'
+    reason = cpu_build.why_not()
+    if reason is not None:
+        return f"the C++ operations, which are equal, cannot run here: {reason}"
+    return "set OMP_NUM_THREADS=1 in the environment, or use a dtype that runs in C++ (`batchinfer doctor`)"
