@@ -41,13 +41,13 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
     lines = [
         f"batchinfer {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
-        f"processor   {processor_name()}, {os.cpu_count()} cores, {threads} threads for torch",
+        f"processor   {processor_name()}, {os.cpu_count()} cores, {_counted(threads)} for torch",
         f"C++         {cpu_build.explain()}",
         f"plain       PyTorch with {torch.backends.cpu.get_cpu_capability()}",
         f"memory      {free_memory_bytes() / 2**30:.1f} GiB free",
         f"GPU         {_gpu()}",
         "",
-        f"rows        (bits of a row alone and among others on the CPU, measured with {threads} threads)",
+        f"rows        (bits of a row alone and among others on the CPU, measured with {_counted(threads)})",
         *(_row_line(found) for found in survey_rows()),
         *(["    on a GPU               not measured, not promised"] if torch.cuda.is_available() else []),
     ]
@@ -66,6 +66,10 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
     if bench:
         lines += ["", f"measured    (medians of {REPEATS})", *_bench_lines()]
     return "\n".join(lines)
+
+
+def _counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def _row_line(found: Surveyed) -> str:

@@ -26,6 +26,8 @@ _TOGETHER = (8, 56, 16, 24, 40, 32, 48, 64, MANY_ROWS, 2, 3, 7, 9, 27, 70)
 _SMALLEST = len(_ALONE) + 2  # of these ranges of rows, whatever they take; others only within
 _MOST_SUMMED = 2.0e9  # products of two values for one computation
 _MOST_PAGES = 3  # of a request here
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +186,12 @@ def _ranges() -> Iterator[tuple[int, int]]:
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    """Values between -1 and 1, the same for the same shape.
+
+    A rank puts off parts of torch, its generators of random numbers among them; these are splitmix64's (Steele, Lea and
+    Flood 2014), whose products overflow on purpose.
+    """
+    bits = torch.arange(1, torch.Size(shape).numel() + 1) * _GOLDEN
+    for shift, factor in _MIX:
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return ((bits >> 40).float() / 2**23).view(shape).to(dtype)
