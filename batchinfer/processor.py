@@ -45,6 +45,11 @@ def matrix_library_settings() -> dict[str, str]:
     return dict(_STRICT_MKL) if processor_field("vendor_id") == "GenuineIntel" else {}
 
 
+def matrix_library_mode() -> str:
+    """What this process's environment says of the order of MKL's sums, "" for nothing."""
+    return os.environ.get("MKL_CBWR", "")
+
+
 def set_up_matrix_library() -> None:
     """Give this process these variables, before it imports torch; what the user has set stays."""
     for name, value in matrix_library_settings().items():

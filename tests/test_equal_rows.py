@@ -7,11 +7,16 @@ import re
 import shutil
 from dataclasses import asdict, replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.schemas import STATS_NODES
+from batchinfer.engine.agent import _take_over
 from batchinfer.equal_rows import EqualRows, together
 from batchinfer.rundir import RunDir
+from batchinfer.session import Session
+from batchinfer.stop import StopSignal
 from jobs import batchinfer, write_job, write_questions
 
 CPP = EqualRows(True, None, "A (avx512)", "C++")
@@ -126,3 +131,14 @@ def test_a_run_that_is_equal_says_nothing_of_it_on_the_panel(job, tmp_path):
         pytest.skip(f"on this processor: {figures['bit_equal_reason']}")
     assert (figures["bit_equal"], figures["bit_equal_reason"]) == (True, None)
     assert "answers may depend" not in ended.err + ended.out
+
+
+def test_several_nodes_have_what_the_ranks_of_all_say(tmp_path):
+    """The controller hears all ranks; the other nodes' sessions take it over from its row."""
+    path = RunDir(tmp_path).session_stats("nodes", "first")
+    row = {"session": "first", "first_prefill_s": 5.0, "device": "cpu"}
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([row | asdict(UNEQUAL)], schema=STATS_NODES.schema), path)
+    session = Session("work", StopSignal())
+    _take_over(RunDir(tmp_path), session, "first")
+    assert session.equal_rows == UNEQUAL

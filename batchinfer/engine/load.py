@@ -25,7 +25,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.processor import processor_kind
+from batchinfer.processor import matrix_library_mode, processor_kind
 from batchinfer.records import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -209,7 +209,8 @@ def _numerics(model: Transformer) -> str:
         gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
         return f"{gpu}, torch {torch.__version__}, {model.kernels}"
     instructions = torch.backends.cpu.get_cpu_capability()
-    return f"{processor_kind()} {instructions}, torch {torch.__version__}, {model.kernels}"
+    mode = f", MKL_CBWR={matrix_library_mode()}" if matrix_library_mode() else ""
+    return f"{processor_kind()} {instructions}, torch {torch.__version__}{mode}, {model.kernels}"
 
 
 def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:

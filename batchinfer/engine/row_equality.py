@@ -5,19 +5,17 @@ Said once, when the model stands. A GPU's libraries may split sums by what else 
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from batchinfer.engine.device import device_name
 from batchinfer.equal_rows import EqualRows
 from batchinfer.model.transformer import Transformer
-from batchinfer.processor import matrix_library_settings, processor_kind, processor_name
+from batchinfer.processor import matrix_library_mode, matrix_library_settings, processor_kind, processor_name
 from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.row_check import why_rows_differ
 
-_CPP, _PLAIN = "cpu.", "reference"  # how names of such operations' modules begin
+_CPP, _PLAIN = "cpu.", "reference"  # how names of such operations' modules begin; the latter is a backend, too
 
 
 def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
@@ -29,7 +27,7 @@ def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
     kinds = model.kernels.split(", ")[0].split()
     if model.device.type != "cpu" or not all(kind.startswith((_CPP, _PLAIN)) for kind in kinds):
         processor = device_name(model.device) if model.device.type != "cpu" else processor_name()
-        reason = "libraries on a GPU may split a row's sums by what else there is; nothing is measured of it here"
+        reason = "kernels for GPUs may split a row's sums by what else there is; it is not measured"
         return EqualRows(None, reason, processor, f"{processor}, {model.kernels}")
     computations = model.plain_computations
     first = next(computations, None)
@@ -37,12 +35,13 @@ def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
         units = cpu_build.instructions().name
         return EqualRows(True, None, f"{processor_name()} ({units})", _numerics_of_cpp(model, units))
     units = torch.backends.cpu.get_cpu_capability()
+    settings = f"OMP_NUM_THREADS={torch.get_num_threads()} MKL_CBWR={matrix_library_mode()}"
     found = why_rows_differ([first]) or why_rows_differ(computations)
     return EqualRows(
         found is None,
         None if found is None else f"in plain PyTorch {found}; {_remedy(backend)}",
         f"{processor_name()} ({units})",
-        f"plain PyTorch {torch.__version__} on {processor_kind()} with OMP_NUM_THREADS={torch.get_num_threads()}",
+        f"plain PyTorch {torch.__version__} on {processor_kind()} with {settings}",
     )
 
 
@@ -53,9 +52,9 @@ def _numerics_of_cpp(model: Transformer, units: str) -> str:
 
 def _remedy(backend: str) -> str:
     """What to do about plain PyTorch that depends on the batch."""
-    if "MKL_CBWR" in os.environ and "MKL_CBWR" not in matrix_library_settings():
+    if matrix_library_mode() and not matrix_library_settings():
         return "unset MKL_CBWR in the environment"
-    if backend != AUTO:
+    if backend == _PLAIN:
         return 'set cluster.backend = "auto", which takes the C++ operations where it can'
     reason = cpu_build.why_not()
     if reason is not None:
