@@ -11,6 +11,7 @@ import click
 from batchinfer.commands import jobs, kv, reports, slurm
 from batchinfer.commands.options import EXIT_CODES
 from batchinfer.printable import harmless
+from batchinfer.processor import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
 from batchinfer.stop import StopSignal
 
@@ -49,11 +50,13 @@ def schema(stats: bool, as_json: bool) -> None:
     is_flag=True,
     help="Also measure this machine: products, memory, and one rank with all threads against one per core.",
 )
-def doctor(bench: bool) -> None:
-    """Say what this machine can run, which kernels are chosen and why others are not."""
+@click.option("--all", "every_kernel", is_flag=True, help="Every operation: what runs it and why others do not.")
+def doctor(bench: bool, every_kernel: bool) -> None:
+    """Say what this machine can run, with what, and whether answers are equal bit for bit in each dtype."""
+    set_up_matrix_library()  # as it is for ranks
     from batchinfer.doctor import examine
 
-    click.echo(examine(bench=bench))
+    click.echo(examine(bench=bench, every_kernel=every_kernel))
 
 
 JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run)

@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -17,9 +18,10 @@ from batchinfer import __version__
 from batchinfer.engine.core_bench import measure_core_use
 from batchinfer.engine.free_memory import free_memory_bytes
 from batchinfer.parallel.mesh import explain_exchanges
+from batchinfer.processor import processor_name
 from batchinfer_kernels import backend
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.row_survey import DTYPES, Surveyed, survey_rows
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
 BENCH_SIZE = 2048
@@ -27,21 +29,36 @@ BENCH_BYTES = 2**28
 REPEATS = 5
 
 
-def examine(*, bench: bool) -> str:
-    """The whole report as text; with `bench` also measured limits (about twenty seconds)."""
+def examine(*, bench: bool, every_kernel: bool = False) -> str:
+    """The whole report as text.
+
+    Args:
+        bench: with measured limits, which takes about twenty seconds.
+        every_kernel: a line for every operation and implementation, instead of a summary.
+    """
+    threads = torch.get_num_threads()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     lines = [
         f"batchinfer {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
-        f"processor   {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch",
+        f"processor   {processor_name()}, {os.cpu_count()} cores, {_counted(threads)} for torch",
+        f"C++         {cpu_build.explain()}",
+        f"plain       PyTorch with {torch.backends.cpu.get_cpu_capability()}",
         f"memory      {free_memory_bytes() / 2**30:.1f} GiB free",
         f"GPU         {_gpu()}",
-        f"invariance  {_invariance()}",
-        f"dtype fp8   {_eight_bits()}",
-        f"C++         {cpu_build.explain()}",
         "",
-        "kernels     (chosen ones marked *)",
-        *_kernel_lines("cpu"),
-        *(["", "kernels on a GPU", *_kernel_lines("cuda")] if torch.cuda.is_available() else []),
+        f"rows        (bits of a row alone and among others on the CPU, measured with {_counted(threads)})",
+        *(_row_line(found) for found in survey_rows()),
+        *(["    on a GPU               not measured, not promised"] if torch.cuda.is_available() else []),
+    ]
+    for device in devices:
+        where = "" if device == "cpu" else " on a GPU"
+        if every_kernel:
+            lines += ["", f"kernels{where}     (chosen ones marked *)", *_kernel_lines(device)]
+        else:
+            heading = f"kernels{where}     (how many operations each runs; --all lists them)"
+            lines += ["", heading, *_kernel_summary(device)]
+    lines += [
         "",
         "exchanges   (of rows between ranks: cluster.exchange)",
         *(f"    {name:<22} {reason or 'can run'}" for name, reason in explain_exchanges().items()),
@@ -51,16 +68,14 @@ def examine(*, bench: bool) -> str:
     return "\n".join(lines)
 
 
-def rows_are_invariant() -> bool:
-    """Whether a row of a float32 matrix product here is the same bit for bit whatever rows stand beside it."""
-    generator = torch.Generator().manual_seed(0)
-    for inner, outer in [(64, 96), (256, 512), (1024, 384)]:
-        weight = torch.randn(inner, outer, generator=generator)
-        rows = torch.randn(128, inner, generator=generator)
-        whole = rows @ weight
-        if any(not torch.equal(rows[:count] @ weight, whole[:count]) for count in range(8, 129, 8)):
-            return False
-    return True
+def _counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def _row_line(found: Surveyed) -> str:
+    if found.why_unequal is None:
+        return f"    {found.dtype:<22} equal, in {found.implementation}"
+    return f"    {found.dtype:<22} NOT EQUAL, in {found.implementation}: {found.why_unequal}"
 
 
 def _kernel_lines(device: str) -> list[str]:
@@ -70,33 +85,24 @@ def _kernel_lines(device: str) -> list[str]:
     ]
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or 'unknown'} ({torch.backends.cpu.get_cpu_capability()})"
+def _kernel_summary(device: str) -> list[str]:
+    """What is chosen for each dtype, then why the implementations that nothing is chosen of are not."""
+    lines, used = [], set()
+    for name, dtype in DTYPES.items():
+        chosen = Counter(backend.select(op, dtype=dtype, device=device).name for op in backend.ops())
+        lines.append(f"    {name:<22} {', '.join(f'{kind} {count}' for kind, count in chosen.most_common())}")
+        used |= set(chosen)
+    reasons: dict[str, dict[str, None]] = {}
+    for row in backend.explain(device=device):
+        if row.candidate not in used:
+            reasons.setdefault(row.candidate, {})[row.reason] = None
+    return lines + [f"    not {name:<18} {'; '.join(why)}" for name, why in reasons.items()]
 
 
 def _gpu() -> str:
     if not torch.cuda.is_available():
         return "none that this torch can use"
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
-def _invariance() -> str:
-    if rows_are_invariant():
-        return "float32 results do not depend on what is batched together"
-    return "WARNING: float32 matrix rows here depend on the rows beside them; outputs may vary in rare ties"
-
-
-def _eight_bits() -> str:
-    """How weights of 8 bits are held on this machine's processor, and by what."""
-    pack = backend.select("pack", dtype=torch.bfloat16)
-    if isinstance(pack.run(torch.zeros(1, 1, dtype=torch.bfloat16), eight_bit=True), BlockScaled):
-        return f"on the CPU in E4M3 by emulation ({pack.name}), which is slow"
-    return f"on the CPU as 8-bit integers ({pack.name})"
 
 
 def _bench_lines() -> list[str]:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from batchinfer.data.schemas import PREDICTIONS, RESULTS, STATS_REQUESTS, STATS_
 from batchinfer.data.shards import refuse_changed
 from batchinfer.engine.claims import last_claim, num_claims, result_files, winning_claim
 from batchinfer.engine.step_journal import keep_lost_steps
+from batchinfer.equal_rows import EqualRows, together
 from batchinfer.progress import Progress, note
 from batchinfer.publish import publish_run
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, IncompleteRunError, Shard
@@ -99,7 +100,8 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> Finished:
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
     result = Finished(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
-    publish_json(run.run_json, {**state, "state": "partial" if num_missing else "finished", "finished": finished})
+    now = "partial" if num_missing else "finished"
+    publish_json(run.run_json, {**state, "state": now, "finished": finished, **_equality(run)})
     return result
 
 
@@ -354,10 +356,25 @@ def _write_run(run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[st
         "predicted_computed_tokens": counts["computed_tokens"],
         **{f"predicted_{name}": counts[name] for name, _, _ in PREDICTIONS},
         **_expert_prediction(run),
+        **_equality(run),
         **job.pricing.model_dump(),
     }
     with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
         writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
+
+
+def _equality(run: RunDir) -> dict[str, Any]:
+    """Whether rows have the same bits however they were batched, by all sessions that had ranks, and where they ran."""
+    sessions = [read_rows(path)[0] for path in sorted((run.stats / "nodes").glob("*.parquet"))]
+    names = [field.name for field in fields(EqualRows)]
+    # a session of an earlier version may have computed and says nothing of it
+    said = [
+        EqualRows(**{name: session.get(name) for name in names})
+        for session in sessions
+        if session.get("processor") is not None or session["first_prefill_s"] is not None
+    ]
+    found = asdict(together(said))
+    return {name: found[name] for name in ("bit_equal", "bit_equal_reason", "processor")}
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:

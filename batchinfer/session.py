@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_NODES
+from batchinfer.equal_rows import EqualRows
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -39,6 +41,7 @@ class Session:
         self.restarts = 0  # of the ranks, after one of them died
         self.moves = 0  # of running requests from one rank to another
         self.device: str | None = None
+        self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
 
@@ -64,6 +67,7 @@ class Session:
             "prefill_ranks": 0 if self._cluster is None else self._cluster.num_prefill_ranks,
             "decode_ranks": 0 if self._cluster is None else self._cluster.num_decode_ranks,
             "device": self.device,
+            **asdict(self.equal_rows or EqualRows()),
             "restarts": self.restarts,
             "moves": self.moves,
             "start_s": self.start_s,

@@ -5,6 +5,9 @@ Without a GPU Triton runs in its interpreter; it must know before anything impor
 
 import os
 
+from batchinfer.processor import matrix_library_settings
+
+os.environ.update(matrix_library_settings() | dict(os.environ))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started

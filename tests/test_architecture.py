@@ -14,16 +14,19 @@ PACKAGE = ROOT / "batchinfer"
 BASE = {"records"}
 FILES = {"records", "config", "rundir"}
 RUN = FILES | {"session", "stop", "progress", "trace", "fingerprint", "weights_digest", "whereabouts", "probe"}
+RUN |= {"equal_rows"}
 ALLOWED = {
     "records": set(),
     "config": BASE,
     "rundir": BASE,
     "printable": set(),
+    "processor": set(),
+    "equal_rows": set(),
     "progress": {"printable"},
     "trace": FILES | {"parallel.spans"},
     "fingerprint": FILES,
     "stop": BASE,
-    "session": FILES | {"data", "stop", "whereabouts"},
+    "session": FILES | {"data", "equal_rows", "stop", "whereabouts"},
     "whereabouts": set(),
     "slurm": FILES,
     "submission": FILES | {"slurm"},
@@ -41,15 +44,15 @@ ALLOWED = {
     "parallel": BASE,
     "model": BASE | {"parallel"},
     "kv": FILES,
-    "engine": RUN | {"data", "model", "kv", "parallel", "balance", "printable"},
+    "engine": RUN | {"data", "model", "kv", "parallel", "balance", "printable", "processor"},
     "finish": RUN | {"data", "engine.claims", "engine.step_journal", "publish"},
-    "report": FILES | {"data", "printable"},
+    "report": FILES | {"data", "equal_rows", "printable"},
     "sim": BASE | {"balance", "plan.prefix", "model.config", "report.pricing", "report.price_list", "rundir"},
-    "doctor": FILES | {"engine", "parallel"},
+    "doctor": FILES | {"engine", "parallel", "processor"},
     "balance": BASE,
     "__main__": {"program"},
     "program": {"cli", "engine", "records"},
-    "cli": {"commands", "schema", "doctor", *BASE, "stop", "printable"},
+    "cli": {"commands", "schema", "doctor", "processor", *BASE, "stop", "printable"},
     "commands": None,  # one function per command, checked below
 }
 MAY_IMPORT_KERNELS = {"model", "kv", "engine", "doctor", "parallel"}
@@ -88,7 +91,7 @@ CONTROLLER |= {"layout", "channel", "feed", "claims", "open_units", "step_journa
 # The KV store itself: `batchinfer kv` looks after it on a login node.
 STORE = {"blocks", "block_file", "store_dir", "index", "space", "claims", "eviction", "room", "counters", "history"}
 STORE |= {"disk", "upkeep"}
-STANDARD_LIBRARY_ONLY = {"records", "printable"}
+STANDARD_LIBRARY_ONLY = {"records", "printable", "processor", "equal_rows"}
 
 
 def modules():
@@ -150,7 +153,7 @@ def test_rooms_that_run_on_a_login_node_never_import_torch(name):
 def test_the_controller_never_imports_torch(name):
     allowed = (
         RUN
-        | {"data", "balance", "model.config", "model.weight_bytes", "parallel.spans"}
+        | {"data", "balance", "model.config", "model.weight_bytes", "parallel.spans", "processor"}
         | {f"engine.{other}" for other in CONTROLLER}
     )
     for imported in imports_of(MODULES[name]):

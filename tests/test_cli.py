@@ -5,10 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
+from batchinfer.processor import processor_name
+from batchinfer_kernels import backend
+from batchinfer_kernels.cpu.build import instructions
+from batchinfer_kernels.row_survey import DTYPES
 from jobs import batchinfer, start, write_job, write_questions, write_shard
 
 COMMANDS = ("plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv")
@@ -156,17 +161,36 @@ def test_schema_lists_every_key_and_every_column():
     assert "properties" in json.loads(batchinfer("schema", "--json").out)
 
 
-def test_doctor_prints_the_chosen_kernels():
+def test_doctor_says_of_each_dtype_whether_rows_are_equal_and_in_what():
     ended = batchinfer("doctor")
     assert ended.code == 0
-    assert re.search(r"\* mla_decode +reference", ended.out)
-    assert "do not depend on what is batched together" in ended.out
-    assert re.search(
-        r"dtype fp8   on the CPU (as 8-bit integers \(cpu\)|in E4M3 by emulation \(reference\))", ended.out
+    rows = re.findall(
+        r"^ +(float32|bfloat16|fp8) +(equal|NOT EQUAL), in (C\+\+ for \w+|plain PyTorch)", ended.out, re.M
     )
+    assert [dtype for dtype, _, _ in rows] == ["float32", "bfloat16", "fp8"]
+    for dtype, found, implementation in rows:
+        chosen = backend.select("linear", dtype=DTYPES[dtype]).name
+        assert implementation == ("plain PyTorch" if chosen == "reference" else f"C++ for {instructions().name}")
+        # plain PyTorch may not be on this processor; a run would say so, too
+        assert found == "equal" or chosen == "reference", dtype
+    (processor,) = re.findall(r"^processor +(.+), \d+ cores, \d+ threads? for torch$", ended.out, re.M)
+    assert processor == processor_name()
+    assert len(ended.out.splitlines()) < 40
+
+
+def test_doctor_prints_the_chosen_kernels():
+    summary, ended = batchinfer("doctor").out, batchinfer("doctor", "--all")
+    assert ended.code == 0
+    chosen = re.findall(r"^  \* (\w+) +\w+", ended.out, re.M)
+    assert set(chosen) == set(backend.ops())
+    for name, dtype in DTYPES.items():
+        (line,) = re.findall(rf"^    {name} +((?:\w+ \d+(?:, )?)+)$", summary, re.M)
+        counts = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", line)}
+        assert counts == Counter(backend.select(op, dtype=dtype).name for op in backend.ops())
     if torch.version.cuda is None:
         for op in ("linear", "grouped_mlp", "masked_mlp", "mla_decode"):
             assert re.search(rf"^ +{op} +hopper +this torch is built without CUDA$", ended.out, re.M), op
+        assert re.search(r"^ +not hopper +this torch is built without CUDA$", summary, re.M)
         for exchange in ("nccl", "deepep", "deepep-v1", "deepep-low-latency"):
             assert re.search(rf"^ +{exchange} +this torch is built without CUDA$", ended.out, re.M), exchange
 

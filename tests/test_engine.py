@@ -16,6 +16,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.records import ConfigError, Request, RequestKey, sampling_key
 from paths import RANDOM_MODEL
+from plain_rows import skip_unless_equal
 
 GREEDY = SamplingConfig(max_tokens=12).to_sampling()
 DRAWN = SamplingConfig(max_tokens=12, temperature=1.0, top_p=0.95, top_k=50, seed=3, logprobs=2).to_sampling()
@@ -97,6 +98,7 @@ def computed_tokens(feed):
 @pytest.fixture(scope="module")
 def alone(model, tokenizer):
     """Each request run by itself, with no prefix to share: the oracle."""
+    skip_unless_equal(model)
     expected = {}
     for request in make_requests():
         expected |= results(run(model, tokenizer, [request], share_prefixes=False))
@@ -225,6 +227,7 @@ def test_two_threads_give_rows_that_do_not_depend_on_the_batch_either(model, tok
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
+        skip_unless_equal(model)
         requests = make_requests(count=9)
         expected = {}
         for request in requests:

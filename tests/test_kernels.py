@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer_kernels import backend, reference, reference_mla
+from batchinfer_kernels import backend, reference, reference_mla, row_check
 from batchinfer_kernels.cpu import build as cpu_build
+from plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
 KERNELS = Path(reference.__file__).parent
@@ -129,6 +130,10 @@ def test_both_attention_forms_equal_softmax_written_out():
 
 
 def test_attention_is_the_same_in_pieces(monkeypatch):
+    shape = row_check.AttentionShape(num_heads=3, nope_dim=8, rotary_dim=4, value_dim=5, latent_dim=16)
+    skip_unless_equal(
+        [row_check.decode_attention(shape, torch.float32), row_check.prefill_attention(shape, random(3, 13, 16))]
+    )
     pages, q = random(8, 64, 20), random(100, 3, 12)
     table, at = torch.arange(8).view(4, 2), torch.tensor([127, 3, 64, 90])
 
@@ -159,6 +164,7 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
 @pytest.mark.parametrize("num_out", [1, 6, 8, 10, 24, 64])
 def test_a_row_of_a_product_does_not_depend_on_the_other_rows(num_in, num_out):
     x, weight, batches = random(40, num_in), random(num_out, num_in, seed=1), random(3, num_in, num_out, seed=2)
+    skip_unless_equal([row_check.product(weight), row_check.batched_product(batches.transpose(1, 2))])
     whole, whole_batched = reference.linear(x, weight), reference.batched_matmul(x.expand(3, -1, -1), batches)
     for start, stop in [(0, 1), (1, 3), (3, 10), (7, 15), (11, 40)]:
         assert torch.equal(reference.linear(x[start:stop], weight), whole[start:stop])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 from batchinfer.data.parquet import read_rows
 from batchinfer.engine.local_ranks import LocalRanks
 from batchinfer.engine.nodes import NodeShare, find_meeting_point
+from batchinfer.equal_rows import EqualRows
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir
@@ -34,7 +36,7 @@ def serve_node(run: RunDir, session: Session, stop: StopSignal, node: NodeShare)
     finally:
         stop.graceful = False
         ranks.kill()
-        _note_first_prefill(run, session, point.session)
+        _take_over(run, session, point.session)
     if stop.requested:
         raise InterruptedRunError("stopped; the group's controller has committed what was finished")
 
@@ -64,9 +66,10 @@ def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSig
             raise InterruptedRunError("the group's controller is gone; run the same command to go on")
 
 
-def _note_first_prefill(run: RunDir, session: Session, controller: str) -> None:
-    """The group's first step is that of all its nodes."""
+def _take_over(run: RunDir, session: Session, controller: str) -> None:
+    """The group's first step is that of all its nodes, and what its ranks say of their rows holds for all."""
     path = run.session_stats("nodes", controller)
     if path.exists():
         (row,) = read_rows(path)
         session.first_prefill_s, session.device = row["first_prefill_s"], row["device"]
+        session.equal_rows = EqualRows(**{field.name: row[field.name] for field in fields(EqualRows)})

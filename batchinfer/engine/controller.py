@@ -32,6 +32,7 @@ from batchinfer.engine.open_units import OpenUnits
 from batchinfer.engine.rank_group import RankGroup, RanksDiedError, join_message, open_group
 from batchinfer.engine.results import Results
 from batchinfer.engine.units import kv_tokens, read_unit
+from batchinfer.equal_rows import UNEQUAL, EqualRows, together
 from batchinfer.fingerprint import check_same, model_fingerprint
 from batchinfer.model.config import load_model_config
 from batchinfer.probe import check_file_system
@@ -186,7 +187,7 @@ class Controller:
         self._is_fed = False  # whether any rank has got one since they were started
         self._num_prefill_ranks = sum(place.runs_prefill for place in ranks.places)
         self._has_told_of_waiting = False
-        self._told: set[str] = set()  # problems of the KV store
+        self._told: set[str] = set()  # problems that ranks have found
         self._starts_in_vain = self._starts_failed = 0
         self._num_given_up = 0
         self._has_stepped = False
@@ -269,9 +270,18 @@ class Controller:
         self._results.set_moe_layers(ready[0]["moe_layers"])
         self._experts.set_layers(ready[0]["moe_layers"])
         self._session.device = ready[0]["device"]
+        self._note_equal_rows([part(message, "equal_rows", EqualRows) for message in ready])
         self._hungry.clear()
         self._is_fed = False
         self._last_sign_s = time.monotonic()
+
+    def _note_equal_rows(self, said: list[EqualRows]) -> None:
+        """Keep what the ranks say of their rows, beside what those before a restart have said; tell what is wrong."""
+        earlier = [] if self._session.equal_rows is None else [self._session.equal_rows]
+        found = self._session.equal_rows = together([*earlier, *said])
+        if found.bit_equal is False and found.bit_equal_reason not in self._told:
+            self._told.add(str(found.bit_equal_reason))
+            note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")
 
     def _take(self, rank: int, message: Message) -> None:
         kind = message["type"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer.processor import matrix_library_mode, processor_kind
 from batchinfer.records import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -212,17 +211,8 @@ def _numerics(model: Transformer) -> str:
     if model.has_fixed_sums:
         return model.kernels
     instructions = torch.backends.cpu.get_cpu_capability()
-    return f"{_processor()} {instructions}, torch {torch.__version__}, {model.kernels}"
-
-
-def _processor() -> str:
-    """Maker, family and model of this host's processor (Linux), else what the platform calls it."""
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.machine()
-    found = [re.search(rf"^{name}\s*: (.+)$", info, re.M) for name in ("vendor_id", "cpu family", "model")]
-    return "/".join(match[1] for match in found if match) or platform.machine()
+    mode = f", MKL_CBWR={matrix_library_mode()}" if matrix_library_mode() else ""
+    return f"{processor_kind()} {instructions}, torch {torch.__version__}{mode}, {model.kernels}"
 
 
 def _placements(slots: ExpertSlots, num_experts: int, mesh: Mesh) -> list[Placement]:

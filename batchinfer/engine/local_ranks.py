@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from batchinfer.processor import matrix_library_settings
 from batchinfer.records import ConfigError
 
 _PREFIX = "BATCHINFER_RANK_"
@@ -166,7 +167,7 @@ class LocalRanks:
         num_threads = min(num_cores, max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
         # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
         defaults = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        defaults |= thread_settings(num_threads, self.num_ranks)
+        defaults |= thread_settings(num_threads, self.num_ranks) | matrix_library_settings()
         if self.one_host:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback

@@ -28,6 +28,7 @@ import sys
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +42,7 @@ from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import Surroundings, load_model, make_worker
 from batchinfer.engine.local_ranks import RankEnvironment
 from batchinfer.engine.rank_task import RankTask
+from batchinfer.engine.row_equality import equal_rows
 from batchinfer.engine.warm_up import warm_up
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
@@ -128,7 +130,15 @@ def _work(
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
-    channel.send({"type": "ready", "device": device_name(device), "exchange": mesh.kind, "moe_layers": moe_layers})
+    channel.send(
+        {
+            "type": "ready",
+            "device": device_name(device),
+            "exchange": mesh.kind,
+            "moe_layers": moe_layers,
+            "equal_rows": asdict(equal_rows(model, job.cluster.backend)),
+        }
+    )
 
     started = messages.get()
     if started["type"] == "leave":

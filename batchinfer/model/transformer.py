@@ -8,7 +8,7 @@ schedule; parallel/overlap.py may instead run two of them in turn, one computing
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, sta
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.step import StepInput, StepTensors
 from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
@@ -30,6 +31,7 @@ from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.row_check import RowComputation
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
 
@@ -205,6 +207,12 @@ class Transformer:
     def has_fixed_sums(self) -> bool:
         """Whether all operations are those in C++, whose results do not depend on the processor or on a library."""
         return self._ops.has_fixed_sums
+
+    @property
+    def plain_computations(self) -> Iterator[RowComputation]:
+        """What plain PyTorch computes of rows here, each shape once; nothing where everything runs in C++."""
+        attentions = [layer.attention for layer in self._layers]
+        return plain_computations(self._ops, self.config, self.weights, attentions)
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used.

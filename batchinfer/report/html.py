@@ -10,6 +10,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms, page_charts, page_loads
 from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.markup import Cell, name, number, shown, table
@@ -79,7 +80,10 @@ def _head(data: PageData) -> str:
     parts = Path(details.model).parts
     model = "/".join(("…", *parts[-2:])) if len(parts) > 3 else details.model
     about = f"{shown(model, 200)}, {shown(details.dtype)}{when}, {lasted}"
-    return f'<header><h1>{shown(details.run, 200)}</h1><p class="note">{about}</p></header>'
+    unequal = ""
+    if details.bit_equal is False:
+        unequal = f'<p class="note">Warning: {UNEQUAL}: {shown(str(details.bit_equal_reason))}</p>'
+    return f'<header><h1>{shown(details.run, 200)}</h1><p class="note">{about}</p>{unequal}</header>'
 
 
 def _tiles(data: PageData) -> str:

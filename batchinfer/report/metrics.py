@@ -132,6 +132,9 @@ class RunDetails:
     store: StoreDetails | None  # None: no KV store on disk
     seconds: RankSeconds = RankSeconds()
     unit_costs: UnitCosts = UnitCosts()
+    bit_equal: bool | None = None  # whether a row has the same bits whatever it is batched with; None: not known
+    bit_equal_reason: str | None = None  # why it is false or not known
+    processor: str | None = None  # where ranks computed, with vector units; None: nothing was computed
 
 
 def is_worth_showing(found: Prediction) -> bool:
@@ -251,6 +254,9 @@ def _details(computed: Computed, metrics: dict[str, Figure], max_errors: int) ->
         restarts=restarts,
         moves=moves,
         store=StoreDetails(**store) if store.pop("is_used") else None,
+        bit_equal=run["bit_equal"],
+        bit_equal_reason=run["bit_equal_reason"],
+        processor=run["processor"],
         seconds=RankSeconds(**seconds),
         unit_costs=_unit_costs(metrics, prefill_share),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
+from batchinfer.equal_rows import UNEQUAL
+from batchinfer.printable import harmless
 from batchinfer.report import forms
 from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails, is_worth_showing
 from batchinfer.report.side_by_side import all_figures
@@ -34,6 +37,7 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
     lines = []
     if details is not None:
         lines.append(fit(f"{details.run}   ({details.model}, {details.dtype})", PANEL_WIDTH))
+        lines += _equality_lines(details)
     for title, body in sections:
         lines += [title, *body]
     if details is not None:
@@ -43,10 +47,18 @@ def format_report(metrics: dict[str, Figure], details: RunDetails | None = None)
 
 
 def report_document(metrics: dict[str, Figure], details: RunDetails) -> dict[str, Any]:
-    """The report as a JSON document: the keys of METRICS, hits by source, costs by part, the plan beside it."""
+    """The report as a JSON document: the keys of METRICS, hits by source, costs by part, equal rows, the plan."""
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in details.predictions}  # fmt: skip
-    return {**all_figures(metrics, details), "predictions": predictions}
+    equality = {key: getattr(details, key) for key in ("bit_equal", "bit_equal_reason", "processor")}
+    return {**all_figures(metrics, details), **equality, "predictions": predictions}
+
+
+def _equality_lines(details: RunDetails) -> list[str]:
+    """Nothing unless answers may depend on what rows were batched with."""
+    if details.bit_equal is not False:
+        return []
+    return wrap(harmless(f"warning: {UNEQUAL}: {details.bit_equal_reason}"), PANEL_WIDTH)
 
 
 def _row_lines(m: dict[str, Figure]) -> list[str]:

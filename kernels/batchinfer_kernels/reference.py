@@ -9,8 +9,9 @@ requests were batched or prompts cut. Three habits give that, and every referenc
   (float32 exp differs between the vectorised body of a tensor and its tail);
 - attention (reference_mla.py) sums over keys page by page, in ascending order.
 
-The number of threads has to stay the same, unless every matrix has a multiple of 16 rows: the CPU library may give
-each thread some columns of a product, and few columns are summed in another order.
+Whether that is enough depends on the processor and its library: row_check.py asks it. The number of threads has to stay
+the same, unless every matrix has a multiple of 16 rows: the CPU library may give each thread some columns of a product,
+and few columns are summed in another order.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, G expert groups, C rows of room per expert

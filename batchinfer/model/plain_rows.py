@@ -1,0 +1,68 @@
+"""What plain PyTorch computes row by row in a model, so that it can be asked whether a row keeps its bits.
+
+Weights that are packed for C++ or held in FP8 blocks are left out: their products add in one order by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.mla import Attention
+from batchinfer.model.ops import Ops
+from batchinfer.model.weights import ModelWeights, MoeWeights, Projection
+from batchinfer_kernels import row_check
+from batchinfer_kernels.row_check import RowComputation
+
+
+def plain_computations(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, attentions: Sequence[object]
+) -> Iterator[RowComputation]:
+    """Each product of rows with a plain weight, and attention, once per shape; made one by one, as they are taken.
+
+    Args:
+        attentions: of the layers, in their order.
+    """
+    seen = set()
+    for kind, weight in _products(weights):
+        if isinstance(weight, torch.Tensor) and (key := (kind, weight.shape, weight.stride())) not in seen:
+            seen.add(key)
+            if kind == "batched":
+                yield row_check.batched_product(weight, ops.batched_linear)
+            else:
+                yield row_check.product(weight, ops.router if kind == "router" else ops.linear)
+    if not any(isinstance(attention, Attention) for attention in attentions):
+        return  # each in one call of C++
+    kv_up_HZC = weights.layers[0].attention.kv_up_HZC
+    shape = row_check.AttentionShape(
+        num_heads=config.num_attention_heads,
+        nope_dim=config.qk_nope_head_dim,
+        rotary_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        latent_dim=config.kv_lora_rank,
+    )
+    if isinstance(kv_up_HZC, torch.Tensor):
+        yield row_check.decode_attention(shape, weights.embedding.dtype, ops.mla_decode)
+        yield row_check.prefill_attention(shape, kv_up_HZC, ops.mla_prefill)
+
+
+def _products(weights: ModelWeights) -> Iterator[tuple[str, object]]:
+    """(kind, weight) of all products but those inside attention: "linear", "batched" or "router"."""
+    yield "linear", weights.lm_head
+    for layer in weights.layers:
+        attention, mlp = layer.attention, layer.mlp
+        yield "batched", attention.key_up_HCN
+        yield "batched", attention.value_up_HVC
+        projections: list[Projection | None] = [attention.q_down, attention.q, attention.kv_down, attention.out]
+        if isinstance(mlp, MoeWeights):
+            yield "router", mlp.router_ED
+            for experts in (mlp.gate_up_EFD, mlp.down_EDF):
+                if isinstance(experts, torch.Tensor) and len(experts):
+                    yield "linear", experts[0]
+        dense = mlp.shared if isinstance(mlp, MoeWeights) else mlp
+        projections += [] if dense is None else [dense.gate_up, dense.down]
+        for projection in projections:
+            if projection is not None:
+                yield "linear", projection.weight

@@ -1,0 +1,197 @@
+"""Whether a row of plain PyTorch's results has the same bits alone and among others, measured on this machine.
+
+The reference operations keep habits that give it (reference.py), but their sums are those of the CPU library, which may
+choose another order for other sizes, processors and numbers of threads. So it is asked: of the functions that the model
+calls, with its own weights, at the number of threads in use.
+"""
+
+# T rows, B batches (heads), H heads, N columns of the result (out), M depth of the sum (in), A query/key width
+# C latent width, R rotary width, W = C + R, Z key (without rotary) and value width, P pages
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer_kernels import reference, reference_mla
+from batchinfer_kernels.reference_mla import PAGE_TOKENS
+
+NUM_ROWS = 71  # one, and 70 others
+MANY_ROWS = 300  # as in a step of prefill, where that is quick
+_ALONE = (0, 1, 6, 8, 33, 70)  # places of rows that are computed alone
+# How many rows together, those first that tell most: whole tiles of the CPU library, then what is between them.
+_TOGETHER = (8, 56, 16, 24, 40, 32, 48, 64, MANY_ROWS, 2, 3, 7, 9, 27, 70)
+_SMALLEST = len(_ALONE) + 2  # of these ranges of rows, whatever they take; others only within
+_MOST_SUMMED = 2.0e9  # products of two values for one computation
+_MOST_PAGES = 3  # of a request here
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+@dataclass(frozen=True, slots=True)
+class RowComputation:
+    """Something that is computed for rows, each for itself.
+
+    compute: (start, stop) to the results of the rows from `start` to `stop`, [stop - start, ...], any 0 <= start < stop
+        <= MANY_ROWS.
+    cost: products of two values per row.
+    """
+
+    name: str
+    compute: Callable[[int, int], torch.Tensor]
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Widths of latent attention, as in reference_mla."""
+
+    num_heads: int
+    nope_dim: int
+    rotary_dim: int
+    value_dim: int
+    latent_dim: int
+
+
+def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
+    """What of these gives a row other bits in other company, or None where nothing was found that does.
+
+    Rows stand alone and among 1 to 70 others (some numbers of them where that would take long), at several places.
+
+    Returns:
+        A phrase that names the computation, the rows and the number of threads.
+    """
+    for computation in computations:
+        found = _difference(computation)
+        if found is not None:
+            return found
+    return None
+
+
+def product(weight_NM: torch.Tensor, linear: Callable[..., torch.Tensor] = reference.linear) -> RowComputation:
+    """x · weightᵀ as the model asks for it; `weight_NM` in the order in memory in which the model has it."""
+    num_columns, depth = weight_NM.shape
+    x_TM = _random(MANY_ROWS, depth, dtype=weight_NM.dtype)
+    return RowComputation(
+        f"a product with a weight of {num_columns} x {depth}",
+        lambda start, stop: linear(x_TM[start:stop], weight_NM),
+        num_columns * depth,
+    )
+
+
+def batched_product(
+    weight_BNM: torch.Tensor, batched_linear: Callable[..., torch.Tensor] = reference.batched_linear
+) -> RowComputation:
+    """x · weightᵀ for every batch, a row being one of each batch, side by side in memory as heads are."""
+    num_batches, num_columns, depth = weight_BNM.shape
+    x_TBM = _random(MANY_ROWS, num_batches, depth, dtype=weight_BNM.dtype)
+    return RowComputation(
+        f"a product with {num_batches} weights of {num_columns} x {depth}",
+        lambda start, stop: batched_linear(x_TBM[start:stop].transpose(0, 1), weight_BNM).transpose(0, 1),
+        num_batches * num_columns * depth,
+    )
+
+
+def decode_attention(
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    mla_decode: Callable[..., torch.Tensor] = reference_mla.mla_decode,
+) -> RowComputation:
+    """Absorbed attention, a row being a request: some have few keys, and get pages added up to the most of a step."""
+    width = shape.latent_dim + shape.rotary_dim
+    pages = _random(2 * _MOST_PAGES, PAGE_TOKENS, width, dtype=dtype)
+    q_THW = _random(MANY_ROWS, shape.num_heads, width, dtype=dtype)
+    kv_tokens_T = (torch.arange(MANY_ROWS) * 37) % (_MOST_PAGES * PAGE_TOKENS) + 1
+    table_TP = (torch.arange(MANY_ROWS)[:, None] + torch.arange(_MOST_PAGES)) % len(pages)
+
+    def compute(start: int, stop: int) -> torch.Tensor:
+        kv_tokens = kv_tokens_T[start:stop]
+        num_pages = -(-int(kv_tokens.max()) // PAGE_TOKENS)
+        return mla_decode(
+            q_THW[start:stop],
+            pages,
+            table_TP[start:stop, :num_pages].contiguous(),
+            kv_tokens,
+            kv_tokens - 1,
+            latent_dim=shape.latent_dim,
+            scale=width**-0.5,
+        )
+
+    return RowComputation(
+        f"attention of {shape.num_heads} heads over latents of {width}",
+        compute,
+        _MOST_PAGES * PAGE_TOKENS * shape.num_heads * (width + shape.latent_dim),
+    )
+
+
+def prefill_attention(
+    shape: AttentionShape,
+    kv_b_HZC: torch.Tensor,
+    mla_prefill: Callable[..., torch.Tensor] = reference_mla.mla_prefill,
+) -> RowComputation:
+    """Plain attention, a row being a token of a prompt, of which a chunk from `start` to `stop` is computed."""
+    dtype, query_dim = kv_b_HZC.dtype, shape.nope_dim + shape.rotary_dim
+    num_pages = -(-MANY_ROWS // PAGE_TOKENS)
+    pages = _random(num_pages, PAGE_TOKENS, shape.latent_dim + shape.rotary_dim, dtype=dtype)
+    q_THA = _random(MANY_ROWS, shape.num_heads, query_dim, dtype=dtype)
+
+    def compute(start: int, stop: int) -> torch.Tensor:
+        return mla_prefill(
+            q_THA[start:stop],
+            pages,
+            torch.arange(num_pages)[None],
+            torch.tensor([stop - start]),
+            torch.tensor([stop]),
+            torch.arange(start, stop),
+            kv_b_HZC,
+            v_dim=shape.value_dim,
+            scale=query_dim**-0.5,
+        )
+
+    keys_and_values = shape.num_heads * (shape.nope_dim + shape.value_dim) * shape.latent_dim
+    over_keys = num_pages * PAGE_TOKENS * shape.num_heads * (query_dim + shape.value_dim)
+    return RowComputation(
+        f"attention of {shape.num_heads} heads over keys of {query_dim}", compute, keys_and_values + over_keys
+    )
+
+
+def _difference(computation: RowComputation) -> str | None:
+    """Where a row's bits change, or None."""
+    together = computation.compute(0, NUM_ROWS)
+    left = _MOST_SUMMED - NUM_ROWS * computation.cost
+    for place, (start, stop) in enumerate(_ranges()):
+        left -= (stop - start) * computation.cost
+        if left < 0 and place >= _SMALLEST:
+            break
+        rows = computation.compute(start, stop)
+        both = min(stop, NUM_ROWS)
+        if not torch.equal(rows[: both - start], together[start:both]):
+            count, threads = stop - start, torch.get_num_threads()
+            return (
+                f"{computation.name} gives a row other bits among {NUM_ROWS} rows than "
+                f"{'alone' if count == 1 else f'among {count}'} ({threads} thread{'s' if threads > 1 else ''})"
+            )
+    return None
+
+
+def _ranges() -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of the rows to compute together, at several places."""
+    for row in _ALONE:
+        yield row, row + 1
+    for count in _TOGETHER:
+        start = 5 * count % (NUM_ROWS - count + 1) if count < NUM_ROWS else 0
+        yield start, start + count
+
+
+def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values between -1 and 1, the same for the same shape.
+
+    A rank puts off parts of torch, its generators of random numbers among them; these are splitmix64's (Steele, Lea and
+    Flood 2014), whose products overflow on purpose.
+    """
+    bits = torch.arange(1, torch.Size(shape).numel() + 1) * _GOLDEN
+    for shift, factor in _MIX:
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return ((bits >> 40).float() / 2**23).view(shape).to(dtype)
