@@ -81,10 +81,6 @@ def answer(spec: Spec) -> dict[str, Any]:
 
 def _resolve(spec: Spec) -> _Job:
     model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu)
-    if model.n_routed_experts == 0:
-        raise ConfigError(
-            f"{spec.model.path}: a model without routed experts cannot be simulated; name one with experts"
-        )
     prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(
