@@ -72,6 +72,7 @@ ONE = _names(
 )
 ON = _names("use_mla use_rope is_causal causal use_gated_mlp")
 _MAX_NAMED = 6
+_MAX_NAME = 80
 
 
 def judge_unread_keys(reader: ConfigReader, *, refuse_unknown: bool = False) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ def judge_unread_keys(reader: ConfigReader, *, refuse_unknown: bool = False) -> 
     unread = reader.unread()
     changing = {key: value for key, value in unread.items() if _changes(key, value, unknown_does=refuse_unknown)}
     if changing:
-        shown = [f"{reader.name(key)} is {show(value)}" for key, value in list(changing.items())[:_MAX_NAMED]]
+        shown = [f"{_plain(reader.name(key))} is {show(value)}" for key, value in list(changing.items())[:_MAX_NAMED]]
         more = f" (and {len(changing) - _MAX_NAMED} more)" if len(changing) > _MAX_NAMED else ""
         one = len(changing) == 1
         raise ModelError(
@@ -94,7 +95,7 @@ def judge_unread_keys(reader: ConfigReader, *, refuse_unknown: bool = False) -> 
             f"and {'is' if one else 'are'} not supported; use a model without {'it' if one else 'them'}, or remove "
             f"{'the key' if one else 'the keys'} where the weights were made without {'it' if one else 'them'}."
         )
-    return tuple(reader.name(key) for key in unread if not _is_known(key))
+    return tuple(_plain(reader.name(key)) for key in unread if not _is_known(key))
 
 
 def _changes(key: str, value: object, *, unknown_does: bool) -> bool:
@@ -105,6 +106,11 @@ def _changes(key: str, value: object, *, unknown_does: bool) -> bool:
     if key in ON:
         return value is not True
     return unknown_does and key not in HARMLESS
+
+
+def _plain(name: str) -> str:
+    """A name for a sentence: somebody else wrote it."""
+    return (name if name.isprintable() else repr(name))[:_MAX_NAME]
 
 
 def _is_known(key: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from batchinfer.model.backend_choice import fitting_backend
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, stack_of
@@ -27,8 +28,7 @@ from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import ConfigError, ModelError
-from batchinfer_kernels.backend import AUTO
+from batchinfer.records import ConfigError
 from batchinfer_kernels.reference_mla import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
@@ -158,7 +158,7 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(_fitting(backend, config), dtype, eight_bit=eight_bit, device=device)
+        ops = Ops.select(fitting_backend(backend, config), dtype, eight_bit=eight_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             # a row is rounded once, not once per expert
@@ -334,15 +334,3 @@ def _wanted_rows(rows_S: torch.Tensor, chunk_of_row_S: torch.Tensor, step: Atten
         schedule={},
     )
     return WantedRows(rows_S, own_step)
-
-
-def _fitting(backend: str, config: ModelConfig) -> str:
-    """The backend for a model of these widths: C++ attention takes values in pairs."""
-    if config.qk_head_dim % 2 == 0 and config.kv_lora_rank % 2 == 0:
-        return backend
-    if backend == "cpu":
-        raise ModelError(
-            f"backend 'cpu' takes even widths of queries and latents; config.json has {config.qk_head_dim} and "
-            f"{config.kv_lora_rank}. Use backend 'auto'."
-        )
-    return "reference" if backend == AUTO else backend

@@ -33,13 +33,11 @@ class Unit:
         return 2 if self.overlap and self.ep_size > 1 and model.num_moe_layers else 1
 
     def slots_per_gpu(self, model: ModelConfig) -> int:
-        """Expert slots of each GPU; none for a model without experts, each of whose GPUs holds all of it.
+        """Expert slots of each GPU.
 
         Raises:
             ConfigError: experts and redundant ones do not divide by the GPUs.
         """
-        if model.n_routed_experts == 0:
-            return 0
         num_slots = model.n_routed_experts + self.redundant_experts
         if num_slots % self.ep_size:
             fitting = -model.n_routed_experts % self.ep_size
