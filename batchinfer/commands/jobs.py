@@ -39,7 +39,8 @@ def plan(
 ) -> None:
     """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
 
-    No model is loaded. Bad rows are reported here, before any accelerator is used.
+    No model is loaded. Bad rows are reported here, before any accelerator is used. What ranks would refuse, such as
+    tensors that do not fit config.json, is refused before a row is read.
     """
     from batchinfer.config import load_job
 
