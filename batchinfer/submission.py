@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer import slurm
-from batchinfer.config import JobConfig
+from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.engine.layout import rank_places
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import ArraySize, Task
@@ -57,7 +58,8 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     """Find what is wrong before anything is planned or sent.
 
     Raises:
-        ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes.
+        ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
+            their rows cannot travel between these.
     """
     for option in ("partition", "account", "qos"):
         value = getattr(shape, option)
@@ -75,11 +77,22 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
             f"the job's {num_ranks} ranks do not spread evenly over {nodes} nodes; change --nodes-per-group or the "
             "ranks in [cluster]"
         )
+    _check_exchange(job.cluster, num_ranks // nodes)
     gpus = shape.gpus_per_node
     if gpus is not None and num_ranks // nodes > gpus:
         raise ConfigError(
             f"{num_ranks // nodes} ranks per node need as many GPUs, but --gpus-per-node is {gpus}; change one of them"
         )
+
+
+def _check_exchange(cluster: ClusterConfig, ranks_per_node: int) -> None:
+    """Shared memory reaches no other node."""
+    for place in rank_places(cluster):
+        if cluster.exchange == "shared" and place.rank // ranks_per_node != place.leader // ranks_per_node:
+            raise ConfigError(
+                f"cluster.exchange is 'shared', but ranks {place.leader} and {place.rank} share experts and are on "
+                "different nodes; use 'auto', or change --nodes-per-group"
+            )
 
 
 def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -> Submission:

@@ -1,11 +1,14 @@
 """Whole jobs on random checkpoints give the greedy tokens that transformers gives, all prompts packed together."""
 
+import json
 import shutil
 
 import pyarrow as pa
 import pytest
 import torch
+from transformers import DeepseekV2Config, DeepseekV3Config
 
+from batchinfer.model.config import load_model_config
 from checkpoints import MODELS, make_checkpoint, split_into_shards
 from jobs import batchinfer, outputs, write_job, write_shard
 from paths import RANDOM_MODEL
@@ -49,3 +52,9 @@ def test_greedy_tokens_of_a_job_equal_those_of_transformers(tmp_path, name):
             logits = theirs(torch.tensor([prompt + tokens])).logits[0]
         # each token is transformers' best after the same tokens, so its own greedy run gives the same
         assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("config", [DeepseekV3Config(), DeepseekV2Config(num_experts_per_tok=6)], ids=["v3", "v2"])
+def test_every_key_that_transformers_writes_is_known(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert load_model_config(tmp_path).unknown_keys == ()

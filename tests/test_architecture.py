@@ -29,18 +29,22 @@ ALLOWED = {
     "session": FILES | {"data", "equal_rows", "stop", "whereabouts"},
     "whereabouts": set(),
     "slurm": FILES,
-    "submission": FILES | {"slurm"},
+    "submission": FILES | {"slurm", "engine.layout"},
     "status": FILES | {"data", "engine.claims", "slurm", "submission"},
     "status_text": {"status", "report.terminal"},
     "schedule": FILES | {"progress", "slurm", "submission"},
     "retry": FILES | {"data", "engine.claims", "progress"},
     "planned": FILES | {"fingerprint"},
+    "preflight": FILES
+    | {"engine.layout", "model.config", "model.headers", "model.tensor_names"}
+    | {"parallel.exchange_rules"},
     "probe": FILES,
     "publish": FILES | {"data", "fingerprint", "progress"},
     "weights_digest": FILES | {"progress"},
     "schema": FILES | {"data"},
     "data": FILES,
-    "plan": RUN | {"data", "balance", "model.config", "publish", "sim"},  # sim only in plan.planner, checked below
+    "plan": RUN
+    | {"data", "balance", "model.config", "preflight", "publish", "sim"},  # sim only in plan.planner, checked below
     "parallel": BASE,
     "model": BASE | {"parallel"},
     "kv": FILES,
@@ -70,6 +74,7 @@ NO_TORCH = {"records", "config", "rundir", "trace", "fingerprint", "session", "s
     "retry",
     "schedule",
     "whereabouts",
+    "preflight",
     "probe",
     "publish",
 }

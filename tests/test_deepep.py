@@ -23,8 +23,9 @@ from batchinfer.engine.layout import rank_places
 from batchinfer.engine.load import load_model
 from batchinfer.model.moe import MoeMlp, Point, Routing
 from batchinfer.model.ops import Ops
-from batchinfer.parallel.deepep import KINDS, open_dispatchers, why_not
+from batchinfer.parallel.deepep import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import LocalDispatcher
+from batchinfer.parallel.exchange_rules import DEEPEP as KINDS
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog

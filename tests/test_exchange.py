@@ -430,8 +430,8 @@ def test_a_rank_alone_agrees_with_itself_and_keeps_its_rows():
     ("exchange", "one_host", "message"),
     [
         ("shared", False, r"'shared', but the ranks are on several hosts .*; use 'auto'"),
-        ("nccl", True, r"'nccl', which needs GPUs, but there is none; use 'auto'"),
-        ("deepep", False, r"'deepep', which needs GPUs, but there is none; use 'auto'"),
+        ("nccl", True, r"'nccl', which needs GPUs, but the ranks compute on CPUs; use 'auto'"),
+        ("deepep", False, r"'deepep', which needs GPUs, but the ranks compute on CPUs; use 'auto'"),
     ],
 )
 def test_an_exchange_that_cannot_run_here_is_refused_with_a_remedy(exchange, one_host, message):

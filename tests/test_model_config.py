@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from batchinfer.model import config_keys
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ModelError
 
@@ -181,6 +182,11 @@ def test_new_key_names_mean_the_same_as_the_original_ones(tmp_path):
         (V2, {"n_group": None, "topk_group": None}, {"n_group": 1, "topk_group": 1}),
         (V2, {"mlp_bias": True}, {"mlp_bias": True}),
         (V2, {"norm_topk_prob": REMOVE}, {"norm_topk_prob": False}),
+        # no layer mixes: the number of experts says nothing, and need not be there
+        (V3, {"n_routed_experts": 0}, {"num_moe_layers": 0, "n_routed_experts": 0, "num_experts_per_tok": 0}),
+        (V3, {"first_k_dense_replace": 61, "n_routed_experts": REMOVE}, {"num_moe_layers": 0}),
+        (V3, {"first_k_dense_replace": 61}, {"n_routed_experts": 0, "n_shared_experts": 0}),
+        (V3, {"moe_layer_freq": 100}, {"num_moe_layers": 0, "n_routed_experts": 0}),
     ],
 )
 def test_accepted_variations(tmp_path, base, patch, expected):
@@ -305,6 +311,116 @@ def test_a_file_that_is_no_json_object(tmp_path, content, words):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=words):
         load_model_config(tmp_path)
+
+
+SWITCHED_OFF = {
+    **{
+        "swiglu_limit": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "index_topk": 0,
+        "qk_layernorm": False,
+    },
+    **{"layer_types": ["full_attention"] * 61, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "pruned_heads": {}},
+    **{"mlp_only_layers": [], "num_hash_layers": 0, "logit_scale": 1.0, "use_mla": True, "text_config": None},
+}
+
+
+def test_keys_of_parts_that_are_switched_off_pass(tmp_path):
+    assert load(tmp_path, V3, **SWITCHED_OFF) == load(tmp_path, V3)
+    assert load(tmp_path, V3, **SWITCHED_OFF).unknown_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ({"swiglu_limit": 7.0}, ["swiglu_limit is 7.0,", "remove the key"]),
+        ({"swiglu_limits": [0, 10.0]}, ["swiglu_limits is [0, 10.0]"]),
+        ({"sliding_window": 4096}, ["sliding_window is 4096"]),
+        ({"use_sliding_window": True}, ["use_sliding_window is true"]),
+        (
+            {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+            ["index_topk is 2048, index_n_heads is 64, index_head_dim is 128, which change", "remove the keys"],
+        ),
+        ({"indexer_types": ["full"]}, ['indexer_types is ["full"]']),
+        ({"qk_layernorm": True}, ["qk_layernorm is true"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0"]),
+        ({"hc_mult": 4}, ["hc_mult is 4"]),
+        ({"linear_attn_config": {"kda_layers": [1]}}, ["linear_attn_config is"]),
+        ({"o_lora_rank": 1024}, ["o_lora_rank is 1024"]),
+        ({"num_hash_layers": 3}, ["num_hash_layers is 3"]),
+        ({"zero_expert_num": 256}, ["zero_expert_num is 256"]),
+        ({"per_layer_config": {"3": {"intermediate_size": 9}}}, ["per_layer_config is"]),
+        ({"text_config": {"hidden_size": 64}}, ["text_config is"]),
+        ({"vision_config": {"depth": 2}}, ["vision_config is"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder is true"]),
+        ({"logit_scale": 0.5}, ["logit_scale is 0.5"]),
+        ({"scale_emb": True}, ["scale_emb is true"]),
+        ({"use_mla": False}, ["use_mla is false"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types is", "full_attention"]),
+        ({"mlp_layer_types": ["sparse"] * 61}, ["mlp_layer_types is", "dense"]),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": None}, ["partial_rotary_factor is 0.5"]),
+        # in RoPE every key counts
+        ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, ["rope_scaling.llama_4_scaling_beta is 0.1"]),
+        ({"rope_scaling": {"type": "default", "factor": 40}}, ["rope_scaling.factor is 40"]),
+        ({"swiglu_" + str(number): 1 for number in range(9)}, ["swiglu_5 is 1 (and 3 more), which change"]),
+        ({"hc_" + "x\n" * 5000: 1}, ["hc_x"]),
+    ],
+    ids=lambda value: "+".join(value)[:40] if isinstance(value, dict) else "",
+)
+def test_keys_that_change_the_model_are_refused_by_name(tmp_path, patch, words):
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, V3, **patch)
+    message = str(error.value)
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in message
+    assert "\n" not in message
+    assert len(message) < 2000
+
+
+def test_keys_that_nobody_knows_are_named(tmp_path):
+    quantization = V3["quantization_config"] | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"], "odd": 1}
+    config = load(tmp_path, V3, colour="blue", nothing=None, quantization_config=quantization)
+    assert config.unknown_keys == ("colour", "quantization_config.odd")
+    assert config == load(tmp_path, V3)
+
+
+# What published files have besides the keys above. Notes of training and of the code that saved them.
+V3_NOTES = {
+    **{"aux_loss_alpha": 0.001, "attention_dropout": 0.0, "ep_size": 1, "initializer_range": 0.02, "seq_aux": True},
+    **{"pretraining_tp": 1, "torch_dtype": "bfloat16", "transformers_version": "4.46.3", "use_cache": True},
+}
+UE8M0 = {"quantization_config": V3["quantization_config"] | {"scale_fmt": "ue8m0"}}
+MOONLIGHT = {
+    **{"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192},
+    **{"moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 2},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27},
+    **{"num_nextn_predict_layers": 0, "q_lora_rank": None, "quantization_config": REMOVE, "rms_norm_eps": 1e-05},
+    **{"rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "vocab_size": 163840},
+    **{"bos_token_id": 163584, "eos_token_id": 163585},
+}
+V25 = {
+    **{"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_group": 8, "topk_group": 3},
+    **{"n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60, "num_key_value_heads": 128},
+    **{"q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_method": "group_limited_greedy"},
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "patch"),
+    [(V3, {}), (V3, UE8M0), (V3, MOONLIGHT), (V2, {}), (V2, V25), (V3, {"auto_map": {"AutoModel": "x.Y"}})],
+    ids=["V3 and R1", "V3.1", "Moonlight", "V2-Lite", "V2 and V2.5", "with code"],
+)
+def test_published_models_are_accepted_without_a_word(tmp_path, base, patch):
+    config = load(tmp_path, base, **V3_NOTES | patch)
+    assert config.num_moe_layers > 0
+    assert config.unknown_keys == ()
+
+
+def test_no_name_is_of_two_kinds():
+    kinds = (config_keys.HARMLESS, config_keys.OFF, config_keys.ONE, config_keys.ON)
+    assert len(frozenset().union(*kinds)) == sum(map(len, kinds))
+    assert not any(name.startswith(config_keys.OFF_PREFIXES) for name in config_keys.HARMLESS)
 
 
 def test_numbers_too_large_for_a_float_are_refused(tmp_path):

@@ -20,6 +20,7 @@ from batchinfer.sim.hardware import ACCELERATORS
 from batchinfer.sim.spec import WorkloadSpec
 from batchinfer.sim.speeds import Ranks, paper_speeds
 from batchinfer.sim.workload import make_workload
+from hollow_weights import write_hollow_weights
 from jobs import batchinfer, write_job, write_questions
 from paths import RANDOM_MODEL, ROOT
 
@@ -30,11 +31,12 @@ UNITS = {"mode": "disaggregated", "prefill_ranks": 32, "decode_ranks": 144, "red
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Prompts, and a model folder that says it is DeepSeek-V3; planning reads no weights into memory."""
+    """Prompts, and a model folder that says it is DeepSeek-V3; planning looks at no more of weights than headers."""
     folder = tmp_path_factory.mktemp("paper")
     write_questions(folder / "prompts")
     shutil.copytree(RANDOM_MODEL, folder / "v3")
     shutil.copy(V3_CONFIG, folder / "v3" / "config.json")
+    write_hollow_weights(folder / "v3")
     return folder
 
 
@@ -119,12 +121,23 @@ def test_what_cannot_be_simulated_is_planned_without_a_time(folder, tmp_path, cl
     assert summary["work_s"] is summary["is_simulated"] is summary["nodes_to_finish"] is None
 
 
-def test_a_request_without_room_and_a_model_without_experts_are_refused():
+def test_a_request_without_room_is_refused():
     prompts, ranks = np.array([1000]), Ranks("H800", 32, 32, 32, True, 4096, 64, 70_272 * 500)
     with pytest.raises(ConfigError, match="room for 500 KV tokens"):
         paper_speeds(prompts, 0 * prompts, 0 * prompts + 9, V3, ranks)
-    with pytest.raises(ConfigError, match="without routed experts"):
-        paper_speeds(prompts, 0 * prompts, 0 * prompts + 9, replace(V3, n_routed_experts=0), ranks)
+
+
+def test_a_model_of_dense_layers_is_predicted_without_an_exchange():
+    few = {"num_hidden_layers": 3, "first_k_dense_replace": 3, "n_routed_experts": 0, "num_experts_per_tok": 0}
+    dense = replace(V3, n_shared_experts=0, moe_intermediate_size=0, **few)
+    mixed = replace(V3, num_hidden_layers=4, first_k_dense_replace=3)
+    prompts = np.full(64, 1000)
+    ranks = Ranks("H800", 8, 8, 0, True, 4096, 64, None)
+    alone = replace(ranks, overlap=False)
+    speeds, fewer = (paper_speeds(prompts, 0 * prompts, 0 * prompts + 9, model, ranks) for model in (dense, mixed))
+    assert speeds == paper_speeds(prompts, 0 * prompts, 0 * prompts + 9, dense, alone)
+    assert speeds.prefill_tokens_per_s > fewer.prefill_tokens_per_s  # a layer less, and no rows that travel
+    assert speeds.longest_answer_s < fewer.longest_answer_s
 
 
 def test_a_time_that_no_number_of_nodes_keeps_is_said(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ def plan(
 ) -> None:
     """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
 
-    No model is loaded. Bad rows are reported here, before any accelerator is used.
+    No model is loaded. Bad rows are reported here, before any accelerator is used. What ranks would refuse, such as
+    tensors that do not fit config.json, is refused before a row is read.
     """
     from batchinfer.config import load_job
 
@@ -115,14 +117,22 @@ def run(
     """
     from batchinfer.config import load_job
     from batchinfer.engine.nodes import refuse_several_processes
-    from batchinfer.engine.rank_group import ranks_ahead
+    from batchinfer.engine.rank_group import ranks_ahead, refuse_what_cannot_run_here
 
     refuse_several_processes("run")
     config = load_job(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
     with ranks_ahead(config, stop, know_experts=know_experts) as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
-        run_dir = plan_here(config, session, tracer, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        run_dir = plan_here(
+            config,
+            session,
+            tracer,
+            strict=strict,
+            learn_from=learn_from,
+            expert_loads=expert_loads,
+            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop),
+        )
         if ranks is not None:
             import batchinfer.finish  # while the ranks load: this process only waits for them
             import batchinfer.report.metrics  # noqa: F401
@@ -140,13 +150,21 @@ def plan_here(
     strict: bool,
     learn_from: Path | None,
     expert_loads: Path | None,
+    can_run_here: Callable[[], None] | None = None,
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import format_summary, read_summary
 
     with tracer.span("plan", "controller"):
-        run_dir = plan_job(config, session, strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        run_dir = plan_job(
+            config,
+            session,
+            strict=strict,
+            learn_from=learn_from,
+            expert_loads=expert_loads,
+            can_run_here=can_run_here,
+        )
     tracer.write(run_dir.trace)
     click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")
     return run_dir

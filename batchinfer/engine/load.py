@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
 from batchinfer.kv.disk import DiskStore
-from batchinfer.model.config import load_model_config
+from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
@@ -51,6 +52,8 @@ def load_model(
     slots: ExpertSlots | None,
     device: torch.device,
     memory: FreshMemory | None = None,
+    *,
+    before_weights: Callable[[], None] | None = None,
 ) -> Transformer:
     """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
@@ -58,36 +61,56 @@ def load_model(
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts stand; None: in order.
         memory: for weights, where this rank holds all of them (else None).
+        before_weights: called when backend, dtype and exchange are known to run here, and only weights are missing.
 
     Raises:
-        ModelError: the weights do not fit the config or are damaged.
-        ConfigError: the experts do not spread evenly over the ranks.
+        ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.
+        ConfigError: the experts do not spread evenly over the ranks, or the exchange cannot run here.
     """
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     eight_bit = job.model.dtype == "fp8"
-    if mesh.size == 1:
-        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
     config = load_model_config(folder)
-    if slots is None:
+    _check_ops(job, device)
+    if mesh.size == 1:
+        if before_weights is not None:
+            before_weights()
+        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
+    if config.n_routed_experts == 0:
+        placements = []
+    elif slots is None:
         placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
         placements = [placement] * config.num_moe_layers
     else:
         placements = _placements(slots, config.n_routed_experts, mesh)
+    dispatchers = mesh.dispatchers(
+        placements,
+        _row_format(job, mesh, device),
+        max_tokens=place.most_tokens(job.cluster),
+        hidden=config.hidden_size,
+        topk=config.num_experts_per_tok,
+    )
+    if before_weights is not None:
+        before_weights()
     return Transformer.load(
         folder,
         dtype=dtype,
         eight_bit=eight_bit,
-        dispatchers=mesh.dispatchers(
-            placements,
-            _row_format(job, mesh, device),
-            max_tokens=place.most_tokens(job.cluster),
-            hidden=config.hidden_size,
-            topk=config.num_experts_per_tok,
-        ),
+        dispatchers=dispatchers,
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
         device=device,
         backend=backend,
     )
+
+
+def _check_ops(job: JobConfig, device: torch.device) -> None:
+    """Refuse a backend that cannot run on this device, or not in 8 bits."""
+    eight_bit = job.model.dtype == "fp8"
+    backend = job.cluster.backend
+    ops = Ops.select(backend, DTYPES[job.model.dtype], eight_bit=eight_bit, device=device)
+    try:
+        ops.holds_fp8(device)  # packs a value
+    except RuntimeError as error:
+        raise ConfigError(f"model.dtype is 'fp8', but backend {backend!r} cannot run it here: {error}") from error
 
 
 def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
@@ -171,7 +194,8 @@ def make_worker(
         decode_requests=cluster.decode_requests,
         place=place,
         mesh=mesh,
-        overlap=cluster.overlap is not False and mesh.size > 1,
+        # without experts nothing travels under which the other half could compute
+        overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         outbox=outbox,
         place_experts=place_experts,
         open_store=None if job.kv.dir is None else open_store,

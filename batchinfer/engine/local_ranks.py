@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from batchinfer.processor import matrix_library_settings
 from batchinfer.records import ConfigError
@@ -172,6 +173,11 @@ class LocalRanks:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback
         return defaults
+
+
+def has_gpu() -> bool:
+    """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 def thread_settings(num_threads: int, num_ranks: int) -> dict[str, str]:

@@ -125,7 +125,15 @@ def _work(
     device = rank_device(job.cluster.backend, environment.place)
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     slots = message["expert_slots"].get(place.role)
-    model = load_model(job, mesh, place, None if slots is None else ExpertSlots(**slots), device, memory)
+    model = load_model(
+        job,
+        mesh,
+        place,
+        None if slots is None else ExpertSlots(**slots),
+        device,
+        memory,
+        before_weights=lambda: channel.send({"type": "can_run"}),
+    )
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))

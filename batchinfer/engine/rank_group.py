@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,13 +26,13 @@ from batchinfer import records
 from batchinfer.config import JobConfig
 from batchinfer.engine.channel import Channel, ChannelClosedError, Message
 from batchinfer.engine.layout import RankPlace, rank_places
-from batchinfer.engine.local_ranks import LocalRanks
+from batchinfer.engine.local_ranks import LocalRanks, has_gpu
 from batchinfer.engine.nodes import this_node
 from batchinfer.engine.read_ahead import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.records import InterruptedRunError, ModelError
-from batchinfer.rundir import RunDir
+from batchinfer.records import ConfigError, InterruptedRunError, ModelError
+from batchinfer.rundir import RunDir, read_json
 from batchinfer.stop import StopSignal
 
 HANDSHAKE_S = 30.0
@@ -80,6 +80,7 @@ class RankGroup:
     _start_deadline: float = 0.0
     _is_closed: bool = False
     _loading: Future[list[Message]] | None = None  # of ranks that were started ahead
+    _can_run: threading.Event = field(default_factory=threading.Event)  # all of them have said so
     _connected: dict[int, _Connected] = field(default_factory=dict)
     _incoming: queue.Queue[tuple[Channel, Message | None]] = field(default_factory=queue.Queue)
     _callers: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
@@ -115,6 +116,22 @@ class RankGroup:
         loading, self._loading = self._loading, None
         return self._load(join) if loading is None else loading.result()
 
+    def refuse_if_unable(self) -> None:
+        """Wait until all ranks, started ahead, know that backend, exchange and dtype run here.
+
+        A rank that is lost is no reason to refuse: `load` says so, and it may be started again.
+
+        Raises:
+            BatchinferError: the job cannot run (a rank said so).
+            InterruptedRunError: a signal came.
+        """
+        assert self._loading is not None
+        while not self._can_run.wait(POLL_S):
+            if self._loading.done():
+                with suppress(RanksDiedError):
+                    self._loading.result()
+                return
+
     def begin(self, around: Message) -> None:
         """Let the loaded ranks step.
 
@@ -138,7 +155,7 @@ class RankGroup:
         stores = self._answers(leaders, "store")
         for place in self.places:
             self.send(place.rank, {"type": "join", **join, **self._meeting_point(place, stores)})
-        ready = self._answers(range(len(self.places)), "ready")
+        ready = self._ready()
         self.loaded_s = time.time()
         return [ready[place.rank] for place in self.places]
 
@@ -286,6 +303,22 @@ class RankGroup:
                 answers[rank] = message
         return answers
 
+    def _ready(self) -> dict[int, Message]:
+        """What each rank says when it has loaded; before that, that nothing but weights is missing."""
+        ready: dict[int, Message] = {}
+        running: set[int] = set()
+        while len(ready) < len(self.places):
+            self._check_start()
+            for rank, message in self.receive():
+                if message["type"] == "can_run":
+                    running.add(rank)
+                else:
+                    assert message["type"] == "ready", f"rank {rank} sent {message['type']!r}"
+                    ready[rank] = message
+            if len(running) == len(self.places):
+                self._can_run.set()
+        return ready
+
     def _died(self) -> Exception:
         """End all ranks; the exception to raise, which names the rank that was lost first and why."""
         said: dict[int, Message] = {}
@@ -364,13 +397,13 @@ def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one
 def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankGroup | None]:
     """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
 
-    None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
-    experts a rank holds.
+    None for a job that is planned already (there may be nothing left to compute), or whose plan says which experts a
+    rank holds.
 
     Args:
         know_experts: whether the plan will say that.
     """
-    if know_experts or RunDir(Path(job.output.dir)).run_json.exists():
+    if know_experts or _is_planned(job):
         yield None
         return
     node = this_node(job.cluster.num_ranks)
@@ -381,6 +414,48 @@ def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iter
         yield ranks
     finally:
         ranks.close()
+
+
+def refuse_what_cannot_run_here(job: JobConfig, ranks: RankGroup | None, stop: StopSignal) -> None:
+    """Wait for the ranks' word on what the job names, where this machine decides whether it runs.
+
+    A job that leaves backend and exchange to the machine is not held up.
+
+    Args:
+        ranks: started ahead; None: some are started for this question alone.
+
+    Raises:
+        BatchinferError: the job cannot run here; the sentence says what and why.
+        InterruptedRunError: a signal came.
+    """
+    if not _depends_on_machine(job) or _is_planned(job):
+        return
+    if ranks is not None:
+        ranks.refuse_if_unable()
+        return
+    asked = open_group(job, this_node(job.cluster.num_ranks).ranks, "127.0.0.1", stop, one_host=True)
+    try:
+        asked.load_ahead(join_message(job, {}))
+        asked.refuse_if_unable()
+    finally:
+        asked.close()
+
+
+def _depends_on_machine(job: JobConfig) -> bool:
+    cluster = job.cluster
+    if cluster.backend not in ("auto", "reference") or (cluster.exchange != "auto" and cluster.num_ranks > 1):
+        return True
+    # a GPU for each rank, and one that multiplies in FP8
+    return has_gpu() and cluster.backend == "auto" and (cluster.num_ranks > 1 or job.model.dtype == "fp8")
+
+
+def _is_planned(job: JobConfig) -> bool:
+    """Whether the run folder has a whole plan, or one that cannot be read, which the planner says."""
+    path = RunDir(Path(job.output.dir)).run_json
+    try:
+        return path.exists() and read_json(path)["state"] != "planning"
+    except (ConfigError, LookupError, TypeError):
+        return True
 
 
 def _weight_bytes(job: JobConfig) -> int:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from batchinfer.engine.free_memory import free_memory_bytes
-from batchinfer.engine.local_ranks import RankEnvironment
+from batchinfer.engine.local_ranks import RankEnvironment, has_gpu
 from batchinfer.model.fresh_memory import FreshMemory
 
 RankTask = tuple[RankEnvironment, FreshMemory | None]
@@ -34,15 +33,10 @@ def _read_task() -> RankTask:
 
 def _memory(num_bytes: int) -> FreshMemory | None:
     """None where the loader is to ask for it piece by piece, and to say what is wrong if there is not enough."""
-    if num_bytes == 0 or num_bytes > free_memory_bytes() or _has_gpu():
+    if num_bytes == 0 or num_bytes > free_memory_bytes() or has_gpu():
         return None
     try:
         # the other half of the cores is for imports, and for the loader, which helps when it has to wait
         return FreshMemory(num_bytes, max(1, len(os.sched_getaffinity(0)) // 2))
     except (OSError, RuntimeError):  # no such address space, or no more threads
         return None
-
-
-def _has_gpu() -> bool:
-    """Whether this rank will probably compute on a GPU: torch, which knows, is not there yet."""
-    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -79,7 +79,9 @@ class Results:
         self._journal.add(rank, step, record)
 
     def set_expert_tokens(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
-        """Tokens per phase, MoE layer and expert that a rank has counted since it was started."""
+        """Tokens per phase, MoE layer and expert that a rank has counted since it was started; no layers: nothing."""
+        if len(self._moe_layers) == 0:
+            return
         self._expert_tokens_now[rank] = {phase: np.array(counts, dtype=np.int64) for phase, counts in tokens.items()}
 
     def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:

@@ -7,10 +7,11 @@ the original release (`rope_theta`, `rope_scaling`) and by newer libraries (`rop
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.records import ModelError
 
@@ -30,6 +31,18 @@ _SCORING_FUNC: dict[Family, str] = {"deepseek_v3": "sigmoid", "deepseek_v2": "so
 # The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
 _MAX_LAYERS = 1000
 _MAX_EXPERTS = 4096
+
+# They say nothing where all layers are dense.
+_MIXTURE_KEYS = (
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+)
+# Of an FP8 checkpoint: how scales were rounded when they were made, and which tensors have none, as their headers say.
+_FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    # mixture of experts; n_routed_experts is 0 for a model of dense layers only
+    # mixture of experts; n_routed_experts is 0 exactly where all layers are dense
     n_routed_experts: int
     n_shared_experts: int
     num_experts_per_tok: int
@@ -106,6 +119,8 @@ class ModelConfig:
     num_mtp_layers: int
     # rows and columns of one FP8 scale, None when the weights are not quantised
     fp8_block: tuple[int, int] | None
+    # keys of config.json that nothing here knows
+    unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def qk_head_dim(self) -> int:
@@ -169,6 +184,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     Raises:
         ModelError: the file is missing, is no JSON object, lacks a needed key, or asks for something that is not
             supported or contradicts itself; the sentence names the file, the key, its value and what is supported.
+            So it does for keys that are not read here and change what a model computes (config_keys.py).
     """
     path = Path(folder) / "config.json"
     reader = ConfigReader(path, read_json_object(path))
@@ -185,7 +201,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
     vocab_size = reader.size("vocab_size")
     max_positions = reader.size("max_position_embeddings")
-    return ModelConfig(
+    quantization = reader.section("quantization_config")
+    config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
         hidden_size=reader.size("hidden_size"),
@@ -209,8 +226,13 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_mtp_layers=reader.size(
             "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0, maximum=_MAX_LAYERS
         ),
-        fp8_block=_read_fp8_block(reader),
+        fp8_block=None if quantization is None else _read_fp8_block(quantization),
     )
+    _check_layer_types(reader, config)
+    unknown = judge_unread_keys(reader)
+    if quantization is not None:
+        unknown += judge_unread_keys(quantization)
+    return replace(config, unknown_keys=unknown)
 
 
 def _read_family(reader: ConfigReader) -> Family:
@@ -234,21 +256,33 @@ def _read_family(reader: ConfigReader) -> Family:
 
 
 def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
-    """The mixture-of-experts fields of ModelConfig; zeros where the model has dense layers only."""
+    """The mixture-of-experts fields of ModelConfig; zeros where all layers are dense.
+
+    They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
+    ones. The other keys of a mixture say nothing then.
+    """
     dense_layers = reader.size("first_k_dense_replace", default=0, minimum=0)
     if dense_layers > num_layers:
         raise reader.unsupported("first_k_dense_replace", dense_layers, f"at most num_hidden_layers = {num_layers}")
+    frequency = reader.size("moe_layer_freq", default=1)
+    can_mix = any(layer % frequency == 0 for layer in range(dense_layers, num_layers))
     num_experts = reader.size(
-        "n_routed_experts", "num_local_experts", "num_experts", minimum=0, maximum=_MAX_EXPERTS, null=0
+        "n_routed_experts",
+        "num_local_experts",
+        "num_experts",
+        default=None if can_mix else 0,
+        minimum=0,
+        maximum=_MAX_EXPERTS,
+        null=0,
     )
     topk_method, scoring_func = _read_gate(reader, family)
     fields = {
-        "n_routed_experts": num_experts,
+        "n_routed_experts": num_experts if can_mix else 0,
         "n_shared_experts": 0,
         "num_experts_per_tok": 0,
         "moe_intermediate_size": 0,
         "first_k_dense_replace": dense_layers,
-        "moe_layer_freq": reader.size("moe_layer_freq", default=1),
+        "moe_layer_freq": frequency,
         "scoring_func": scoring_func,
         "topk_method": topk_method,
         "n_group": 1,
@@ -256,13 +290,15 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
         "norm_topk_prob": reader.flag("norm_topk_prob", default=family == "deepseek_v3"),
         "routed_scaling_factor": 1.0,
     }
-    if num_experts:
+    if fields["n_routed_experts"]:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=_MAX_EXPERTS),
             "moe_intermediate_size": reader.size("moe_intermediate_size"),
             "routed_scaling_factor": reader.number("routed_scaling_factor", None, above=0.0),
         }
         fields |= _read_groups(reader, num_experts, topk_method)
+    else:
+        reader.pass_over(*_MIXTURE_KEYS)
     return fields
 
 
@@ -302,6 +338,8 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
 
 def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
     """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree."""
+    _refuse_partial(reader)
+    reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
     ropes = {
         key: _parse_rope(reader, section, max_positions)
         for key in ("rope_parameters", "rope_scaling")
@@ -314,6 +352,12 @@ def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
     return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
 
 
+def _refuse_partial(holder: ConfigReader) -> None:
+    partial = holder.number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
+
+
 def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> RopeConfig:
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in ("default", "yarn"):
@@ -322,12 +366,14 @@ def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) ->
     theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
     if outer_theta is not None and theta != outer_theta:
         raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
-    for holder in (reader, rope):
-        partial = holder.number("partial_rotary_factor", 1.0)
-        if partial != 1.0:
-            raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
+    _refuse_partial(rope)
+    config = RopeConfig(theta=theta) if rope_type == "default" else _parse_yarn(reader, rope, theta, max_positions)
+    judge_unread_keys(rope, refuse_unknown=True)
+    return config
+
+
+def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
+    rope.pass_over("finetuned")
     original = rope.size("original_max_position_embeddings")
     reader.expect("original_max_position_embeddings", original, f"the same as in {rope.prefix}")
     if original > max_positions:
@@ -350,16 +396,22 @@ def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) ->
     )
 
 
-def _read_fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
-    """Block of one scale in an FP8 checkpoint (DeepSeek-V3 report section 3.3.2), None without quantisation."""
-    section = reader.section("quantization_config")
-    if section is None:
-        return None
+def _read_fp8_block(section: ConfigReader) -> tuple[int, int]:
+    """Block of one scale in an FP8 checkpoint (DeepSeek-V3 report section 3.3.2)."""
     section.expect("quant_method", "fp8", '"fp8" with blocks of [128, 128], or no quantization_config', needed=True)
     section.expect("fmt", "e4m3", '"e4m3"')
     section.expect("activation_scheme", "dynamic", '"dynamic"')
     section.expect("weight_block_size", [128, 128], "[128, 128]", needed=True)
+    section.pass_over(*_FP8_NOTES)
     return 128, 128
+
+
+def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
+    """Lists of what each layer is, as newer libraries write them, must say what the other keys say."""
+    layers = range(config.num_hidden_layers)
+    reader.expect("layer_types", ["full_attention"] * len(layers), '"full_attention" for every layer')
+    mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
+    reader.expect("mlp_layer_types", mlps, '"dense" for the layers without experts and "sparse" for the others')
 
 
 def _read_flag(reader: ConfigReader, key: str, *, default: bool, fixed: bool) -> bool:

@@ -35,25 +35,41 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds {_show(value)}, but a JSON object is needed.")
+        raise ModelError(f"{path} holds {show(value)}, but a JSON object is needed.")
     return value
 
 
 class ConfigReader:
-    """One JSON object of a file; `prefix` is the way from the top of the file to it, for messages."""
+    """One JSON object of a file; `prefix` is the way from the top of the file to it, for messages.
+
+    It remembers which keys were asked for.
+    """
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = ""):
         self.path = path
         self.prefix = prefix
         self._values = values
+        self._asked: set[str] = set()
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
-        return self._values.get(key) is not None
+        return self._value(key) is not None
+
+    def pass_over(self, *keys: str) -> None:
+        """These keys, where they are given, say nothing here."""
+        self._asked.update(keys)
+
+    def unread(self) -> dict[str, Any]:
+        """Keys that are given, with a value other than null, and that nobody has asked for."""
+        return {key: value for key, value in self._values.items() if key not in self._asked and value is not None}
+
+    def name(self, key: str) -> str:
+        """The key with the way to it."""
+        return f"{self.prefix}.{key}" if self.prefix else key
 
     def unsupported(self, key: str, value: object, supported: str) -> ModelError:
         """The error for a value that cannot be used."""
-        return ModelError(f"{self.path}: {self._name(key)} is {_show(value)}, but supported is {supported}.")
+        return ModelError(f"{self.path}: {self.name(key)} is {show(value)}, but supported is {supported}.")
 
     def size(
         self,
@@ -105,7 +121,7 @@ class ConfigReader:
         optional: bool = False,
     ) -> float | None:
         """A finite number within bounds; without a default it is needed, unless it is `optional`."""
-        value = self._values.get(key)
+        value = self._value(key)
         bounds = _describe_bounds(above, at_least, at_most)
         if value is None:
             if default is None and not optional:
@@ -123,7 +139,7 @@ class ConfigReader:
 
     def flag(self, key: str, *, default: bool) -> bool:
         """true or false (0 and 1 are not accepted)."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -141,7 +157,7 @@ class ConfigReader:
 
     def texts(self, key: str) -> list[str]:
         """A list of strings; empty when the key is missing."""
-        value = self._values.get(key, None)
+        value = self._value(key)
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -150,22 +166,22 @@ class ConfigReader:
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them, each inside the vocabulary; empty when the key is missing."""
-        value = self._values.get(key)
+        value = self._value(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(self._whole(key, item, 0, vocab_size - 1) for item in items))
 
     def section(self, key: str) -> ConfigReader | None:
         """A nested object, None when the key is missing, null or an empty object."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self.unsupported(key, value, "a JSON object")
-        return ConfigReader(self.path, value, self._name(key))
+        return ConfigReader(self.path, value, self.name(key))
 
     def expect(self, key: str, expected: object, supported: str, *, needed: bool = False) -> None:
         """Raise unless the key, where it is given (or always, when `needed`), has this one value of this JSON type."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is None:
             if needed:
                 raise self._missing(key, supported)
@@ -173,8 +189,9 @@ class ConfigReader:
         if value != expected or _json_kind(value) != _json_kind(expected):
             raise self.unsupported(key, value, supported)
 
-    def _name(self, key: str) -> str:
-        return f"{self.prefix}.{key}" if self.prefix else key
+    def _value(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._values.get(key)
 
     def _first(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         """The first name that has a value; another name with another value is a contradiction."""
@@ -183,11 +200,11 @@ class ConfigReader:
             return keys[0], None
         for key, value in found[1:]:
             if value != found[0][1]:
-                raise self.unsupported(key, value, f"the same as {self._name(found[0][0])} = {_show(found[0][1])}")
+                raise self.unsupported(key, value, f"the same as {self.name(found[0][0])} = {show(found[0][1])}")
         return found[0]
 
     def _missing(self, key: str, supported: str) -> ModelError:
-        return ModelError(f"{self.path}: {self._name(key)} is missing or null, but needed is {supported}.")
+        return ModelError(f"{self.path}: {self.name(key)} is missing or null, but needed is {supported}.")
 
     def _whole(self, key: str, value: object, minimum: int, maximum: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
@@ -206,7 +223,8 @@ def _json_kind(value: object) -> object:
     return type(value)
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A value as JSON, cut where it is long."""
     try:
         text = json.dumps(value, default=str)
     except ValueError:  # a whole number of thousands of digits

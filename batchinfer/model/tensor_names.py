@@ -1,14 +1,15 @@
-"""Which tensors a checkpoint must have for its config.json, and the check that it has them; used by weights.py.
+"""Which tensors a checkpoint must have for its config.json, and the check that it has them.
 
-Only headers are looked at, so the check covers the whole checkpoint, also the tensors a rank will not read.
+Only headers are looked at, so the check covers the whole checkpoint, also the tensors a rank will not read; a plan is
+made without torch, and asks as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchinfer.model.checkpoint import Checkpoint
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.headers import TensorHeaders
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
@@ -20,7 +21,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _MAX_LISTED = 10
 
 
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
     """Compare names, shapes and formats of a whole checkpoint with what `config` implies; no data is read.
 
     Raises:
@@ -125,7 +126,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return first <= int(parts[2]) < first + config.num_mtp_layers
 
 
-def _check_format(checkpoint: Checkpoint, config: ModelConfig, name: str) -> None:
+def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
     """A weight is of a float format, or FP8 with a scale per block."""
     info = checkpoint.info(name)
     has_scale = name + SCALE_SUFFIX in checkpoint
@@ -140,7 +141,7 @@ def _check_format(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Non
         raise ModelError(f"{info.path}: {name}{SCALE_SUFFIX} is a scale, but {name} is {info.dtype} and not {_FP8}.")
 
 
-def _check_scale(checkpoint: Checkpoint, config: ModelConfig, name: str) -> None:
+def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
     """A scale is float32, one per block; the blocks at the edges may be smaller than the others."""
     info = checkpoint.info(name)
     rows, columns = config.fp8_block or (1, 1)

@@ -28,14 +28,11 @@ import torch.distributed as dist
 from batchinfer.parallel.deepep_low_latency import LowLatencyBuffer, LowLatencyDispatcher
 from batchinfer.parallel.deepep_normal import ElasticDispatcher, NormalDispatcher
 from batchinfer.parallel.dispatch import Dispatcher
+from batchinfer.parallel.exchange_rules import check_rows
 from batchinfer.parallel.placement import Placement, SlotIds
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ConfigError
 
-# what the kernels ask of D: whole warps of 16-byte loads (version 2), whole FP8 scales, four of them per load
-_HIDDEN_MULTIPLE = {"deepep": 256, "deepep-v1": 128, "deepep-low-latency": 128}
-KINDS = tuple(_HIDDEN_MULTIPLE)
-_LOW_LATENCY_FP8_HIDDEN_MULTIPLE = 512
 # DeepGEMM writes whole tiles of 128 rows; a block of another size would let it write into the next one
 _BLOCK_ROWS = 128
 
@@ -56,7 +53,7 @@ def open_dispatchers(
     All ranks of the group call this together, with the same arguments but for the device.
 
     Args:
-        kind: one of KINDS.
+        kind: one of exchange_rules.DEEPEP.
         group: the ranks that share the experts; has NCCL for tensors on GPUs.
         placements: one per layer, with the same number of slots each.
         row_format: of the rows on their way to the experts; results come back as bfloat16.
@@ -72,7 +69,7 @@ def open_dispatchers(
         return []
     num_slots, num_ranks, use_fp8 = placements[0].num_slots, group.size(), row_format.dtype == "fp8"
     assert all(placement.num_slots == num_slots for placement in placements), "layers differ in their number of slots"
-    _check_rows(kind, row_format, hidden)
+    check_rows(kind, row_format.dtype, hidden)
     if kind == "deepep-low-latency":
         max_tokens = _low_latency_tokens(max_tokens, num_ranks)
     if device.type == "cuda":
@@ -175,22 +172,6 @@ def _low_latency_tokens(max_tokens: int, num_ranks: int) -> int:
             f"ranks of its own), or set the environment variable NVSHMEM_QP_DEPTH = {1 << (needed - 1).bit_length()}"
         )
     return max_tokens
-
-
-def _check_rows(kind: str, row_format: RowFormat, hidden: int) -> None:
-    if row_format.dtype == "float32":
-        raise ConfigError(
-            f"cluster.exchange is {kind!r}, but DeepEP carries bfloat16 or FP8 rows, not float32; "
-            "set model.dtype = 'bfloat16' or cluster.exchange = 'nccl'"
-        )
-    multiple = _HIDDEN_MULTIPLE[kind]
-    if kind == "deepep-low-latency" and row_format.dtype == "fp8":
-        multiple = _LOW_LATENCY_FP8_HIDDEN_MULTIPLE
-    if hidden % multiple:
-        raise ConfigError(
-            f"cluster.exchange is {kind!r}, but the model's hidden size {hidden} is not a multiple of {multiple}; "
-            "use cluster.exchange = 'nccl'"
-        )
 
 
 @contextmanager

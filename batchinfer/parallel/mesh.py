@@ -18,6 +18,7 @@ from batchinfer.parallel import deepep
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange, Exchange
+from batchinfer.parallel.exchange_rules import DEEPEP, check_device
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange, can_share_memory
@@ -138,7 +139,7 @@ class Mesh:
         if self._exchange is None:
             plain = None if row_format.dtype != "fp8" else row_format
             return [LocalDispatcher(placement.num_experts, plain, gathers=False) for placement in placements]
-        if self.kind in deepep.KINDS:
+        if self.kind in DEEPEP:
             assert self._group is not None
             sizes = {"max_tokens": max_tokens, "hidden": hidden, "topk": topk}
             return deepep.open_dispatchers(self.kind, self._group, placements, row_format, **sizes, device=self._device)
@@ -161,7 +162,7 @@ def explain_exchanges() -> dict[str, str | None]:
         "shared": None if can_share_memory() else "shared memory between ranks needs Linux",
         "gloo": None,
         "nccl": no_gpu,
-        **{kind: deepep.why_not(kind) for kind in deepep.KINDS},
+        **{kind: deepep.why_not(kind) for kind in DEEPEP},
     }
 
 
@@ -174,11 +175,5 @@ def _choose(seat: Seat, device: torch.device) -> str:
         raise ConfigError(
             "cluster.exchange is 'shared', but the ranks are on several hosts (or not on Linux); use 'auto'"
         )
-    if seat.exchange in ("shared", "gloo") and device.type == "cuda":
-        raise ConfigError(
-            f"cluster.exchange is {seat.exchange!r}, which moves rows between CPUs, but the ranks compute on GPUs; use "
-            "'auto', or set cluster.backend to 'cpu' or 'reference'"
-        )
-    if seat.exchange in ("nccl", *deepep.KINDS) and device.type != "cuda":
-        raise ConfigError(f"cluster.exchange is {seat.exchange!r}, which needs GPUs, but there is none; use 'auto'")
+    check_device(seat.exchange, device.type)
     return seat.exchange

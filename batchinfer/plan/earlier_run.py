@@ -70,8 +70,10 @@ def expert_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     """Tokens per layer and expert, [L, E], of each phase, over all sessions of a run.
 
     Raises:
-        ConfigError: no run folder, or nothing was counted, or the run's model has other experts.
+        ConfigError: no run folder, or nothing was counted, or the run's model has other experts, or this one none.
     """
+    if model.num_moe_layers == 0:
+        raise ConfigError("this job's model has no experts to place; leave --expert-loads out")
     files = _recorded(folder, "experts", "counts of tokens per expert")
     layers = mixture_layers(model)
     loads = {phase: np.zeros((len(layers), model.n_routed_experts)) for phase in PHASES}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.schemas import PLAN_SUMMARY
@@ -32,14 +32,16 @@ from batchinfer.plan.prefix_stream import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
+from batchinfer.preflight import check_job
 from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
 from batchinfer.publish import claim_place
-from batchinfer.records import ConfigError, InputError, Shard, slots_per_rank
+from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 from batchinfer.session import Session
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
+NAMED_KEYS = 20  # of config.json, in a warning
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of the KV cache
 
 
@@ -50,6 +52,7 @@ def plan_job(
     strict: bool,
     learn_from: Path | None = None,
     expert_loads: Path | None = None,
+    can_run_here: Callable[[], None] | None = None,
 ) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
 
@@ -57,6 +60,7 @@ def plan_job(
         learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
             to stand.
         expert_loads: folder of an earlier run whose tokens per expert say where experts are to stand.
+        can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
 
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
@@ -66,7 +70,7 @@ def plan_job(
     """
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
-    _check_experts(job.cluster, model)
+    check_job(job, model)
     tokenizer = load_tokenizer(Path(job.model.path))
     shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
     _check_shards(shards, strict)
@@ -74,6 +78,8 @@ def plan_job(
     fingerprint = job_fingerprint(job, shards, tokenizer.digest)
     learned = learn(learn_from, expert_loads, model, fingerprint)
     run = RunDir(Path(job.output.dir))
+    if can_run_here is not None:
+        can_run_here()
     with _locked(run):
         claim_place(job, fingerprint)
         if run.run_json.exists():
@@ -90,6 +96,8 @@ def plan_job(
         session.attach(run)
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
+            if model.unknown_keys:
+                note(_unknown_keys_warning(job, model))
             if learned.expert_loads is not None:
                 # numba takes its time to load: jobs that learn nothing do without it
                 from batchinfer.plan.expert_plan import plan_experts
@@ -237,6 +245,15 @@ def _remove_leftovers(run: RunDir) -> None:
             path.unlink(missing_ok=True)
 
 
+def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
+    more = len(model.unknown_keys) - NAMED_KEYS
+    return (
+        f"warning: {Path(job.model.path) / 'config.json'} has keys that are not known here and not used: "
+        f"{', '.join(model.unknown_keys[:NAMED_KEYS])}{f' and {more} more' if more > 0 else ''}; "
+        "answers are wrong if the model needs them"
+    )
+
+
 def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
     """Refuse column names that no shard has: a misspelt name would make every row bad."""
     kept_fields(shards, job.output.keep_columns, job.s3)
@@ -245,13 +262,6 @@ def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
         if name is not None and not any(name in schema.names for schema in schemas):
             have = ", ".join(schemas[0].names[:20])
             raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")
-
-
-def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
-    """The experts must spread evenly over each group of ranks."""
-    if model.num_moe_layers:
-        for num_ranks in {cluster.num_prefill_ranks, cluster.num_decode_ranks} - {1}:
-            slots_per_rank(model.n_routed_experts, cluster.redundant_experts, num_ranks)
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:

@@ -81,10 +81,6 @@ def answer(spec: Spec) -> dict[str, Any]:
 
 def _resolve(spec: Spec) -> _Job:
     model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu)
-    if model.n_routed_experts == 0:
-        raise ConfigError(
-            f"{spec.model.path}: a model without routed experts cannot be simulated; name one with experts"
-        )
     prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(
@@ -98,8 +94,11 @@ def _resolve(spec: Spec) -> _Job:
         seed=spec.workload.seed,
     )
     release, reserve = spec.cluster.exchange, spec.cluster.memory_reserve
-    prefill = Unit(spec.prefill.ep_size, spec.prefill.redundant_experts, release=release)
-    decode = Unit(spec.decode.ep_size, spec.decode.redundant_experts, release=release)
+    prefill, decode = (
+        # without experts every GPU holds the whole model, and there is nothing to repeat
+        Unit(stage.ep_size, stage.redundant_experts if model.n_routed_experts else 0, release=release)
+        for stage in (spec.prefill, spec.decode)
+    )
     kv_tokens_per_gpu(model, prefill, gpu, reserve)  # only whether the weights fit
     kv_tokens = kv_tokens_per_gpu(model, decode, gpu, reserve)
     fitting = rater.requests_that_fit(kv_tokens)

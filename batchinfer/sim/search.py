@@ -54,7 +54,7 @@ class Rater:
 
     def with_skew(self, unit: Unit, batch: int) -> Unit:
         """The unit with the rows of its busiest GPU for so many tokens per GPU and step."""
-        rows = batch / unit.micro_batches * self.model.num_experts_per_tok
+        rows = batch / unit.micro_batches(self.model) * self.model.num_experts_per_tok
         slots_per_gpu = unit.slots_per_gpu(self.model)
         placed = placement_skew(
             self.expert_spread,
@@ -121,7 +121,7 @@ class Rater:
     def _fitting(self, base: Unit) -> Iterator[tuple[Unit, float]]:
         """EP sizes whose weights fit, with the redundant experts that fill their slots, and the KV tokens per GPU."""
         for ep_size in EP_SIZES:
-            if ep_size > 2 * self.model.n_routed_experts:
+            if 0 < 2 * self.model.n_routed_experts < ep_size:
                 continue
             unit = replace(base, ep_size=ep_size, redundant_experts=-self.model.n_routed_experts % ep_size)
             try:

@@ -56,8 +56,6 @@ def paper_speeds(
         ConfigError: the model cannot be simulated, or it does not fit onto so many GPUs.
     """
     gpu = accelerator(ranks.gpu)
-    if model.n_routed_experts == 0:
-        raise ConfigError("a model without routed experts cannot be simulated")
     prefill, decode = (
         Unit(size, ranks.redundant_experts, overlap=ranks.overlap) for size in (ranks.prefill_ranks, ranks.decode_ranks)
     )

@@ -28,10 +28,9 @@ class Unit:
     overlap: bool = True
     release: Release = LATEST  # of the exchange
 
-    @property
-    def micro_batches(self) -> int:
-        """Parts of a step that run side by side."""
-        return 2 if self.overlap and self.ep_size > 1 else 1
+    def micro_batches(self, model: ModelConfig) -> int:
+        """Parts of a step that run side by side; there is no use for two where no rows travel."""
+        return 2 if self.overlap and self.ep_size > 1 and model.num_moe_layers else 1
 
     def slots_per_gpu(self, model: ModelConfig) -> int:
         """Expert slots of each GPU.
@@ -77,14 +76,16 @@ def prefill_step(
         kv_tokens: new and cached tokens of one GPU.
         prompts: whose last token's logits are wanted.
     """
-    halves = unit.micro_batches
+    halves = unit.micro_batches(model)
     sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
     tokens = new_tokens / halves
     slots = unit.slots_per_gpu(model)
     load = Load(tokens, kv_pairs / halves, kv_tokens / halves, _rows(tokens, model, unit), slots)
     exchange = prefill_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
-    moe = prefill_stages(load, model, gpu, exchange, sms_share=sms_share, is_moe=True)
     dense = prefill_stages(load, model, gpu, exchange, sms_share=1.0, is_moe=False)
+    moe = dense
+    if model.num_moe_layers:
+        moe = prefill_stages(load, model, gpu, exchange, sms_share=sms_share, is_moe=True)
     moe_s = prefill_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(prompts, model, gpu))
 
@@ -97,12 +98,12 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
         requests: of one GPU.
         kv_tokens: KV tokens of one GPU, over all its requests.
     """
-    halves = unit.micro_batches
+    halves = unit.micro_batches(model)
     tokens = requests / halves
     load = Load(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
     exchange = decode_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
-    moe = decode_stages(load, model, gpu, exchange, is_moe=True)
     dense = decode_stages(load, model, gpu, exchange, is_moe=False)
+    moe = decode_stages(load, model, gpu, exchange, is_moe=True) if model.num_moe_layers else dense
     moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
 

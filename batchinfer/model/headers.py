@@ -1,0 +1,113 @@
+"""Names, shapes and formats of a model folder's tensors, from the headers of its *.safetensors files.
+
+No torch here and no weight is read: plans ask as well as ranks. Formats that run code when loaded (pickle: *.bin, *.pt)
+are never opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from batchinfer.model.config_reader import read_json_object
+from batchinfer.records import ModelError
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like; `dtype` is the format's own name, such as BF16 or F8_E4M3."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorHeaders:
+    """What the headers say, by tensor name."""
+
+    def __init__(self, folder: Path, infos: dict[str, TensorInfo]):
+        self.folder = folder
+        self.infos = infos
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.infos
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, format and file of one tensor."""
+        return self.infos[name]
+
+
+def read_headers(folder: Path) -> TensorHeaders:
+    """Of model.safetensors, or the shards named by model.safetensors.index.json, or every *.safetensors there is.
+
+    Raises:
+        ModelError: no such files (pickle formats are not read), a damaged file, an index that does not fit its
+            shards, or a tensor that stands in two files.
+    """
+    folder = Path(folder)
+    index_path = folder / _INDEX_FILE
+    weight_map: dict[str, str] = {}
+    if (folder / _SINGLE_FILE).exists():
+        paths = [folder / _SINGLE_FILE]
+    elif index_path.exists():
+        weight_map = _read_weight_map(index_path)
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(_no_files_message(folder))
+
+    infos: dict[str, TensorInfo] = {}
+    for path in paths:
+        for name, info in _read_header(path).items():
+            if weight_map.get(name, path.name) != path.name:
+                continue  # the index gives this tensor to another shard
+            if name in infos:
+                raise ModelError(f"{folder}: tensor {name} is in {infos[name].path.name} and in {path.name}.")
+            infos[name] = info
+    for name, file_name in weight_map.items():
+        if name not in infos:
+            raise ModelError(f"{index_path} says that {file_name} holds {name}, but it does not.")
+    return TensorHeaders(folder, infos)
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path}: weight_map must be an object from tensor name to file name.")
+    for name, file_name in weight_map.items():
+        plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not plain or not file_name.endswith(".safetensors"):
+            raise ModelError(f"{path}: weight_map gives {name} to {file_name!r}, not to a .safetensors file beside it.")
+        if not (path.parent / file_name).is_file():
+            raise ModelError(f"{path} names {file_name}, which does not exist.")
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        file = safe_open(path, framework="np")
+        infos = {}
+        for name in file.keys():  # noqa: SIM118 - not a dict, it has no iterator
+            entry = file.get_slice(name)
+            infos[name] = TensorInfo(path, tuple(entry.get_shape()), str(entry.get_dtype()))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is damaged or not a safetensors file: {error}.") from error
+    return infos
+
+
+def _no_files_message(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    if pickles:
+        return f"{folder} holds {pickles[0]} but no *.safetensors; only safetensors is read, convert the model first."
+    return f"{folder} holds no *.safetensors; only safetensors is read."
