@@ -19,7 +19,7 @@ from batchinfer.engine.stored_prefixes import StoredPrefixes
 from batchinfer.engine.worker import RankWorker
 from batchinfer.kv.blocks import KvIdentity
 from batchinfer.kv.disk import DiskStore
-from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.config import load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
