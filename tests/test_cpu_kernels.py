@@ -399,6 +399,6 @@ def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
 def test_auto_takes_them_for_all_operations_of_a_model(dtype):
     chosen = Ops.select("auto", dtype)
     assert chosen.linear is ops.linear
-    assert chosen.names == build.numerics()
+    assert chosen.names(dtype) == build.numerics(dtype)
     (row,) = [row for row in backend.explain() if (row.op, row.candidate) == ("linear", "cpu")]
     assert (row.chosen, row.reason) == (True, "in use")

@@ -46,10 +46,9 @@ class Ops:
         """Whether an operation of a decode step waits for values of the device: a CUDA graph cannot hold it then."""
         return backend.reads_on_host(self.grouped_mlp) or backend.reads_on_host(self.masked_mlp)
 
-    @property
-    def names(self) -> str:
-        """Where the implementations come from: those that give the same bits have the same names."""
-        return " ".join(sorted({backend.origin(getattr(self, name)) for name in _op_names()}))
+    def names(self, dtype: torch.dtype | None = None) -> str:
+        """Where the implementations come from: those that give the same bits in this dtype have the same names."""
+        return " ".join(sorted({backend.origin(getattr(self, name), dtype) for name in _op_names()}))
 
     @property
     def has_fixed_sums(self) -> bool:

@@ -201,7 +201,7 @@ class Transformer:
     @property
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
-        return self._ops.names + (", 8-bit products" if self._ops.eight_bit else "")
+        return self._ops.names(self.dtype) + (", 8-bit products" if self._ops.eight_bit else "")
 
     @property
     def has_fixed_sums(self) -> bool:

@@ -260,11 +260,11 @@ def has_fixed_sums(run: Callable) -> bool:
     return run.__module__ == cpu_ops.__name__
 
 
-def origin(run: Callable) -> str:
-    """Where an implementation comes from: those with the same origin compute the same bits, others may not."""
+def origin(run: Callable, dtype: torch.dtype | None = None) -> str:
+    """Where an implementation comes from: with the same origin it computes the same bits in a dtype, else it may not."""
     module = run.__module__.removeprefix("batchinfer_kernels.")
     if run.__module__ == cpu_ops.__name__:
-        return cpu_build.numerics()
+        return cpu_build.numerics(dtype)
     if run.__module__ == hopper.__name__:
         library = "flash_mla" if run is hopper.mla_decode else "deep_gemm"
         return f"{module}-{library}-{hopper_libraries.version(library)}"

@@ -1,7 +1,8 @@
 """Builds the C++ operations on first use and loads them; asked by backend.py's probes and by ops.py.
 
 The sources are compiled for the best of INSTRUCTION_SETS that the processor has, or for the one that the environment
-variable BATCHINFER_CPU_FEATURES names. Results are the same to the last bit; the library's name differs.
+variable BATCHINFER_CPU_FEATURES names. Results are the same to the last bit, but for those in bfloat16 with AMX's tiles
+(`numerics`); the library's name differs.
 
 The library is kept per user, under a name that says what it was made from and for:
 
@@ -14,6 +15,7 @@ The library is kept per user, under a name that says what it was made from and f
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -54,28 +56,53 @@ _LIBRARIES = ("-lc10", "-ltorch_cpu")
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that."""
+    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that.
+
+    Those with `tiles` multiply bfloat16 in 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
+    Those `for_tests` are only used when they are named.
+    """
 
     name: str
     features: tuple[str, ...]
     flags: tuple[str, ...]
+    tiles: bool = False
+    for_tests: bool = False
 
     def missing(self, found: frozenset[str]) -> str:
-        """Its features that are not among those found."""
-        return ", ".join(feature for feature in self.features if feature not in found)
+        """Why it cannot be used with the features found, or nothing."""
+        missing = ", ".join(feature for feature in self.features if feature not in found)
+        if not missing and "amx_tile" in self.features and not _may_use_tiles():
+            return "permission from the kernel to use its tiles"
+        return missing
 
 
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Ask the kernel for the tiles' registers, once per process; threads that are started later may use them, too."""
+    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/unistd_64.h, asm/prctl.h
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 # The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
 INSTRUCTION_SETS = (
     InstructionSet(
+        "amx",
+        (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        tiles=True,
+    ),
+    InstructionSet(
         "avx512", (*_AVX512, "avx512_bf16", "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
     ),
     InstructionSet("avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
+    InstructionSet(
+        "amx-plain", ("avx2", "fma"), ("-mavx2", "-mfma", "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
+    ),
 )
 
 
@@ -102,8 +129,9 @@ def instructions() -> InstructionSet:
     """
     found, named = _processor_features(), os.environ.get(CHOICE)
     if named and named not in {known.name for known in INSTRUCTION_SETS}:
-        raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(known.name for known in INSTRUCTION_SETS)}")
-    wanted = [known for known in INSTRUCTION_SETS if named in (None, "", known.name)]
+        names = [known.name for known in INSTRUCTION_SETS if not known.for_tests]
+        raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(names)}")
+    wanted = [known for known in INSTRUCTION_SETS if (known.name == named if named else not known.for_tests)]
     for known in wanted:
         if not known.missing(found):
             return known
@@ -190,13 +218,15 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX")
 
 
-def numerics() -> str:
-    """Names the family of libraries that compute the same bits: all that come from these sources.
+def numerics(dtype: torch.dtype | None = None) -> str:
+    """Names the family of libraries that compute the same bits: all that come from these sources, with tiles or without.
 
-    Processors, instruction sets, compilers and versions of torch are not part of it: every sum has one order, written
-    down in the sources, and no library takes part in one.
+    Processors, other instruction sets, compilers and versions of torch are not part of it: every sum has one order,
+    written down in the sources, and no library takes part in one. Tiles have another order, in which float32 takes no
+    part.
     """
-    return f"cpu-fma-{_digest_of()[:16]}"
+    family = "amx" if instructions().tiles and dtype is not torch.float32 else "fma"
+    return f"cpu-{family}-{_digest_of()[:16]}"
 
 
 def _digest() -> str:

@@ -267,9 +267,42 @@ void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
   peak_[row] = first_of(peak);
 }
 
+#ifdef BATCHINFER_TILES
+// As score, of all rows at once.
+template <class Value>
+void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys) {
+  // from a whole vector on, so that no tile reaches beyond the last row; other rows' scores are not used
+  const int64_t first = row_begin / kTileSide * kTileSide, num_tiles = (row_end - first + kTileSide - 1) / kTileSide;
+  multiply_pair_tiles({keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys},
+                      {queries_.data() + first, 4 * kAttentionRows}, num_tiles, width_ / kWordValues<Value>,
+                      Begin::kZero, scores_[0] + first, kAttentionRows);
+}
+
+// As sum, with weights turned round: a row of words for each row.
+template <class Value>
+void Attention<Value>::sum_in_tiles(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_steps) {
+  for (int64_t lane = row_begin / 16 * 16; lane < row_end; lane += 16) {
+    for (int64_t word = 0; word < num_steps; word += 16) {
+      turn_16(weights_[word] + lane, kAttentionRows, 16, weight_rows_[lane] + word, kPageWords);
+    }
+  }
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    if (shrink_[row] == 1.0f) continue;
+    float* const sums = sums_.data() + row * value_room_;
+    for (int64_t c = 0; c < value_room_; c += 16) store(sums + c, load(sums + c) * floats(shrink_[row]));
+  }
+  multiply_pair_tiles({weight_rows_[row_begin], 4 * kPageWords, row_end - row_begin},
+                      {values.data, values.stride * int64_t{sizeof(Value)}}, value_room_ / kTileSide, num_steps,
+                      Begin::kResult, sums_.data() + row_begin * value_room_, value_room_);
+}
+#endif
+
 template <class Value>
 void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys) {
   const int64_t num_steps = (num_keys + kWordValues<Value> - 1) / kWordValues<Value>;
+  if constexpr (kHasTiles && kWordValues<Value> == 2) {
+    if (lanes_ == Lanes::kRows) return sum_in_tiles(row_begin, row_end, values, num_steps);
+  }
   const WeightWords weights = lanes_ == Lanes::kRows ? WeightWords{weights_[0], 1, kAttentionRows}
                                                      : WeightWords{weights_[0], kPageWords, 1};
   for (int64_t column = 0; column < value_room_; column += 64) {
@@ -324,7 +357,9 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
     sum(row_begin, row_end, values, num_keys);
     return;
   }
-  if constexpr (kMostSums < 16) {
+  if constexpr (kHasTiles && kWordValues<Value> == 2) {
+    score_in_tiles(row_begin, row_end, keys, num_keys);
+  } else if constexpr (kMostSums < 16) {
     for (int64_t lane = row_begin; lane < row_end; lane += 16) score<4, 1>(lane, keys, num_keys, next);
   } else {
     int64_t lane = row_begin;

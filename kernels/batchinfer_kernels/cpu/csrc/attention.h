@@ -62,12 +62,15 @@ class Attention {
   void turn_keys(Rows<Value> keys, int64_t num_keys, const Value* next);
   void weigh_row(int64_t row, int64_t start, int64_t num_keys);
   void sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys);
+  void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys);
+  void sum_in_tiles(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_steps);
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
 
   static constexpr int64_t kPageWords = kPageTokens / kWordValues<Value>;
   // with lanes of keys [row][key] and [row][word]
   alignas(64) float scores_[kPageTokens][kAttentionRows];
   alignas(64) int32_t weights_[kPageWords][kAttentionRows];
+  alignas(64) int32_t weight_rows_[kAttentionRows][kPageWords];  // the same turned round, for tiles
   // with room for whole vectors behind the last row
   alignas(64) float peak_[kAttentionRows + 16], total_[kAttentionRows + 16], shrink_[kAttentionRows + 16];
   alignas(64) int32_t positions_[kAttentionRows + 16];

@@ -101,6 +101,43 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
   return total;
 }
 
+// Calls copy(row) for all rows, some at a time on each thread.
+template <class Copy>
+void copy_rows(int64_t num_rows, Copy copy) {
+  run_tasks((num_rows + 63) / 64, [&](int64_t task) {
+    for (int64_t row = task * 64; row < std::min(num_rows, (task + 1) * 64); ++row) copy(row);
+  });
+}
+
+// Rows that an index names, one after the other: tiles take rows at equal distances.
+template <class Value>
+struct Gathered {
+  std::unique_ptr<Value[]> values;
+  Rows<Value> rows;
+
+  Gathered(const Rows<Value>& x, int64_t num_rows, const Weight& weight)
+      : values(new Value[num_rows * weight.depth]), rows{values.get(), weight.depth} {
+    copy_rows(num_rows, [&](int64_t row) { std::copy_n(x.at(row), weight.depth, values.get() + row * weight.depth); });
+  }
+};
+template <>
+struct Gathered<uint8_t> {
+  std::unique_ptr<uint8_t[]> values;
+  std::unique_ptr<float[]> scales;
+  ByteRows rows;
+
+  Gathered(const ByteRows& x, int64_t num_rows, const Weight&)
+      : values(new uint8_t[num_rows * x.num_blocks * kBlock]),
+        scales(new float[num_rows * x.num_blocks]),
+        rows{values.get(), scales.get(), x.num_blocks} {
+    copy_rows(num_rows, [&](int64_t row) {
+      const int64_t width = x.num_blocks * kBlock;
+      std::copy_n(x.data + x.index[row] * width, width, values.get() + row * width);
+      std::copy_n(x.scales + x.index[row] * x.num_blocks, x.num_blocks, scales.get() + row * x.num_blocks);
+    });
+  }
+};
+
 }  // namespace
 
 template <class Source, class Value>
@@ -110,6 +147,12 @@ void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts,
   const int64_t bytes_each = kIsBytes ? 1 : sizeof(Value);
   const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
+  if constexpr (kHasTiles && std::is_same_v<Value, bf16>) {
+    if (x.index) {
+      const Gathered<std::conditional_t<kIsBytes, uint8_t, Value>> gathered(x, num_rows, gate_up);
+      return expert_mlp(gathered.rows, experts, num_experts, gate_up, down, stream, out);
+    }
+  }
   const std::unique_ptr<Value[]> hidden(new Value[num_rows * stride]);
   activate(x, parts_of(experts, num_experts, gate_up, bytes_each * gate_up.depth), gate_up, hidden.get(), stride);
   const std::vector<Part> parts = parts_of(experts, num_experts, down, bytes_each * down.depth);

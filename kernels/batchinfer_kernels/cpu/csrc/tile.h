@@ -18,12 +18,18 @@
 #include <type_traits>
 
 #include "lanes.h"
+#include "tile_products.h"
 
 namespace batchinfer {
 
 constexpr int64_t kTileRows = 6;
 constexpr int kChunks = kPanelColumns / 16;
 constexpr int64_t kStripRows = 96;  // rows that pass a panel together
+#ifdef BATCHINFER_TILES
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
 
 // Values of rows and columns are loaded once more for the second part: the registers are for sums.
 inline void load_again() { asm volatile("" ::: "memory"); }
@@ -214,21 +220,62 @@ inline void multiply_strip_by(const Rows<Row>& x, int64_t first, int64_t num_row
   }
 }
 
+#ifdef BATCHINFER_TILES
+// The same of rows that stand one after the other.
+inline void multiply_strip_in_tiles(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
+                                    const bf16* panel, int64_t chunks, float* sums) {
+  constexpr int64_t kMost = kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)});
+  for (int64_t start = 0; start < depth || start == 0; start += kMost) {
+    const int64_t num_words = (std::min(kMost, depth - start) + 1) / 2;
+    multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows},
+                        {panel + start * kPanelColumns, 4 * kPanelColumns}, chunks, num_words,
+                        start == 0 ? Begin::kZero : Begin::kResult, sums, kPanelColumns);
+  }
+}
+#endif
+
 template <class Row>
 inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums) {
   if constexpr (std::is_same_v<Row, bf16>) {
     if (weight.kind == WeightKind::kBfloat16) {
       const bf16* values = reinterpret_cast<const bf16*>(panel);
+#ifdef BATCHINFER_TILES
+      if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, weight.depth, values, chunks, sums);
+#endif
       return multiply_strip_by<Pair>(x, first, num_rows, weight.depth, values, chunks, sums);
     }
   }
   multiply_strip_by<Single>(x, first, num_rows, weight.depth, reinterpret_cast<const float*>(panel), chunks, sums);
 }
 
+#ifdef BATCHINFER_TILES
+inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t num_rows, const BytePanel& panel,
+                                    int64_t chunks, int64_t num_blocks, float* sums) {
+  alignas(64) int32_t of_block[kStripRows * kPanelColumns];
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    multiply_byte_tiles({x.data + (first * num_blocks + block) * kBlock, num_blocks * kBlock, num_rows},
+                        {panel.values + block * kBlock * kPanelColumns, 4 * kPanelColumns}, chunks, kBlock / 4,
+                        panel.starts + block * kPanelColumns, of_block, kPanelColumns);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const Floats x_scale = floats(x.scales[(first + row) * num_blocks + block]);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        float* const at = sums + row * kPanelColumns + 16 * chunk;
+        const Floats scale = x_scale * floats(panel.scales[block * kChunks + chunk]);
+        const Floats exact = as_floats(load_ints(of_block + row * kPanelColumns + 16 * chunk));
+        store(at, multiply_add(exact, scale, block ? load(at) : floats(0.0f)));
+      }
+    }
+  }
+}
+#endif
+
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums) {
   const BytePanel parts(panel, weight.num_blocks());
+#ifdef BATCHINFER_TILES
+  if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, weight.num_blocks(), sums);
+#endif
   for (int64_t row = 0; row < num_rows; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, num_rows - row);
     const uint8_t* at[kTileRows];

@@ -1,0 +1,162 @@
+// Products of up to 16 x 16 results at a time: the tile instructions of processors with AMX, and the same in plain C++.
+//
+//   tile     16 rows of 64 bytes: 16 words of 32 bits each
+//   sums     a tile of 16 x 16 float32 (or int32), of some rows
+//   rows     a tile of up to 16 rows of x, up to 16 words each: two bfloat16 or four 8-bit values side by side
+//   columns  a tile of as many rows as `rows` has words, with one word for each of 16 columns: what a panel holds (pack.cpp)
+//
+// multiply_pairs adds to each sum (e + o), where e is the sum of the products of first values and o that of second ones,
+// each begun at zero and added up by fused multiply-adds in the order of words, e + o and the sum rounded one by one:
+// what the instruction tdpbf16ps does. A result depends on its own row and column alone. multiply_bytes is exact.
+//
+// BATCHINFER_TILES_IN_PLAIN asks for the plain version, so that layouts, edges and results can be tested anywhere.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#include <immintrin.h>
+#define BATCHINFER_TILES 1
+#elif defined(BATCHINFER_TILES_IN_PLAIN)
+#include <cmath>
+#define BATCHINFER_TILES 1
+#endif
+
+#ifdef BATCHINFER_TILES
+namespace batchinfer {
+
+constexpr int64_t kTileSide = 16;  // rows, and words of a row
+
+// Tiles by number: sums of two tiles of rows with two tiles of columns, or of one with four.
+enum TileNumber { kSums0, kSums1, kSums2, kSums3, kRows0, kRows1, kColumns0, kColumns1, kNumTiles };
+
+#ifdef BATCHINFER_TILES_IN_PLAIN
+
+struct PlainTiles {
+  uint32_t words[kNumTiles][kTileSide][kTileSide];
+  int64_t num_rows[kNumTiles], num_words[kNumTiles];
+};
+inline PlainTiles& plain_tiles() {
+  static thread_local PlainTiles tiles;
+  return tiles;
+}
+
+// rows0 and rows1 rows of x, num_words words each; all tiles are forgotten.
+inline void configure_tiles(int64_t rows0, int64_t rows1, int64_t num_words, bool is_wide) {
+  PlainTiles& tiles = plain_tiles();
+  const int64_t rows_of[kNumTiles] = {rows0, rows0, is_wide ? rows0 : rows1, is_wide ? rows0 : rows1,
+                                      rows0, rows1, num_words,               num_words};
+  for (int tile = 0; tile < kNumTiles; ++tile) {
+    tiles.num_rows[tile] = rows_of[tile];
+    tiles.num_words[tile] = tile == kRows0 || tile == kRows1 ? num_words : kTileSide;
+  }
+  std::memset(tiles.words, 0, sizeof(tiles.words));
+}
+inline void release_tiles() {}
+
+template <int Tile>
+void clear_tile() {
+  std::memset(plain_tiles().words[Tile], 0, sizeof(plain_tiles().words[Tile]));
+}
+template <int Tile>
+void load_tile(const void* from, int64_t stride_bytes) {
+  PlainTiles& tiles = plain_tiles();
+  for (int64_t row = 0; row < tiles.num_rows[Tile]; ++row) {
+    std::memcpy(tiles.words[Tile][row], static_cast<const char*>(from) + row * stride_bytes, 4 * tiles.num_words[Tile]);
+  }
+}
+template <int Tile>
+void store_tile(void* to, int64_t stride_bytes) {
+  PlainTiles& tiles = plain_tiles();
+  for (int64_t row = 0; row < tiles.num_rows[Tile]; ++row) {
+    std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles.words[Tile][row], 4 * tiles.num_words[Tile]);
+  }
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+template <int Sums, int Rows, int Columns>
+void multiply_pairs() {
+  PlainTiles& tiles = plain_tiles();
+  for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
+    for (int64_t column = 0; column < kTileSide; ++column) {
+      float even = 0.0f, odd = 0.0f;
+      for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+        const uint32_t x = tiles.words[Rows][row][word], w = tiles.words[Columns][word][column];
+        even = std::fma(float_of(x << 16), float_of(w << 16), even);
+        odd = std::fma(float_of(x & 0xFFFF0000u), float_of(w & 0xFFFF0000u), odd);
+      }
+      const float sum = float_of(tiles.words[Sums][row][column]) + (even + odd);
+      std::memcpy(&tiles.words[Sums][row][column], &sum, sizeof(sum));
+    }
+  }
+}
+template <int Sums, int Rows, int Columns>
+void multiply_bytes() {
+  PlainTiles& tiles = plain_tiles();
+  for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
+    for (int64_t column = 0; column < kTileSide; ++column) {
+      for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+        for (int shift = 0; shift < 32; shift += 8) {
+          const uint8_t x = tiles.words[Rows][row][word] >> shift;
+          const int8_t w = static_cast<int8_t>(tiles.words[Columns][word][column] >> shift);
+          tiles.words[Sums][row][column] += static_cast<uint32_t>(int32_t{x} * w);
+        }
+      }
+    }
+  }
+}
+
+#else
+
+struct alignas(64) TileShapes {  // as the instruction reads it
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+};
+
+inline void configure_tiles(int64_t rows0, int64_t rows1, int64_t num_words, bool is_wide) {
+  TileShapes shapes;
+  const int64_t rows_of[kNumTiles] = {rows0, rows0, is_wide ? rows0 : rows1, is_wide ? rows0 : rows1,
+                                      rows0, rows1, num_words,               num_words};
+  for (int tile = 0; tile < kNumTiles; ++tile) {
+    if (rows_of[tile] == 0) continue;  // not used; shapes of nothing are refused unless both are 0
+    shapes.num_rows[tile] = static_cast<uint8_t>(rows_of[tile]);
+    shapes.row_bytes[tile] = static_cast<uint16_t>(4 * (tile == kRows0 || tile == kRows1 ? num_words : kTileSide));
+  }
+  _tile_loadconfig(&shapes);
+}
+inline void release_tiles() { _tile_release(); }
+
+template <int Tile>
+inline __attribute__((always_inline)) void clear_tile() {
+  _tile_zero(Tile);
+}
+template <int Tile>
+inline __attribute__((always_inline)) void load_tile(const void* from, int64_t stride_bytes) {
+  _tile_loadd(Tile, from, stride_bytes);
+}
+template <int Tile>
+inline __attribute__((always_inline)) void store_tile(void* to, int64_t stride_bytes) {
+  _tile_stored(Tile, to, stride_bytes);
+}
+template <int Sums, int Rows, int Columns>
+inline __attribute__((always_inline)) void multiply_pairs() {
+  _tile_dpbf16ps(Sums, Rows, Columns);
+}
+template <int Sums, int Rows, int Columns>
+inline __attribute__((always_inline)) void multiply_bytes() {
+  _tile_dpbusd(Sums, Rows, Columns);  // rows unsigned, columns signed
+}
+
+#endif
+
+}  // namespace batchinfer
+#endif
