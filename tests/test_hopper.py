@@ -493,8 +493,8 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
     assert [getattr(ops, name) for name in OPS] == [getattr(hopper, name) for name in OPS]
-    assert "hopper-deep_gemm-0.1.2" in ops.names
-    assert "hopper-flash_mla-1.0.0" in ops.names
+    assert "hopper-deep_gemm-0.1.2" in ops.names()
+    assert "hopper-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
     assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
     assert backend.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"

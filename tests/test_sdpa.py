@@ -61,6 +61,6 @@ def test_it_is_for_gpus_and_taken_only_by_name():
     chosen = Ops.select("sdpa", torch.bfloat16, device="cuda")
     assert chosen.mla_prefill is sdpa.mla_prefill
     assert chosen.mla_decode is Ops.select("auto", torch.bfloat16, device="cuda").mla_decode
-    assert "sdpa" in chosen.names
+    assert "sdpa" in chosen.names()
     with pytest.raises(ModelError, match="sdpa cannot run here: it is for GPUs, not for cpu tensors"):
         Ops.select("sdpa", torch.bfloat16)

@@ -88,7 +88,7 @@ def test_triton_by_name_is_triton_for_every_operation():
     chosen = Ops.select("triton", torch.bfloat16, device=DEVICE)
     runs = [getattr(chosen, field.name) for field in fields(Ops) if field.name != "eight_bit"]
     assert all(run.__module__ == ops.__name__ for run in runs)
-    assert f"triton.ops-{probe.version()}" in chosen.names
+    assert f"triton.ops-{probe.version()}" in chosen.names()
 
 
 @needs_triton

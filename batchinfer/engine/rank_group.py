@@ -397,13 +397,13 @@ def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one
 def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankGroup | None]:
     """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
 
-    None for a job that is planned already (there may be nothing left to compute), or whose plan says which experts a
-    rank holds.
+    None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
+    experts a rank holds.
 
     Args:
         know_experts: whether the plan will say that.
     """
-    if know_experts or _is_planned(job):
+    if know_experts or RunDir(Path(job.output.dir)).run_json.exists():
         yield None
         return
     node = this_node(job.cluster.num_ranks)

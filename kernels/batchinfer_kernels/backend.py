@@ -261,7 +261,7 @@ def has_fixed_sums(run: Callable) -> bool:
 
 
 def origin(run: Callable, dtype: torch.dtype | None = None) -> str:
-    """Where an implementation comes from: with the same origin it computes the same bits in a dtype, else it may not."""
+    """Where an implementation comes from: with the same origin it gives the same bits in a dtype, else it may not."""
     module = run.__module__.removeprefix("batchinfer_kernels.")
     if run.__module__ == cpu_ops.__name__:
         return cpu_build.numerics(dtype)

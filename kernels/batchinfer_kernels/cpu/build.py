@@ -219,7 +219,7 @@ def _compiler() -> list[str]:
 
 
 def numerics(dtype: torch.dtype | None = None) -> str:
-    """Names the family of libraries that compute the same bits: all that come from these sources, with tiles or without.
+    """Names the family of libraries that give the same bits: all made of these sources, with tiles or without.
 
     Processors, other instruction sets, compilers and versions of torch are not part of it: every sum has one order,
     written down in the sources, and no library takes part in one. Tiles have another order, in which float32 takes no
