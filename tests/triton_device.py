@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from batchinfer_kernels.triton import probe
 
-DEVICE = torch.device("cpu" if probe.interprets() else "cuda")
 REASON = probe.why_not()
+if probe.interprets() and REASON is None:
+    sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+    from interpreter import multiply_in_float64
+
+    multiply_in_float64()
+
+DEVICE = torch.device("cpu" if probe.interprets() else "cuda")
 needs_triton = pytest.mark.skipif(REASON is not None, reason=f"no Triton operations on this machine: {REASON}")
 
 # Against float64 of the operands as they are; for FP8 those are the rounded ones.

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import hopper, sdpa
+from batchinfer_kernels import hopper, reference_rows, sdpa
 from batchinfer_kernels import hopper_libraries as libraries
 from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
+PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # a few values per token: plain PyTorch on GPUs, too
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,
@@ -35,6 +36,8 @@ _HOPPER_PROBES = {
 
 def has(name: str, op: str) -> bool:
     """Whether the candidate has a version of this operation at all."""
+    if op in PLAIN:
+        return False
     return {"hopper": op in _HOPPER_PROBES, "sdpa": op == "mla_prefill"}.get(name, True)
 
 
@@ -47,6 +50,8 @@ def why_not(name: str, op: str) -> str | None:
 
 def function(name: str, op: str) -> Callable[..., Any]:
     """The candidate's version; signatures as in the `reference` modules, those of products as below."""
+    if op in PLAIN:
+        return getattr(reference_rows, op)
     if (name, op) in _PRODUCTS:
         return _PRODUCTS[name, op]
     return getattr({"hopper": hopper, "triton": triton_ops, "sdpa": sdpa}[name], op)

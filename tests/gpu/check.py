@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        with suppress(ImportError):  # without triton nothing of it is rehearsed
+            from interpreter import multiply_in_float64
+
+            multiply_in_float64()
     try:
         if options.wheels is not None:
             unpack_wheels(options.wheels)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from candidates import NAMES, function, has, why_not
+from candidates import NAMES, PLAIN, function, has, why_not
 from copies import CopyDispatcher
 
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -110,7 +110,8 @@ def usable_ops() -> tuple[Ops, str]:
     """Per operation the first of hopper and triton that can run here, and which ones come from where."""
     chosen, origin = {}, {}
     for op in (field.name for field in fields(Ops) if field.name != "eight_bit"):
-        name = next(name for name in NAMES if has(name, op) and why_not(name, op) is None)
+        usable = (name for name in NAMES if has(name, op) and why_not(name, op) is None)
+        name = "plain" if op in PLAIN else next(usable)
         chosen[op], origin[op] = function(name, op), name
     from_hopper = [op for op, name in origin.items() if name == "hopper"]
     words = f"{', '.join(from_hopper)} from hopper, the rest from triton" if from_hopper else "all from triton"

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        with suppress(ImportError):  # without triton nothing of it is rehearsed
+            from interpreter import multiply_in_float64
+
+            multiply_in_float64()
     reason = _why_not(options)
     if reason is not None:
         print(f"{reason}.", file=sys.stderr)
