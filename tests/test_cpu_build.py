@@ -32,9 +32,16 @@ def supported():
         pytest.skip(f"the C++ operations cannot run here: {error}")
 
 
+def without_tiles():
+    """The best instructions here that a library is not tried with before it is used: scripts make none that could be."""
+    found = build._processor_features()
+    return next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(found))
+
+
 def start(code, cache, **environment):
     variables = {
         **os.environ,
+        **({build.CHOICE: without_tiles()} if "CXX" in environment else {}),
         "PYTHONPATH": f"{KERNELS}{os.pathsep}{ROOT}",
         "XDG_CACHE_HOME": str(cache),
         **environment,
@@ -94,7 +101,8 @@ def chosen(monkeypatch, features, named=None):
         (AVX512_WITH_PRODUCTS, None, "avx512"),
         (AVX512_WITH_PRODUCTS, "", "avx512"),
         (AVX512_WITH_PRODUCTS, "avx2", "avx2"),
-        (AVX512, None, "avx2"),
+        (AVX512 | {"avx512_vnni"}, None, "avx512-vnni"),
+        (AVX512, None, "avx512-base"),
         (AVX2, None, "avx2"),
     ],
 )
@@ -108,7 +116,7 @@ def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, f
         ({"avx", "fma"}, None, "the processor has no avx2$"),
         ({"sse4_2"}, None, "the processor has no avx2, fma$"),
         (AVX512, "avx512", "the processor has no avx512_bf16, avx512_vnni$"),
-        (AVX2, "sse2", "BATCHINFER_CPU_FEATURES is 'sse2'; use avx512 or avx2$"),
+        (AVX2, "sse2", "BATCHINFER_CPU_FEATURES is 'sse2'; use amx or avx512 or avx512-vnni or avx512-base or avx2$"),
     ],
 )
 def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named, reason):
@@ -167,7 +175,9 @@ def test_processes_that_start_at_once_build_once(tmp_path):
 def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "touch $out"))
-    failed = (build._cache_folder() / build._digest()).with_suffix(".failed")
+    no_tiles = [known for known in build.INSTRUCTION_SETS if known.name == without_tiles()]
+    monkeypatch.setattr(build, "instructions", lambda: no_tiles[0])
+    failed = (build._cache_folder() / build._digest(build.instructions())).with_suffix(".failed")
     failed.parent.mkdir(parents=True)
     failed.write_text("not today")
     os.utime(failed, (time.time() + 1000,) * 2)  # after this process began to ask

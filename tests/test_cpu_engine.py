@@ -66,7 +66,8 @@ def run(folder, name, *, dtype, cluster=None, **parts):
 def most_at_once(folder):
     """The most requests and the most pages that a decode step had."""
     steps = f"read_parquet('{folder}/stats/steps/*.parquet')"
-    return duckdb.execute(f"SELECT max(num_requests), max(pages_used) FROM {steps} WHERE kind = 'decode'").fetchone()
+    sql = f"SELECT max(num_requests), max(pages_used) FROM {steps} WHERE kind = 'decode'"
+    return duckdb.execute(sql).fetchall()[0]
 
 
 @pytest.mark.parametrize(

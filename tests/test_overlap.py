@@ -168,7 +168,7 @@ def of_kind(log, kind):
 
 
 def recorded_prefill(folder):
-    model = Transformer.load(folder, dtype=torch.float32)
+    model = Transformer.load(folder, dtype=torch.float32, backend="reference")
     requests, log = Requests((30, 90, 11)), SpanLog()
     halves = cut(requests.everything(), 70)
     pages = model.new_pages(NUM_PAGES)
@@ -182,7 +182,7 @@ def recorded_prefill(folder):
 
 
 def recorded_decode(folder):
-    model = Transformer.load(folder, dtype=torch.float32)
+    model = Transformer.load(folder, dtype=torch.float32, backend="reference")
     requests, log = Requests((30, 90, 11)), SpanLog()
     pages = model.new_pages(NUM_PAGES)
     model.forward(requests.prefill(*requests.everything()), pages)
@@ -233,7 +233,7 @@ def test_in_decode_rows_travel_under_the_other_micro_batch_s_work(folders):
 
 
 def test_a_plain_step_goes_through_the_same_stages_one_after_the_other(folders):
-    model = Transformer.load(folders("v3"), dtype=torch.float32)
+    model = Transformer.load(folders("v3"), dtype=torch.float32, backend="reference")
     requests, log = Requests((9,)), SpanLog()
     run_to_end(model.forward_points(requests.prefill((0, 0, 9)), model.new_pages(NUM_PAGES), MicroBatchSpans(log)))
     layer = ["ATTN(0)", "> DISPATCH(0)", "< DISPATCH(0)", "MLP(0)", "> COMBINE(0)", "SHARED(0)", "< COMBINE(0)"]
@@ -253,7 +253,7 @@ def check_equal(paired, plain):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prefill_step_cut_anywhere_gives_the_same_logits_and_pages(folders, name, num_first):
     # prompts of 30, 90 and 11 tokens; where the cut lies inside one, micro-batch 0 attends to what 1 has written
-    model = Transformer.load(folders(name), dtype=torch.float32)
+    model = Transformer.load(folders(name), dtype=torch.float32, backend="reference")
     requests = Requests((30, 90, 11))
     pages, plain_pages = model.new_pages(NUM_PAGES), model.new_pages(NUM_PAGES)
     plain = model.forward(requests.prefill(*requests.everything()), plain_pages)
@@ -266,7 +266,7 @@ def test_a_prefill_step_cut_anywhere_gives_the_same_logits_and_pages(folders, na
 
 def test_a_prompt_can_take_over_latents_that_the_other_micro_batch_computes(folders):
     # request 1 begins with the first 20 tokens of request 0: it copies their latents and computes only the rest
-    model = Transformer.load(folders("v3"), dtype=torch.float32)
+    model = Transformer.load(folders("v3"), dtype=torch.float32, backend="reference")
     requests = Requests((50, 45))
     requests.tokens[1][:20] = requests.tokens[0][:20]
     copy_from, copy_to = (int(requests.page_ids[i][0]) * PAGE_TOKENS + torch.arange(20) for i in range(2))
@@ -282,7 +282,7 @@ def test_a_prompt_can_take_over_latents_that_the_other_micro_batch_computes(fold
 @pytest.mark.parametrize("num_first", [0, 1, 3, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_decode_steps_in_two_micro_batches_give_the_same_logits(folders, name, num_first):
-    model = Transformer.load(folders(name), dtype=torch.float32)
+    model = Transformer.load(folders(name), dtype=torch.float32, backend="reference")
     requests, order = Requests((30, 63, 11, 1, 120)), [3, 0, 4, 2, 1]
     pages = model.new_pages(NUM_PAGES)
     model.forward(requests.prefill(*requests.everything()), pages)

@@ -73,6 +73,8 @@ class InstructionSet:
         missing = ", ".join(feature for feature in self.features if feature not in found)
         if not missing and "amx_tile" in self.features and not _may_use_tiles():
             return "permission from the kernel to use its tiles"
+        if not missing and self.tiles and (refused := _refused(self)).exists():
+            return f"tiles that can be relied on ({' '.join(refused.read_text(encoding='utf-8').split())})"
         return missing
 
 
@@ -110,6 +112,10 @@ class BuildError(RuntimeError):
     """The library cannot be had here; the message is one sentence that says why."""
 
 
+class _TilesError(RuntimeError):
+    """Products in tiles are not what they should be on this processor; the message says what was seen."""
+
+
 @functools.cache
 def why_not() -> str | None:
     """None once the library is loaded (built first when needed), else the reason; the same answer ever after."""
@@ -141,16 +147,17 @@ def instructions() -> InstructionSet:
 def explain() -> str:
     """Which instructions are in use and why no better ones, or why there are no C++ operations."""
     reason = why_not()
-    if reason is not None:
-        return f"not in use: {reason}"
-    better = INSTRUCTION_SETS[: INSTRUCTION_SETS.index(instructions())]
+    return explain_choice() if reason is None else f"not in use: {reason}"
+
+
+def explain_choice() -> str:
+    """Which instructions a library is or would be made for, and why no better ones."""
+    chosen = instructions()
+    if os.environ.get(CHOICE):
+        return f"for {chosen.name}, as {CHOICE} says"
     found = _processor_features()
-    reasons = [
-        f"not {known.name}, as " + (f"the processor has no {missing}" if missing else f"{CHOICE} says")
-        for known in better
-        for missing in [known.missing(found)]
-    ]
-    return "; ".join([f"for {instructions().name}", *reasons])
+    better = INSTRUCTION_SETS[: INSTRUCTION_SETS.index(chosen)]
+    return "; ".join([f"for {chosen.name}", *(f"not {one.name}: it has no {one.missing(found)}" for one in better)])
 
 
 def library() -> Path:
@@ -161,7 +168,7 @@ def library() -> Path:
     """
     started = time.time()
     folder = _cache_folder()
-    path = folder / f"{_digest()}.so"
+    path = folder / f"{_digest(instructions())}.so"
     if path.exists():
         return path
     compiler = _compiler()
@@ -171,6 +178,10 @@ def library() -> Path:
             if not path.exists():
                 _raise_if_failed_since(started, path.with_suffix(".failed"))
                 _build(compiler, path)
+    except _TilesError as error:
+        print(f"the C++ operations do without tiles here: {error}", file=sys.stderr, flush=True)
+        instructions.cache_clear()
+        return library()
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be used: {error.strerror or error}") from error
     return path
@@ -229,10 +240,15 @@ def numerics(dtype: torch.dtype | None = None) -> str:
     return f"cpu-{family}-{_digest_of()[:16]}"
 
 
-def _digest() -> str:
+def _digest(chosen: InstructionSet) -> str:
     """Names everything that decides what the library does and where it can be loaded."""
     abi = sysconfig.get_config_var("SOABI")
-    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *instructions().flags, *_LIBRARIES)
+    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *_LIBRARIES)
+
+
+def _refused(chosen: InstructionSet) -> Path:
+    """The file that says why the library for these instructions is not used on this machine, where it is not."""
+    return _cache_folder() / f"{_digest(chosen)}.refused"
 
 
 @functools.cache
@@ -280,14 +296,47 @@ def _build(compiler: list[str], path: Path) -> None:
     )
     try:
         built = _compile(compiler, folder)
+        if instructions().tiles:
+            _check_tiles(built)
         _sync(built)
         os.replace(built, path)
         _sync(path.parent)
     except BuildError as error:
         path.with_suffix(".failed").write_text(str(error), encoding="utf-8")
         raise
+    except _TilesError as error:
+        _refused(instructions()).write_text(str(error), encoding="utf-8")
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_ASK_TILES = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+sys.exit(0 if torch.ops.batchinfer_cpu.tiles_agree(False) else "their sums have another order or value than expected")
+"""
+
+
+def _check_tiles(built: Path) -> None:
+    """Have a process of its own multiply in tiles: one that they bring down is the answer, too.
+
+    Raises:
+        _TilesError: results are not those of the order of sums that the sources promise.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_TILES, str(built)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=COMPILE_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.split("\n")
+        said = next((line for line in reversed(lines) if line.strip()), f"the process ended with {done.returncode}")
+        raise _TilesError(f"{said.strip()[:200]} (on {platform.node()})")
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:

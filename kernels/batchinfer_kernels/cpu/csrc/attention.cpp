@@ -275,7 +275,7 @@ void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<V
   const int64_t first = row_begin / kTileSide * kTileSide, num_tiles = (row_end - first + kTileSide - 1) / kTileSide;
   multiply_pair_tiles({keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys},
                       {queries_.data() + first, 4 * kAttentionRows}, num_tiles, width_ / kWordValues<Value>,
-                      Begin::kZero, scores_[0] + first, kAttentionRows);
+                      true, scores_[0] + first, kAttentionRows);
 }
 
 // As sum, with weights turned round: a row of words for each row.
@@ -293,7 +293,7 @@ void Attention<Value>::sum_in_tiles(int64_t row_begin, int64_t row_end, PageValu
   }
   multiply_pair_tiles({weight_rows_[row_begin], 4 * kPageWords, row_end - row_begin},
                       {values.data, values.stride * int64_t{sizeof(Value)}}, value_room_ / kTileSide, num_steps,
-                      Begin::kResult, sums_.data() + row_begin * value_room_, value_room_);
+                      false, sums_.data() + row_begin * value_room_, value_room_);
 }
 #endif
 

@@ -455,6 +455,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
   m.def("exponentials(Tensor logits, Tensor temperatures) -> (Tensor, Tensor)", exponentials);
   m.def("log_sum_exp(Tensor logits) -> Tensor", log_sum_exp);
+  m.def("tiles_agree(bool is_one_chain) -> bool", batchinfer::tiles_agree);
   m.def("cos_sin(Tensor angles, float scale) -> (Tensor, Tensor)", cos_sin);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", argmax);
 }

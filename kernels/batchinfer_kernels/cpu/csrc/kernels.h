@@ -140,6 +140,10 @@ template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
                    const int64_t* slots, Value* pages, int64_t num_rows);
 
+// tile_check.cpp: whether products in tiles have the order of sums of matrix_tiles.h, or (never) that of other products;
+// true where there are no tiles.
+bool tiles_agree(bool is_one_chain);
+
 // gate.cpp: see reference.gate.
 enum class GateMethod { kNoauxTc, kGreedy, kGroupLimitedGreedy };
 struct GateShape {

@@ -19,7 +19,6 @@
 #include "kernels.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#include <immintrin.h>
 #define BATCHINFER_TILES 1
 #elif defined(BATCHINFER_TILES_IN_PLAIN)
 #include <cmath>
@@ -131,29 +130,31 @@ inline void configure_tiles(int64_t rows0, int64_t rows1, int64_t num_words, boo
     shapes.num_rows[tile] = static_cast<uint8_t>(rows_of[tile]);
     shapes.row_bytes[tile] = static_cast<uint16_t>(4 * (tile == kRows0 || tile == kRows1 ? num_words : kTileSide));
   }
-  _tile_loadconfig(&shapes);
+  asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
-inline void release_tiles() { _tile_release(); }
+inline void release_tiles() { asm volatile("tilerelease"); }
 
+// Written as instructions: the intrinsics of some compilers take literal numbers of tiles only.
 template <int Tile>
 inline __attribute__((always_inline)) void clear_tile() {
-  _tile_zero(Tile);
+  asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
 }
 template <int Tile>
 inline __attribute__((always_inline)) void load_tile(const void* from, int64_t stride_bytes) {
-  _tile_loadd(Tile, from, stride_bytes);
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(Tile) : "memory");
 }
 template <int Tile>
 inline __attribute__((always_inline)) void store_tile(void* to, int64_t stride_bytes) {
-  _tile_stored(Tile, to, stride_bytes);
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_bytes), "i"(Tile) : "memory");
 }
 template <int Sums, int Rows, int Columns>
 inline __attribute__((always_inline)) void multiply_pairs() {
-  _tile_dpbf16ps(Sums, Rows, Columns);
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
 }
+// Rows unsigned, columns signed.
 template <int Sums, int Rows, int Columns>
 inline __attribute__((always_inline)) void multiply_bytes() {
-  _tile_dpbusd(Sums, Rows, Columns);  // rows unsigned, columns signed
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
 }
 
 #endif

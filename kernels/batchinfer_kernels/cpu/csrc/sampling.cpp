@@ -34,7 +34,8 @@ void powers_of(const float* logits, double temperature, int64_t count, double* p
   float largest = -INFINITY;
   for (int64_t i = 0; i < count; ++i) largest = logits[i] > largest ? logits[i] : largest;
   for (int64_t i = 0; i < count; ++i) {
-    powers[i] = exp_double((static_cast<double>(logits[i]) - static_cast<double>(largest)) / temperature);
+    const double below = static_cast<double>(logits[i]) - static_cast<double>(largest);
+    powers[i] = below == 0.0 ? 1.0 : exp_double(below / temperature);  // the temperature may count as zero
   }
   // eight sums side by side, added up in this order
   double sums[8] = {};

@@ -229,7 +229,7 @@ inline void multiply_strip_in_tiles(const Rows<bf16>& x, int64_t first, int64_t 
     const int64_t num_words = (std::min(kMost, depth - start) + 1) / 2;
     multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows},
                         {panel + start * kPanelColumns, 4 * kPanelColumns}, chunks, num_words,
-                        start == 0 ? Begin::kZero : Begin::kResult, sums, kPanelColumns);
+                        start == 0, sums, kPanelColumns);
   }
 }
 #endif
@@ -252,21 +252,19 @@ inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, 
 #ifdef BATCHINFER_TILES
 inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t num_rows, const BytePanel& panel,
                                     int64_t chunks, int64_t num_blocks, float* sums) {
-  alignas(64) int32_t of_block[kStripRows * kPanelColumns];
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    multiply_byte_tiles({x.data + (first * num_blocks + block) * kBlock, num_blocks * kBlock, num_rows},
-                        {panel.values + block * kBlock * kPanelColumns, 4 * kPanelColumns}, chunks, kBlock / 4,
-                        panel.starts + block * kPanelColumns, of_block, kPanelColumns);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const Floats x_scale = floats(x.scales[(first + row) * num_blocks + block]);
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        float* const at = sums + row * kPanelColumns + 16 * chunk;
-        const Floats scale = x_scale * floats(panel.scales[block * kChunks + chunk]);
-        const Floats exact = as_floats(load_ints(of_block + row * kPanelColumns + 16 * chunk));
-        store(at, multiply_add(exact, scale, block ? load(at) : floats(0.0f)));
-      }
-    }
-  }
+  multiply_byte_tiles({x.data + first * num_blocks * kBlock, num_blocks * kBlock, num_rows},
+                      {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, panel.starts, kPanelColumns,
+                      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* exact) {
+                        for (int64_t r = 0; r < count; ++r) {
+                          const Floats x_scale = floats(x.scales[(first + row + r) * num_blocks + block]);
+                          for (int64_t n = 0; n < number; ++n) {
+                            float* const at = sums + (row + r) * kPanelColumns + 16 * (tile + n);
+                            const Floats scale = x_scale * floats(panel.scales[block * kChunks + tile + n]);
+                            const Floats sum = as_floats(load_ints(exact + r * kScratchColumns + 16 * n));
+                            store(at, multiply_add(sum, scale, block ? load(at) : floats(0.0f)));
+                          }
+                        }
+                      });
 }
 #endif
 

@@ -34,22 +34,21 @@ struct TileColumns {
   }
 };
 
-// Where sums begin: at zero, or at what stands in the result.
-enum class Begin { kZero, kResult };
-
-// Which products, and where the sums of 8-bit ones begin: row r, column c at starts + 4 * c, the same for all rows.
+// Sums of pairs begin at zero, or at what stands in the result.
 struct PairProduct {
-  Begin begin;
+  bool begins_at_zero;
 
   template <int Sums>
   void open(const float* at, int64_t stride_bytes, int64_t) const {
-    begin == Begin::kZero ? clear_tile<Sums>() : load_tile<Sums>(at, stride_bytes);
+    begins_at_zero ? clear_tile<Sums>() : load_tile<Sums>(at, stride_bytes);
   }
   template <int Sums, int Rows, int Columns>
   static void multiply() {
     multiply_pairs<Sums, Rows, Columns>();
   }
 };
+
+// Sums of 8-bit values begin at starts[column], the same for all rows.
 struct ByteProduct {
   const int32_t* starts;
 
@@ -63,12 +62,13 @@ struct ByteProduct {
   }
 };
 
-// Words [word_begin, word_begin + num_steps * step_words) of 17 to 32 rows with two tiles of columns.
+// Words [word, word + num_steps * step_words) of rows row … row + 31, as many as there are, with two tiles of columns from
+// `column` on; `out` is where the sums of that row and column go.
 template <class Product, class Sum>
 inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
                                 int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
-  Sum* const low = out + row * out_stride + column;
+  Sum* const low = out;
   Sum* const high = low + kTileSide * out_stride;
   product.template open<kSums0>(low, bytes, column);
   product.template open<kSums1>(low + kTileSide, bytes, column + kTileSide);
@@ -91,11 +91,11 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
 }
 
 // The same for up to 16 rows with up to four tiles of columns.
-template <class Product, int N, class Sum>
+template <int N, class Product, class Sum>
 inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
                             int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
-  Sum* const at = out + row * out_stride + column;
+  Sum* const at = out;
   product.template open<kSums0>(at, bytes, column);
   if constexpr (N > 1) product.template open<kSums1>(at + kTileSide, bytes, column + kTileSide);
   if constexpr (N > 2) product.template open<kSums2>(at + 2 * kTileSide, bytes, column + 2 * kTileSide);
@@ -123,62 +123,84 @@ inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, 
   if constexpr (N > 3) store_tile<kSums3>(at + 3 * kTileSide, bytes);
 }
 
-// All rows with `num_tiles` tiles of columns, words [word, word + num_steps * step_words).
-template <class Product, class Sum>
-void multiply_tiles_by(const Product& product, TileRows rows, TileColumns columns, int64_t num_tiles, int64_t word,
-                       int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride) {
-  for (int64_t row = 0; row < rows.count; row += 2 * kTileSide) {
-    const int64_t left = rows.count - row;
-    if (left > kTileSide) {
-      configure_tiles(kTileSide, std::min(kTileSide, left - kTileSide), step_words, false);
-      int64_t tile = 0;
-      for (; tile + 2 <= num_tiles; tile += 2) {
-        multiply_two_by_two(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps, out, out_stride);
-      }
-      if (tile == num_tiles) continue;
-      // the last tile of columns has no other beside it
-      for (int64_t half = row; half < rows.count && half < row + 2 * kTileSide; half += kTileSide) {
-        configure_tiles(std::min(kTileSide, rows.count - half), 0, step_words, true);
-        multiply_one_by<Product, 1>(product, rows, half, columns, kTileSide * tile, word, step_words, num_steps, out,
-                                    out_stride);
-      }
-      continue;
-    }
-    configure_tiles(left, 0, step_words, true);
-    for (int64_t tile = 0; tile < num_tiles; tile += 4) {
-      const auto run = [&](auto count) {
-        multiply_one_by<Product, count>(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps, out,
-                                        out_stride);
-      };
+// Calls two(row, tile) or one(row, tile, number) for parts that cover all rows and tiles of columns, with the tiles' shapes
+// set: 17 to 32 rows and two tiles of columns, or up to 16 rows and a number of them up to four, a constant.
+template <class Two, class One>
+void for_tiles(int64_t num_rows, int64_t num_tiles, int64_t step_words, Two two, One one) {
+  const auto rows_alone = [&](int64_t row, int64_t first_tile) {
+    configure_tiles(std::min(kTileSide, num_rows - row), 0, step_words, true);
+    for (int64_t tile = first_tile; tile < num_tiles; tile += 4) {
       switch (num_tiles - tile) {
-        case 1: run(std::integral_constant<int, 1>{}); break;
-        case 2: run(std::integral_constant<int, 2>{}); break;
-        case 3: run(std::integral_constant<int, 3>{}); break;
-        default: run(std::integral_constant<int, 4>{});
+        case 1: one(row, tile, std::integral_constant<int, 1>{}); break;
+        case 2: one(row, tile, std::integral_constant<int, 2>{}); break;
+        case 3: one(row, tile, std::integral_constant<int, 3>{}); break;
+        default: one(row, tile, std::integral_constant<int, 4>{});
       }
     }
+  };
+  for (int64_t row = 0; row < num_rows; row += 2 * kTileSide) {
+    if (num_rows - row <= kTileSide) {
+      rows_alone(row, 0);
+      break;
+    }
+    const int64_t paired_tiles = num_tiles / 2 * 2;
+    configure_tiles(kTileSide, std::min(kTileSide, num_rows - row - kTileSide), step_words, false);
+    for (int64_t tile = 0; tile < paired_tiles; tile += 2) two(row, tile);
+    if (paired_tiles == num_tiles) continue;
+    // the last tile of columns has no other beside it
+    rows_alone(row, paired_tiles);
+    rows_alone(row + kTileSide, paired_tiles);
   }
 }
 
-// out [rows, out_stride] of the first 16 * num_tiles columns = (or +=) rows · columns over `num_words` words of two
-// bfloat16 each.
-inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words, Begin begin,
-                                float* out, int64_t out_stride) {
+// out [rows, out_stride] of the first 16 * num_tiles columns = (or, unless it begins at zero, +=) rows · columns over
+// `num_words` words of two bfloat16 each.
+inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words,
+                                bool begins_at_zero, float* out, int64_t out_stride) {
+  const auto run = [&](PairProduct product, int64_t word, int64_t step_words, int64_t num_steps) {
+    for_tiles(
+        rows.count, num_tiles, step_words,
+        [&](int64_t row, int64_t tile) {
+          multiply_two_by_two(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
+                              out + row * out_stride + kTileSide * tile, out_stride);
+        },
+        [&](int64_t row, int64_t tile, auto number) {
+          multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
+                                  out + row * out_stride + kTileSide * tile, out_stride);
+        });
+  };
   const int64_t whole = num_words / kTileSide, left = num_words % kTileSide;
-  if (whole > 0 || num_words == 0) {
-    multiply_tiles_by(PairProduct{begin}, rows, columns, num_tiles, 0, kTileSide, whole, out, out_stride);
-    begin = Begin::kResult;
-  }
-  if (left > 0) {
-    multiply_tiles_by(PairProduct{begin}, rows, columns, num_tiles, whole * kTileSide, left, 1, out, out_stride);
-  }
+  if (whole > 0 || left == 0) run({begins_at_zero}, 0, kTileSide, whole);
+  if (left > 0) run({begins_at_zero && whole == 0}, whole * kTileSide, left, 1);
   release_tiles();
 }
 
-// The same for `num_words` words (a multiple of 16) of four 8-bit values, exactly; sums begin at starts [16 * num_tiles].
-inline void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words,
-                                const int32_t* starts, int32_t* out, int64_t out_stride) {
-  multiply_tiles_by(ByteProduct{starts}, rows, columns, num_tiles, 0, kTileSide, num_words / kTileSide, out, out_stride);
+constexpr int64_t kScratchColumns = 4 * kTileSide;
+
+// Exact sums of each block of `block_words` words (a multiple of 16) of four 8-bit values. Calls finish(row, count, tile,
+// number, block, sums) with those of rows row … row + count - 1 and some tiles of columns, sums [count][64]; blocks of a
+// part come in ascending order. They begin at starts [blocks][starts_stride].
+template <class Finish>
+void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t block_words, int64_t num_blocks,
+                         const int32_t* starts, int64_t starts_stride, Finish finish) {
+  alignas(64) int32_t sums[2 * kTileSide * kScratchColumns];
+  const int64_t num_steps = block_words / kTileSide;
+  for_tiles(
+      rows.count, num_tiles, kTileSide,
+      [&](int64_t row, int64_t tile) {
+        for (int64_t block = 0; block < num_blocks; ++block) {
+          multiply_two_by_two(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
+                              block * block_words, kTileSide, num_steps, sums, kScratchColumns);
+          finish(row, std::min(2 * kTileSide, rows.count - row), tile, 2, block, sums);
+        }
+      },
+      [&](int64_t row, int64_t tile, auto number) {
+        for (int64_t block = 0; block < num_blocks; ++block) {
+          multiply_one_by<number>(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
+                                  block * block_words, kTileSide, num_steps, sums, kScratchColumns);
+          finish(row, std::min(kTileSide, rows.count - row), tile, number, block, sums);
+        }
+      });
   release_tiles();
 }
 

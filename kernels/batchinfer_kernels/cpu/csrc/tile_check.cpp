@@ -1,0 +1,137 @@
+// Whether products in tiles have the bits that matrix_tiles.h promises, on the processor at hand: asked once, before a
+// library with tiles is used.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "lanes.h"
+#include "tile_products.h"
+
+#if defined(BATCHINFER_TILES) && !defined(BATCHINFER_TILES_IN_PLAIN)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace batchinfer {
+
+#ifdef BATCHINFER_TILES
+namespace {
+
+#ifndef BATCHINFER_TILES_IN_PLAIN
+// The kernel gives tiles to processes that ask (Linux, arch_prctl: ARCH_REQ_XCOMP_PERM for XTILEDATA); threads inherit it.
+[[maybe_unused]] const int64_t kPermission = syscall(SYS_arch_prctl, 0x1023, 18);
+#endif
+
+constexpr int64_t kColumns = 64, kMostRows = 40;
+
+float wide(bf16 value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// One result, written out; with `is_one_chain` in the order that products without tiles have.
+float pair_sum(const bf16* row, const bf16* panel, int64_t column, int64_t num_words, bool is_one_chain) {
+  float sum = 0.0f;
+  for (int64_t start = 0; start < num_words; start += kTileSide) {
+    float even = 0.0f, odd = 0.0f;
+    for (int64_t word = start; word < std::min(start + kTileSide, num_words); ++word) {
+      const bf16* const values = panel + 2 * (word * kColumns + column);
+      if (is_one_chain) {
+        sum = std::fma(wide(row[2 * word + 1]), wide(values[1]), sum);
+        sum = std::fma(wide(row[2 * word]), wide(values[0]), sum);
+      } else {
+        even = std::fma(wide(row[2 * word]), wide(values[0]), even);
+        odd = std::fma(wide(row[2 * word + 1]), wide(values[1]), odd);
+      }
+    }
+    if (!is_one_chain) sum = sum + (even + odd);
+  }
+  return sum;
+}
+
+bool pairs_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int64_t num_words, bool is_one_chain) {
+  std::normal_distribution<float> normal;
+  const auto fill = [&](std::vector<bf16>& values) {
+    for (bf16& value : values) {
+      const float drawn = normal(random);
+      uint32_t bits;
+      std::memcpy(&bits, &drawn, sizeof(bits));
+      value = static_cast<bf16>(bits >> 16);
+    }
+  };
+  std::vector<bf16> rows(num_rows * (2 * num_words + 6)), panel(2 * num_words * kColumns + 2);
+  fill(rows);
+  fill(panel);
+  std::vector<float> out(num_rows * kColumns, -1.0f);
+  const int64_t stride = 2 * num_words + 6;
+  multiply_pair_tiles({rows.data(), 2 * stride, num_rows}, {panel.data(), 4 * kColumns}, num_tiles, num_words, true,
+                      out.data(), kColumns);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t column = 0; column < kColumns; ++column) {
+      const float expected =
+          column < kTileSide * num_tiles
+              ? pair_sum(rows.data() + row * stride, panel.data(), column, num_words, is_one_chain)
+              : -1.0f;
+      if (std::memcmp(&expected, &out[row * kColumns + column], sizeof(float)) != 0) return false;
+    }
+  }
+  return true;
+}
+
+bool bytes_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int64_t num_blocks) {
+  constexpr int64_t kBlockWords = kBlock / 4;
+  std::uniform_int_distribution<int> byte(0, 255), start(-(1 << 20), 1 << 20);
+  std::vector<uint8_t> rows(num_rows * num_blocks * kBlock);
+  std::vector<int8_t> panel(num_blocks * kBlock * kColumns);
+  std::vector<int32_t> starts(num_blocks * kColumns);
+  for (uint8_t& value : rows) value = static_cast<uint8_t>(byte(random));
+  for (int8_t& value : panel) value = static_cast<int8_t>(byte(random) - 128);
+  for (int32_t& value : starts) value = start(random);
+  bool agree = true;
+  int64_t num_seen = 0;
+  multiply_byte_tiles(
+      {rows.data(), num_blocks * kBlock, num_rows}, {panel.data(), 4 * kColumns}, num_tiles, kBlockWords, num_blocks,
+      starts.data(), kColumns,
+      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* sums) {
+        for (int64_t r = 0; r < count; ++r) {
+          for (int64_t c = 0; c < kTileSide * number; ++c, ++num_seen) {
+            const int64_t column = kTileSide * tile + c;
+            int32_t expected = starts[block * kColumns + column];
+            for (int64_t i = 0; i < kBlock; ++i) {
+              expected += int32_t{rows[((row + r) * num_blocks + block) * kBlock + i]} *
+                          panel[((block * kBlockWords + i / 4) * kColumns + column) * 4 + i % 4];
+            }
+            agree = agree && expected == sums[r * kScratchColumns + c];
+          }
+        }
+      });
+  return agree && num_seen == num_rows * kTileSide * num_tiles * num_blocks;
+}
+
+}  // namespace
+
+bool tiles_agree(bool is_one_chain) {
+  std::mt19937 random(1);
+  for (const int64_t num_rows : {1, 2, 15, 16, 17, 31, 32, 33, 40}) {
+    for (int64_t num_tiles = 1; num_tiles <= 4; ++num_tiles) {
+      for (const int64_t num_words : {0, 1, 15, 16, 17, 40, 64}) {
+        if (!pairs_agree(random, num_rows, num_tiles, num_words, is_one_chain)) return false;
+      }
+      if (!bytes_agree(random, num_rows, num_tiles, 2)) return false;
+    }
+  }
+  return true;
+}
+
+#else
+
+bool tiles_agree(bool) { return true; }
+
+#endif
+
+}  // namespace batchinfer
