@@ -33,7 +33,7 @@ def supported():
 
 
 def without_tiles():
-    """The best instructions here that a library is not tried with before it is used: scripts make none that could be."""
+    """The best instructions here whose library is not tried before it is used: scripts make none that could be."""
     found = build._processor_features()
     return next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(found))
 
