@@ -42,7 +42,9 @@ def reference(tmp_path_factory):
     """A job of one unit that commits only at its end unless told otherwise, and its outputs."""
     folder = tmp_path_factory.mktemp("reference")
     write_questions(folder / "prompts", (12, 9, 6))
-    job = write_job(folder, cluster={"decode_requests": 3, "commit_seconds": 3600.0}, sampling=MIXED)
+    # plain PyTorch takes its time: in C++ all would be done before something could be committed
+    cluster = {"decode_requests": 3, "commit_seconds": 3600.0, "backend": "reference"}
+    job = write_job(folder, cluster=cluster, sampling=MIXED)
     assert batchinfer("run", job).code == 0
     return job, output_bytes(folder / "run")
 
