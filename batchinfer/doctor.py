@@ -43,6 +43,7 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
         "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
         f"processor   {processor_name()}, {os.cpu_count()} cores, {_counted(threads)} for torch",
         f"C++         {cpu_build.explain()}",
+        *_numerics_lines(),
         f"plain       PyTorch with {torch.backends.cpu.get_cpu_capability()}",
         f"memory      {free_memory_bytes() / 2**30:.1f} GiB free",
         f"GPU         {_gpu()}",
@@ -66,6 +67,15 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
     if bench:
         lines += ["", f"measured    (medians of {REPEATS})", *_bench_lines()]
     return "\n".join(lines)
+
+
+def _numerics_lines() -> list[str]:
+    """The families of the C++ operations: machines with the same name compute the same bits."""
+    if cpu_build.why_not() is not None:
+        return []
+    float32, narrow = cpu_build.numerics(torch.float32), cpu_build.numerics(torch.bfloat16)
+    named = float32 if float32 == narrow else f"float32 {float32}, bfloat16 and fp8 {narrow}"
+    return [f"            sums {named}: the same bits on every machine that says this"]
 
 
 def _counted(threads: int) -> str:

@@ -373,8 +373,7 @@ def _equality(run: RunDir) -> dict[str, Any]:
         for session in sessions
         if session.get("processor") is not None or session["first_prefill_s"] is not None
     ]
-    found = asdict(together(said))
-    return {name: found[name] for name in ("bit_equal", "bit_equal_reason", "processor")}
+    return asdict(together(said))
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:

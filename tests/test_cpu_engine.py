@@ -7,6 +7,7 @@ import json
 import duckdb
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import load_model_config
@@ -123,6 +124,14 @@ def test_a_store_changes_no_answer(jobs, dtype, tmp_path):
 def hits(folder):
     sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
     return json.loads(batchinfer("report", folder, "--json", "--sql", sql).out)[0]["hits"]
+
+
+def test_a_run_names_the_family_that_its_bits_belong_to(jobs):
+    for dtype, folder in jobs.items():
+        state = json.loads((folder / "one" / "run.json").read_text())
+        family = build.numerics(torch.float32 if dtype == "float32" else torch.bfloat16)
+        assert state["numerics"] == family + (", 8-bit products" if dtype == "fp8" else "")
+        assert state["bit_equal"] is True
 
 
 def test_each_dtype_is_another_computation(jobs):

@@ -85,6 +85,7 @@ def test_a_run_whose_ranks_find_a_difference_says_so_once_and_everywhere(job, tm
     figures = report(tmp_path / "run")
     assert (figures["bit_equal"], figures["bit_equal_reason"]) == expected
     assert figures["processor"] == state["processor"]
+    assert state["numerics"].startswith("plain PyTorch")
     panel = batchinfer("report", tmp_path / "run").out.splitlines()
     (first,) = [line for line in panel if line.startswith("warning: answers may depend")]
     assert max(map(len, panel)) <= 80

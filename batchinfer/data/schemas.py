@@ -323,6 +323,7 @@ STATS_RUN = _table(
     ("bit_equal", pa.bool_(), "whether a row has the same bits whatever it is batched with; null: not known"),
     ("bit_equal_reason", pa.string(), "why bit_equal is false or not known; null where it holds"),
     ("processor", pa.string(), "processors that computed, with their vector units in use"),
+    ("numerics", pa.string(), "what rounds: runs with the same give the same bits"),
     ("gpu_hour", pa.float64(), "$ per accelerator-hour; null when unset"),
     ("input_hit", pa.float64(), "$ per million input tokens served from a cache"),
     ("input_miss", pa.float64(), "$ per million input tokens computed"),
