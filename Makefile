@@ -46,6 +46,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 	$(BIN)/python tests/bench/float32.py
+	$(BIN)/python tests/bench/beside_others.py
 	$(BIN)/python tests/bench/claims.py
 	$(BIN)/python tests/bench/simulate.py 1000000 10000000
 	$(BIN)/python tests/bench/report.py

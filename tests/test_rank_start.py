@@ -86,7 +86,7 @@ def test_a_lone_rank_is_started_before_its_job_is_read(tmp_path, seen):
     assert done.code == 0, done.err
     ((_, is_spare, spins),) = seen()
     assert is_spare
-    assert spins == 30000  # its threads stay awake for a moment
+    assert spins == 1000  # torch's threads do not stay in the way of others
 
 
 def test_several_ranks_do_without_the_one_that_was_started_early(tmp_path, seen):

@@ -54,7 +54,7 @@ def _bytes_per_s(cores_of_process: list[list[int]]) -> float:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", __name__, str(len(cores_of_process)), ",".join(map(str, cores))],
-            env={**os.environ, **thread_settings(len(cores), len(cores_of_process))},
+            env={**os.environ, **thread_settings(len(cores))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -168,7 +168,7 @@ class LocalRanks:
         num_threads = min(num_cores, max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
         # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
         defaults = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        defaults |= thread_settings(num_threads, self.num_ranks) | matrix_library_settings()
+        defaults |= thread_settings(num_threads) | matrix_library_settings()
         if self.one_host:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
             defaults["GLOO_SOCKET_IFNAME"] = loopback
@@ -180,13 +180,13 @@ def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
-def thread_settings(num_threads: int, num_ranks: int) -> dict[str, str]:
-    """Environment variables for a process that computes, with so many threads, beside so many on its host in all.
+def thread_settings(num_threads: int) -> dict[str, str]:
+    """Environment variables for a process that computes with so many threads.
 
-    Between operations the threads of a lone one stay awake, about 0.3 ms. Several wait for each other, so they must
-    leave the cores to others at once.
+    Torch's own threads wait awake for about 10 microseconds only: after an operation of torch they would be in the way
+    of the threads of the C++ operations, and of other processes.
     """
-    return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "30000" if num_ranks == 1 else "1000"}
+    return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000"}
 
 
 def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:

@@ -3,7 +3,6 @@
 // same kernels in the same order, so the same bits.
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/index_select.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -14,6 +13,29 @@
 
 namespace batchinfer::tensors {
 namespace {
+
+// Rows by number. Torch would copy them on threads of its own, which all have to come before it goes on.
+Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
+  check_indices(numbers, "numbers");
+  const Tensor rows = with_whole_rows(rows_in);
+  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
+  const int64_t row_bytes = rows.size(1) * rows.element_size(), step_bytes = rows.stride(0) * rows.element_size();
+  const auto* const from = static_cast<const uint8_t*>(rows.const_data_ptr());
+  auto* const to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  constexpr int64_t kTaskRows = 16, kBytesPerNanosecond = 10;
+  const int64_t* const number = read<int64_t>(numbers);
+  for (int64_t i = 0; i < numbers.numel(); ++i) {
+    TORCH_CHECK(0 <= number[i] && number[i] < rows.size(0), "row ", number[i], " of ", rows.size(0));
+  }
+  run_tasks((numbers.numel() + kTaskRows - 1) / kTaskRows, 1.0 * numbers.numel() * row_bytes / kBytesPerNanosecond,
+            [&](int64_t task) {
+              const int64_t end = std::min((task + 1) * kTaskRows, numbers.numel());
+              for (int64_t i = task * kTaskRows; i < end; ++i) {
+                std::memcpy(to + i * row_bytes, from + number[i] * step_bytes, row_bytes);
+              }
+            });
+  return out;
+}
 
 // A packed weight as Python holds it: bytes, columns, depth, kind.
 using Packed = std::tuple<Tensor, int64_t, int64_t, int64_t>;
@@ -101,8 +123,8 @@ class Attention : public torch::CustomClassHolder {
     }
     const Tensor none = at::empty({hidden.size(0), 0, rotary_}, hidden.options());
     rope_and_cache(none, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
-    Input wanted(normed.index_select(0, *rows));
-    const Tensor q = queries(wanted), turns = cos.index_select(0, *rows), sines = sin.index_select(0, *rows);
+    Input wanted(gathered(normed, *rows));
+    const Tensor q = queries(wanted), turns = gathered(cos, *rows), sines = gathered(sin, *rows);
     with_values(q, [&](auto value) {
       rope(write<decltype(value)>(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
            rotary_of(turns, sines, q.size(0), is_interleaved_));
@@ -296,7 +318,7 @@ class Stack : public torch::CustomClassHolder {
                                                  const Tensor& pages) const {
     TORCH_CHECK(pages.size(0) == static_cast<int64_t>(layers_.size()), "pages of ", pages.size(0), " layers, not ",
                 layers_.size());
-    Tensor hidden = embedding_.index_select(0, tokens);
+    Tensor hidden = gathered(embedding_, tokens);
     std::vector<Tensor> counts;
     for (size_t number = 0; number < layers_.size(); ++number) {
       const auto& [attention, mixture, dense] = layers_[number];
@@ -311,7 +333,7 @@ class Stack : public torch::CustomClassHolder {
         hidden = mixture->run(hidden, x, ids, weights);
       }
     }
-    const Tensor x = rms_norm(hidden.index_select(0, logit_rows), norm_, eps_);
+    const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
     const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
     with_values(x, [&](auto value) {
       linear<Rows<decltype(value)>, float>(rows_of<decltype(value)>(x), head_.weight, nullptr, write<float>(logits),
