@@ -84,7 +84,8 @@ def test_no_instruction_in_it_is_beyond_avx2():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_path):
-    best = build.instructions().name
+    features = build._processor_features()
+    best = next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(features))
     if best == AVX2.name:
         pytest.skip("this processor has nothing better")
     write_questions(tmp_path / "prompts", (3, 2))
@@ -108,6 +109,6 @@ def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_p
 
 
 def test_doctor_says_why_better_instructions_are_not_in_use():
-    if build.instructions().name != "avx512":
+    if build.instructions().name == AVX2.name:
         pytest.skip("this processor has nothing better")
     assert run("-c", EXPLAIN).splitlines()[-1] == f"for avx2, as {build.CHOICE} says"

@@ -85,6 +85,7 @@ NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) + 1
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = {*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 AVX512_WITH_PRODUCTS = {*AVX512, "avx512_bf16", "avx512_vnni"}
+AMX = {*AVX512_WITH_PRODUCTS, "amx_tile", "amx_bf16", "amx_int8"}
 
 
 def chosen(monkeypatch, features, named=None):
@@ -98,6 +99,8 @@ def chosen(monkeypatch, features, named=None):
 @pytest.mark.parametrize(
     ("features", "named", "expected"),
     [
+        (AMX, None, "amx"),
+        (AMX, "avx512", "avx512"),
         (AVX512_WITH_PRODUCTS, None, "avx512"),
         (AVX512_WITH_PRODUCTS, "", "avx512"),
         (AVX512_WITH_PRODUCTS, "avx2", "avx2"),
@@ -107,7 +110,15 @@ def chosen(monkeypatch, features, named=None):
     ],
 )
 def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, features, named, expected):
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     assert chosen(monkeypatch, features, named) == expected
+
+
+def test_tiles_that_the_kernel_does_not_give_are_left(monkeypatch):
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    assert chosen(monkeypatch, AMX) == "avx512"
+    with pytest.raises(build.BuildError, match="the processor has no permission from the kernel to use its tiles"):
+        chosen(monkeypatch, AMX, "amx")
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_tiles_that_go_wrong_are_left_for_good_and_it_is_said(plain_is_best, mon
     monkeypatch.setattr(build, "_ASK_TILES", "import sys; sys.exit('their sums are odd')")
     first = build.library()
     assert first.exists()
-    assert "do without tiles here: their sums are odd" in capfd.readouterr().err
+    assert "not used for amx here: their sums are odd" in capfd.readouterr().err
     assert build.instructions().name == "others"
     build.instructions.cache_clear()  # as another process finds it
     monkeypatch.setattr(build, "_ASK_TILES", "raise AssertionError('asked again')")
@@ -148,6 +148,43 @@ def test_tiles_that_bring_their_process_down_are_left_too(plain_is_best, monkeyp
     build.library()
     assert build.instructions().name == "others"
     assert "ended with -4" in build.explain_choice()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "g++: error: unrecognized command-line option '-mamx-tile'; did you mean '-mavx5124vnniw'?",
+        "clang++: error: unknown argument: '-mamx-tile'",
+        "{standard input}:2603: Error: no such instruction: `ldtilecfg 16(%rsp)'",
+    ],
+)
+def test_instructions_that_came_after_the_compiler_are_left_and_asked_of_a_newer_one(plain_is_best, monkeypatch, said):
+    def compiled(compiler, folder):
+        if build.instructions().tiles:
+            raise build.BuildError(f"g++ failed with code 1: {said}")
+        return written(folder / "kernels.so")
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    monkeypatch.setattr(build, "_UNKNOWN_TO_COMPILER", {})
+    assert build.library().exists()
+    assert build.instructions().name == "others"
+    assert f"not amx: it has no compiler that knows its instructions (g++ failed with code 1: {said})" in (
+        build.explain_choice()
+    )
+    monkeypatch.setenv(build.CHOICE, AMX)  # by name nothing else is taken
+    build.instructions.cache_clear()
+    monkeypatch.setattr(build, "_UNKNOWN_TO_COMPILER", {})
+    with pytest.raises(build.BuildError, match="failed with code 1"):
+        build.library()
+
+
+def test_a_compiler_that_fails_for_another_reason_is_the_reason(plain_is_best, monkeypatch):
+    def failing(compiler, folder):
+        raise build.BuildError("g++ failed with code 1: expected ';'")
+
+    monkeypatch.setattr(build, "_compile", failing)
+    with pytest.raises(build.BuildError, match="expected ';'"):
+        build.library()
 
 
 def test_tiles_that_are_right_are_used(plain_is_best, monkeypatch):

@@ -73,6 +73,8 @@ class InstructionSet:
         missing = ", ".join(feature for feature in self.features if feature not in found)
         if not missing and "amx_tile" in self.features and not _may_use_tiles():
             return "permission from the kernel to use its tiles"
+        if not missing and self.name in _UNKNOWN_TO_COMPILER:
+            return f"compiler that knows its instructions ({_UNKNOWN_TO_COMPILER[self.name]})"
         if not missing and self.tiles and (refused := _refused(self)).exists():
             return f"tiles that can be relied on ({' '.join(refused.read_text(encoding='utf-8').split())})"
         return missing
@@ -112,8 +114,13 @@ class BuildError(RuntimeError):
     """The library cannot be had here; the message is one sentence that says why."""
 
 
-class _TilesError(RuntimeError):
-    """Products in tiles are not what they should be on this processor; the message says what was seen."""
+class _UnfitError(RuntimeError):
+    """A library for these instructions cannot be had here, for others it may; the message says why."""
+
+
+_UNKNOWN_TO_COMPILER: dict[str, str] = {}  # instruction sets by name, and what the compiler said; of this process
+# In what compilers and assemblers say of flags and instructions that came after them.
+_UNKNOWN = ("unrecognized", "unknown argument", "no such instruction")
 
 
 @functools.cache
@@ -178,8 +185,8 @@ def library() -> Path:
             if not path.exists():
                 _raise_if_failed_since(started, path.with_suffix(".failed"))
                 _build(compiler, path)
-    except _TilesError as error:
-        print(f"the C++ operations do without tiles here: {error}", file=sys.stderr, flush=True)
+    except _UnfitError as error:
+        print(f"the C++ operations are not used for {instructions().name} here: {error}", file=sys.stderr, flush=True)
         instructions.cache_clear()
         return library()
     except OSError as error:
@@ -295,7 +302,7 @@ def _build(compiler: list[str], path: Path) -> None:
         flush=True,
     )
     try:
-        built = _compile(compiler, folder)
+        built = _compile_known(compiler, folder)
         if instructions().tiles:
             _check_tiles(built)
         _sync(built)
@@ -303,9 +310,6 @@ def _build(compiler: list[str], path: Path) -> None:
         _sync(path.parent)
     except BuildError as error:
         path.with_suffix(".failed").write_text(str(error), encoding="utf-8")
-        raise
-    except _TilesError as error:
-        _refused(instructions()).write_text(str(error), encoding="utf-8")
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -321,8 +325,10 @@ sys.exit(0 if torch.ops.batchinfer_cpu.tiles_agree(False) else "their sums have 
 def _check_tiles(built: Path) -> None:
     """Have a process of its own multiply in tiles: one that they bring down is the answer, too.
 
+    What it found stands in the cache for later processes.
+
     Raises:
-        _TilesError: results are not those of the order of sums that the sources promise.
+        _UnfitError: results are not those of the order of sums that the sources promise.
     """
     done = subprocess.run(
         [sys.executable, "-c", _ASK_TILES, str(built)],
@@ -330,13 +336,31 @@ def _check_tiles(built: Path) -> None:
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=COMPILE_SECONDS,
         check=False,
     )
     if done.returncode:
         lines = done.stderr.split("\n")
         said = next((line for line in reversed(lines) if line.strip()), f"the process ended with {done.returncode}")
-        raise _TilesError(f"{said.strip()[:200]} (on {platform.node()})")
+        reason = f"{said.strip()[:200]} (on {platform.node()})"
+        _refused(instructions()).write_text(reason, encoding="utf-8")
+        raise _UnfitError(reason)
+
+
+def _compile_known(compiler: list[str], folder: Path) -> Path:
+    """As _compile; instructions that came after the compiler are left where nobody named them.
+
+    Raises:
+        BuildError: the compiler failed.
+        _UnfitError: it does not know the flags or the instructions.
+    """
+    try:
+        return _compile(compiler, folder)
+    except BuildError as error:
+        chosen, last = instructions(), [known for known in INSTRUCTION_SETS if not known.for_tests][-1]
+        if os.environ.get(CHOICE) or chosen == last or not any(word in str(error) for word in _UNKNOWN):
+            raise
+        _UNKNOWN_TO_COMPILER[chosen.name] = str(error)
+        raise _UnfitError(str(error)) from error
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
