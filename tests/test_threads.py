@@ -145,6 +145,7 @@ def test_a_slow_worker_holds_up_its_own_task_alone(checks, threads, num_threads)
 
 
 HELD = """
+import signal
 torch.set_num_threads(3)
 checks.count(3, all_at_once=True)
 checks.hold_on(signal.SIGUSR1)

@@ -46,7 +46,6 @@ _FLAGS = (
     "-std=c++20",
     "-O3",
     "-fPIC",
-    "-fopenmp",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-w",
@@ -384,7 +383,7 @@ def _compile(compiler: list[str], folder: Path) -> Path:
         [
             [
                 *compiler,
-                *("-shared", "-fopenmp", *map(str, objects), f"-L{torch_folder / 'lib'}", *_LIBRARIES),
+                *("-shared", *map(str, objects), f"-L{torch_folder / 'lib'}", *_LIBRARIES),
                 *("-o", str(built)),
             ]
         ]
