@@ -3,7 +3,7 @@
 Alone, beside one and two processes that do nothing but count, and beside a second job of the same kind. What is fair:
 a host's cores go to threads in equal parts, so a step takes alone × (own threads + others') ÷ cores. All cases run by
 turns, in one run; with --code, those of several checkouts, too. With --undisturbed, a turn in which processes of
-somebody else ran is done again.
+somebody else ran is done again, a few times.
 
     python tests/bench/beside_others.py [--rounds N] [--seconds S] [--folder MODEL] [--code DIR ...] [--undisturbed]
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SIZE = "small"
 SETTLED_S = 0.4  # until all have got going
 FAIR_TIMES = 1.5  # what is still good
-MOST_OTHERS = 0.1  # of a core
+MOST_OTHERS, MOST_TRIES = 0.1, 5  # of a core; of a turn in which others take more
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,11 @@ def measure(codes: list[Path], folder: Path, rounds: int, seconds: float, *, und
         for number in range(rounds):
             for case in CASES:
                 for code, (job, twin) in list(zip(codes, jobs, strict=True))[:: 1 if number % 2 == 0 else -1]:
-                    taken, others = step_seconds(case, job, twin, seconds)
-                    while undisturbed and others > MOST_OTHERS:
-                        time.sleep(1)
+                    for _ in range(MOST_TRIES if undisturbed else 1):
                         taken, others = step_seconds(case, job, twin, seconds)
+                        if others <= MOST_OTHERS:
+                            break
+                        time.sleep(1)
                     times.setdefault((code, case), []).extend(taken)
     print(f"{num_cores} threads on {num_cores} cores; milliseconds of a decode step of {SIZE}, medians (and 9 of 10)")
     for code in codes:
