@@ -145,7 +145,7 @@ class ClusterConfig(_Part):
     )
     backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
-        description="kernels; `batchinfer doctor` says which run here; cpu: C++ for bfloat16; sdpa: as auto, but "
+        description="kernels; `batchinfer doctor` says which run here; cpu: C++; sdpa: as auto, but "
         "PyTorch's own attention for prefill, on GPUs",
     )
     exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(

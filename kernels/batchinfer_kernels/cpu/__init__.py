@@ -1,4 +1,4 @@
-"""Operations in C++ for x86-64 processors, with AVX-512 and its products or with AVX2; float32 goes to the reference.
+"""Operations in C++ for x86-64 processors, in float32, bfloat16 and 8 bits, with AMX, AVX-512 or AVX2.
 
 In: tensors on the CPU. Out: tensors. `ops` has the operations, `build` makes and loads the library they call, on the
 first probe or call and never on import.
