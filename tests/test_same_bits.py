@@ -128,7 +128,8 @@ void *aligned_alloc(size_t alignment, size_t size) {
 FILLED = "import torch; assert all(torch.empty(size).isnan().all() for size in (7, 1000, 10**6)); print('filled')"
 
 
-def test_memory_that_nobody_has_written_changes_no_bit(folder, results, tmp_path):
+@pytest.mark.parametrize("name", ["", "amx-plain"], ids=["best instructions", "tiles"])
+def test_memory_that_nobody_has_written_changes_no_bit(name, folder, results, tmp_path):
     source, library = tmp_path / "fill.c", tmp_path / "fill.so"
     source.write_text(FILL)
     command = [*build._compiler(), "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
@@ -136,4 +137,4 @@ def test_memory_that_nobody_has_written_changes_no_bit(folder, results, tmp_path
     filled = {"LD_PRELOAD": str(library)}
     said = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, **filled}, capture_output=True, check=True)
     assert said.stdout == b"filled\n"
-    assert results_of_a_process(folder, **filled) == results()
+    assert results_of_a_process(folder, **filled, **{build.CHOICE: name}) == results(name)
