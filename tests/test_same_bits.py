@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from batchinfer.model.transformer import Transformer
-from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu import build, ops
 from random_shapes import DTYPES, computed, make_model, make_prompts
 
 TESTS = Path(__file__).parent
@@ -44,6 +44,24 @@ def test_a_row_alone_is_the_row_among_others_at_every_place_in_chunks_of_any_siz
         assert alone.isfinite().all()
         assert torch.equal(together.all_logits(i), alone), f"prompt {i} of {order}"
         assert torch.equal(turned.all_logits(i), alone), f"prompt {i}, one place on"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype, threads):
+    draw, generator = random.Random(7), torch.Generator().manual_seed(7)
+    eight_bit = "eight_bit" in DTYPES[dtype]
+    for num_in, num_out in [(draw.randrange(64, 1025), draw.randrange(1, 300)) for _ in range(4)]:
+        values = [torch.randn(shape, generator=generator) for shape in ((71, num_in), (num_out, num_in))]
+        x, weight = (value.to(DTYPES[dtype]["dtype"]) for value in values)
+        weight = ops.pack(weight, eight_bit=eight_bit)
+        row, others = x[:1], x[1:]
+        threads(1)
+        alone = ops.linear(row, weight)
+        threads(draw.choice([2, 3, 4]))
+        for num_others in (2, 7, 31, 70):
+            for place in range(num_others + 1):
+                rows = torch.cat([others[:place], row, others[place:num_others]])
+                assert torch.equal(ops.linear(rows, weight)[place : place + 1], alone), (place, num_others)
 
 
 def results_of_a_process(folder, seeds=PROCESS_SEEDS, **environment):
