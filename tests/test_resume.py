@@ -17,7 +17,8 @@ from faults import kill_the_command
 from jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 from paths import RANDOM_MODEL
 
-SLOW = {"decode_requests": 3, "commit_seconds": 0.05}  # many small steps and commits, so that a signal finds work left
+# many small steps and commits in plain PyTorch, so that a signal finds work left
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
 MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
 
 

@@ -19,7 +19,7 @@ from batchinfer.rundir import RunDir
 from faults import fail_some, plan_units
 from jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 
-SLOW = {"decode_requests": 3, "commit_seconds": 0.05}
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
 LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
