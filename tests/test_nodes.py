@@ -31,7 +31,7 @@ def reference(tmp_path_factory):
 
 def planned(reference, name, cluster):
     folder, _ = reference
-    slow = {"decode_requests": 3, "commit_seconds": 0.05}
+    slow = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
     sampling = {"max_tokens": 24, "ignore_eos": True}
     job = write_job(folder, name=f"{name}.toml", output={"dir": name}, cluster=slow | cluster, sampling=sampling)
     assert batchinfer("plan", job).code == 0
