@@ -11,7 +11,7 @@ from batchinfer.rundir import RunDir
 from faults import descendants, ended, fail_some, plan_units, wait_until
 from jobs import batchinfer, output_bytes, start, write_job, write_questions
 
-SLOW = ("--set", "cluster.decode_requests=3", "--set", "cluster.commit_seconds=0.05")
+SLOW = tuple(f"--set=cluster.{key}" for key in ("decode_requests=3", "commit_seconds=0.05", "backend=reference"))
 LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
