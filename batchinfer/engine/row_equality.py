@@ -49,7 +49,4 @@ def _remedy(backend: str) -> str:
         return "unset MKL_CBWR in the environment"
     if backend == _PLAIN:
         return 'set cluster.backend = "auto", which takes the C++ operations where it can'
-    reason = cpu_build.why_not()
-    if reason is not None:
-        return f"the C++ operations, which are equal, cannot run here: {reason}"
-    return "set OMP_NUM_THREADS=1 in the environment, or use a dtype that runs in C++ (`batchinfer doctor`)"
+    return f"the C++ operations, which are equal, cannot run here: {cpu_build.why_not()}"

@@ -5,26 +5,19 @@ Weights that are packed for C++ or held in FP8 blocks are left out: their produc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.mla import Attention
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import ModelWeights, MoeWeights, Projection
 from batchinfer_kernels import row_check
 from batchinfer_kernels.row_check import RowComputation
 
 
-def plain_computations(
-    ops: Ops, config: ModelConfig, weights: ModelWeights, attentions: Sequence[object]
-) -> Iterator[RowComputation]:
-    """Each product of rows with a plain weight, and attention, once per shape; made one by one, as they are taken.
-
-    Args:
-        attentions: of the layers, in their order.
-    """
+def plain_computations(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[RowComputation]:
+    """Each product of rows with a plain weight, and attention, once per shape; made one by one, as they are taken."""
     seen = set()
     for kind, weight in _products(weights):
         if isinstance(weight, torch.Tensor) and (key := (kind, weight.shape, weight.stride())) not in seen:
@@ -33,8 +26,6 @@ def plain_computations(
                 yield row_check.batched_product(weight, ops.batched_linear)
             else:
                 yield row_check.product(weight, ops.router if kind == "router" else ops.linear)
-    if not any(isinstance(attention, Attention) for attention in attentions):
-        return  # each in one call of C++
     kv_up_HZC = weights.layers[0].attention.kv_up_HZC
     shape = row_check.AttentionShape(
         num_heads=config.num_attention_heads,

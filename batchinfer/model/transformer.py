@@ -211,8 +211,7 @@ class Transformer:
     @property
     def plain_computations(self) -> Iterator[RowComputation]:
         """What plain PyTorch computes of rows here, each shape once; nothing where everything runs in C++."""
-        attentions = [layer.attention for layer in self._layers]
-        return plain_computations(self._ops, self.config, self.weights, attentions)
+        return plain_computations(self._ops, self.config, self.weights)
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages, [L, num_pages, 64, latent_dim] in the model's dtype; on a CPU they take memory when used.
