@@ -2,6 +2,7 @@
 
 tiny    6 M parameters, 2.5 M active per token: bound by overhead on any machine
 small   675 M parameters, 141 M active per token: bound by the matrix products of the machine
+release 8 layers like small's with the release's latent (512 + 64), heads and vocabulary (129,280)
 """
 
 from __future__ import annotations
@@ -82,7 +83,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "topk_group": 4,
     },
 }
-NUM_REQUESTS = {"tiny": (256, 128), "small": (64, 32)}  # shared, unshared
+# The latent, heads' widths and vocabulary of the release.
+SIZES["release"] = SIZES["small"] | {
+    "vocab_size": 129280,
+    "num_hidden_layers": 8,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+NUM_REQUESTS = {"tiny": (256, 128), "small": (64, 32), "release": (64, 32)}  # shared, unshared
 PREFIX_TOKENS, NUM_PREFIXES, SHARED_OUTPUT = 384, 8, 64
 FIRST_TOKEN = 8  # below are special tokens
 

@@ -35,7 +35,7 @@ from batchinfer.model.ops import Ops  # noqa: E402
 from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
 
-BATCH = {"tiny": 256, "small": 64}
+BATCH = {"tiny": 256, "small": 64, "release": 64}
 CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
 PREFILL_TOKENS, CHUNK_TOKENS = 4096, 512
 FIRST_TOKEN = 8
