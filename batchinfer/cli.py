@@ -10,9 +10,9 @@ import click
 
 from batchinfer.commands import jobs, kv, reports, slurm
 from batchinfer.commands.options import EXIT_CODES
-from batchinfer.printable import harmless
-from batchinfer.processor import set_up_matrix_library
+from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
+from batchinfer.sanitize import harmless
 from batchinfer.stop import StopSignal
 
 
@@ -54,7 +54,7 @@ def schema(stats: bool, as_json: bool) -> None:
 def doctor(bench: bool, every_kernel: bool) -> None:
     """Say what this machine can run, with what, and whether answers are equal bit for bit in each dtype."""
     set_up_matrix_library()  # as it is for ranks
-    from batchinfer.doctor import examine
+    from batchinfer.doctor.machine import examine
 
     click.echo(examine(bench=bench, every_kernel=every_kernel))
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from batchinfer.engine.local_ranks import end_spare, start_spare
+from batchinfer.launch.local_ranks import end_spare, start_spare
 from batchinfer.records import ExitCode
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from batchinfer.printable import harmless
+from batchinfer.sanitize import harmless
 
 LINE_SECONDS = 10.0  # between plain lines
 

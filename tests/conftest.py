@@ -5,7 +5,7 @@ Without a GPU Triton runs in its interpreter; it must know before anything impor
 
 import os
 
-from batchinfer.processor import matrix_library_settings
+from batchinfer.host_info import matrix_library_settings
 
 os.environ.update(matrix_library_settings() | dict(os.environ))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,11 +22,11 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 
-import rank_forge
-from batchinfer.engine import local_ranks
-from batchinfer.kv.disk import DiskStore
-from browser import Browser, NoBrowserError, install
-from kv_stores import open_store
+from batchinfer.kv_store.disk import DiskStore
+from batchinfer.launch import local_ranks
+from support import rank_forge
+from support.browser import Browser, NoBrowserError, install
+from support.kv_stores import open_store
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 

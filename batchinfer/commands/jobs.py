@@ -11,16 +11,16 @@ import click
 
 from batchinfer.commands.options import EXIT_CODES, alone, earlier_run_options, job_options, tracer_of
 from batchinfer.commands.reports import print_report
-from batchinfer.printable import harmless
+from batchinfer.sanitize import harmless
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.engine.rank_group import RankGroup
-    from batchinfer.finish import Finished
+    from batchinfer.finish.finish import Finished
+    from batchinfer.launch.rank_group import RankGroup
+    from batchinfer.run.session import Session
+    from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir
-    from batchinfer.session import Session
-    from batchinfer.trace import Tracer
 
 
 @click.command(epilog=EXIT_CODES)
@@ -59,10 +59,10 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
     run it again: finished requests are kept.
     """
-    from batchinfer.planned import planned_run
+    from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+    from batchinfer.run.planned import planned_run
+    from batchinfer.run.session import Session
     from batchinfer.rundir import refuse_bad_rows
-    from batchinfer.session import Session
-    from batchinfer.whereabouts import node_name, slurm_restarts, slurm_task
 
     with Session("work", stop) as session:
         run, config = planned_run(target, overrides)
@@ -85,7 +85,7 @@ def finish(
     stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
-    from batchinfer.planned import planned_run
+    from batchinfer.run.planned import planned_run
     from batchinfer.rundir import refuse_bad_rows
 
     with alone("finish", stop) as session:
@@ -116,8 +116,8 @@ def run(
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
     from batchinfer.config import load_job
-    from batchinfer.engine.nodes import refuse_several_processes
-    from batchinfer.engine.rank_group import ranks_ahead, refuse_what_cannot_run_here
+    from batchinfer.launch.nodes import refuse_several_processes
+    from batchinfer.launch.rank_group import ranks_ahead, refuse_what_cannot_run_here
 
     refuse_several_processes("run")
     config = load_job(job, overrides)
@@ -134,7 +134,7 @@ def run(
             can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop),
         )
         if ranks is not None:
-            import batchinfer.finish  # while the ranks load: this process only waits for them
+            import batchinfer.finish.finish  # while the ranks load: this process only waits for them
             import batchinfer.report.metrics  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks)
         code = _finish(run_dir, config, allow_partial=False)
@@ -178,7 +178,7 @@ def _work(
     tracer: Tracer,
     ranks: RankGroup | None = None,
 ) -> None:
-    from batchinfer.engine.controller import work_on
+    from batchinfer.controller.controller import work_on
 
     try:
         work_on(run_dir, config, session, stop, tracer, ranks)
@@ -187,7 +187,7 @@ def _work(
 
 
 def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
-    from batchinfer.finish import finish_run
+    from batchinfer.finish.finish import finish_run
 
     result = finish_run(run_dir, config, allow_partial=allow_partial)
     click.echo(harmless(_finished_text(run_dir, result)), err=True)

@@ -11,8 +11,8 @@ import click
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
-    from batchinfer.session import Session
-    from batchinfer.trace import Tracer
+    from batchinfer.run.session import Session
+    from batchinfer.run.trace import Tracer
 
 EXIT_CODES = """
 \b
@@ -63,14 +63,14 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def alone(command: str, stop: StopSignal) -> Session:
     """The session of a command that must not run in several processes at once."""
-    from batchinfer.engine.nodes import refuse_several_processes
-    from batchinfer.session import Session
+    from batchinfer.launch.nodes import refuse_several_processes
+    from batchinfer.run.session import Session
 
     refuse_several_processes(command)
     return Session(command, stop)
 
 
 def tracer_of(enabled: bool) -> Tracer:
-    from batchinfer.trace import Tracer
+    from batchinfer.run.trace import Tracer
 
     return Tracer(enabled=enabled)

@@ -97,8 +97,8 @@ def price(
       batchinfer price --prices jobs/prices/deepseek-r1.toml --hit-tokens 342e9 --miss-tokens 266e9 \\
           --output-tokens 168e9 --nodes 226.75 --gpus-per-node 8 --hours 24
     """
-    from batchinfer.report import what_if
-    from batchinfer.report.price_list import PriceList, minute_of_day, read_prices
+    from batchinfer.report.price import what_if
+    from batchinfer.report.price.price_list import PriceList, minute_of_day, read_prices
 
     amounts, prices = what_if.Amounts(), PriceList()
     if run_folder is not None:
@@ -169,8 +169,8 @@ def _print_changes(runs: list[Path], *, as_json: bool) -> None:
 
 
 def _write_page(runs: list[Path], file: Path) -> None:
-    from batchinfer.report.html import write_page
     from batchinfer.report.metrics import metrics_together, report_metrics
+    from batchinfer.report.page.page import write_page
     from batchinfer.report.side_by_side import Column, all_figures
 
     together = None

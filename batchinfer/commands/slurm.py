@@ -13,9 +13,9 @@ from batchinfer.commands.options import alone, job_options, tracer_of
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
-    from batchinfer.slurm import ArraySize
-    from batchinfer.submission import Shape
-    from batchinfer.trace import Tracer
+    from batchinfer.run.trace import Tracer
+    from batchinfer.slurm.client import ArraySize
+    from batchinfer.slurm.submit import Shape
 
 
 @click.command()
@@ -70,8 +70,8 @@ def submit(
     An array of N tasks claims work units until none is left; each task is a group of K nodes that computes as one. A
     job behind it writes the outputs. Tasks may end, be added or be taken away at any time.
     """
-    from batchinfer.slurm import parse_size
-    from batchinfer.submission import Shape
+    from batchinfer.slurm.client import parse_size
+    from batchinfer.slurm.submit import Shape
 
     if resize is not None or follow is not None:
         if target is not None or array is not None or dry_run or (resize is not None and follow is not None):
@@ -97,9 +97,9 @@ def submit(
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def status(target: Path, watch: bool, as_json: bool) -> None:
     """How far RUN (a run folder or a .toml file) is: units, rows, speed, time left, who works on what, problems."""
-    from batchinfer.planned import planned_run
-    from batchinfer.status import StatusReader
-    from batchinfer.status_text import as_document, format_status, watch_status
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.status import StatusReader
+    from batchinfer.slurm.status_text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
@@ -115,8 +115,8 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
 def cancel(target: Path) -> None:
     """End all Slurm tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
-    from batchinfer.planned import planned_run
-    from batchinfer.submission import cancel as cancel_run
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.submit import cancel as cancel_run
 
     run, _ = planned_run(target, ())
     ended = cancel_run(run)
@@ -131,11 +131,11 @@ def retry(target: Path, array: str | None) -> None:
 
     Rows that the plan found to be bad stay error rows.
     """
-    from batchinfer.planned import planned_run
-    from batchinfer.retry import retry_failed
-    from batchinfer.slurm import max_array_size, parse_size
-    from batchinfer.submission import Shape, submissions, what_to_watch
-    from batchinfer.submission import submit as submit_run
+    from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.client import max_array_size, parse_size
+    from batchinfer.slurm.submit import Shape, submissions, what_to_watch
+    from batchinfer.slurm.submit import submit as submit_run
 
     run, _ = planned_run(target, ())
     size = None if array is None else parse_size(array)
@@ -171,11 +171,11 @@ def _submit(
     import shlex
 
     from batchinfer.config import load_job
-    from batchinfer.planned import planned_run
+    from batchinfer.run.planned import planned_run
     from batchinfer.rundir import RunDir, refuse_bad_rows
-    from batchinfer.schedule import parse_schedule
-    from batchinfer.slurm import max_array_size
-    from batchinfer.submission import check_shape, dry_run_commands, submit, what_to_watch
+    from batchinfer.slurm.client import max_array_size
+    from batchinfer.slurm.schedule import parse_schedule
+    from batchinfer.slurm.submit import check_shape, dry_run_commands, submit, what_to_watch
 
     if target.is_dir():
         run_dir, config = planned_run(target, overrides)
@@ -197,17 +197,17 @@ def _submit(
 
 
 def _follow(target: Path, overrides: tuple[str, ...]) -> None:
-    from batchinfer.planned import planned_run
-    from batchinfer.schedule import follow, local_minute
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.schedule import follow, local_minute
 
     run_dir, config = planned_run(target, overrides)
     follow(run_dir, config.slurm.schedule, local_minute)
 
 
 def _resize(target: Path, size: str) -> None:
-    from batchinfer.planned import planned_run
-    from batchinfer.slurm import parse_size
-    from batchinfer.submission import resize, what_to_watch
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.client import parse_size
+    from batchinfer.slurm.submit import resize, what_to_watch
 
     run_dir, _ = planned_run(target, ())
     sent, drained = resize(run_dir, parse_size(size))

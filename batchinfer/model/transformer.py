@@ -16,7 +16,7 @@ import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory, zeroed
-from batchinfer.model.fused import FusedAttention, attention_of, mixture_of, stack_of
+from batchinfer.model.fused.layers import FusedAttention, attention_of, mixture_of, stack_of
 from batchinfer.model.mla import Attention, AttentionStep, PrefillSpan, RotaryAngles
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point
 from batchinfer.model.ops import Ops

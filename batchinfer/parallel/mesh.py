@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from batchinfer.parallel import deepep
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
+from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange, Exchange
 from batchinfer.parallel.exchange_rules import DEEPEP, check_device
@@ -142,7 +142,7 @@ class Mesh:
         if self.kind in DEEPEP:
             assert self._group is not None
             sizes = {"max_tokens": max_tokens, "hidden": hidden, "topk": topk}
-            return deepep.open_dispatchers(self.kind, self._group, placements, row_format, **sizes, device=self._device)
+            return open_dispatchers(self.kind, self._group, placements, row_format, **sizes, device=self._device)
         return [AllToAllDispatcher(self._exchange, placement, row_format) for placement in placements]
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def explain_exchanges() -> dict[str, str | None]:
         "shared": None if can_share_memory() else "shared memory between ranks needs Linux",
         "gloo": None,
         "nccl": no_gpu,
-        **{kind: deepep.why_not(kind) for kind in DEEPEP},
+        **{kind: why_not(kind) for kind in DEEPEP},
     }
 
 

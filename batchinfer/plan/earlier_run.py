@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from batchinfer.data.duck import read_parquet
-from batchinfer.fingerprint import Fingerprint
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
+from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.rundir import RunDir, read_json
 
 PHASES = ("prefill", "decode")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchinfer.balance.expert_groups import group_loads, in_order
 from batchinfer.balance.experts import place_experts
+from batchinfer.balance.experts.groups import group_loads, in_order
 from batchinfer.config import ClusterConfig
 from batchinfer.data.expert_tables import ExpertTables
 from batchinfer.model.config import ModelConfig

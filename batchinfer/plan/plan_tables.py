@@ -14,9 +14,9 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
-from batchinfer.plan.prefix import last_uses
+from batchinfer.plan.prefix.in_memory import last_uses
+from batchinfer.plan.prefix.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.prompt_groups import group_ids
-from batchinfer.plan.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.rundir import RunDir

@@ -23,22 +23,22 @@ from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import PromptLimits, tokenize_shard
-from batchinfer.fingerprint import check_same, job_fingerprint
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
-from batchinfer.plan.prefix_stream import PrefixStream
+from batchinfer.plan.prefix.streamed import PrefixStream
+from batchinfer.plan.preflight import check_job
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
-from batchinfer.preflight import check_job
-from batchinfer.probe import check_file_system
 from batchinfer.progress import Progress, note
-from batchinfer.publish import claim_place
 from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.run.fingerprint import check_same, job_fingerprint
+from batchinfer.run.probe import check_file_system
+from batchinfer.run.publish import claim_place
+from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
-from batchinfer.session import Session
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning

@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchinfer.report import pricing
 from batchinfer.report.computed import Computed, query_text
+from batchinfer.report.price import margin
 from batchinfer.rundir import RunDir, read_json
 
 Figure = float | int | None
@@ -203,16 +203,16 @@ def _metrics(computed: Computed) -> dict[str, Figure]:
     hit_tokens = figures["cached_tokens"]
     miss_tokens = figures["input_tokens"] - hit_tokens
     prices = {name: run[name] for name in ("input_hit", "input_miss", "output")}
-    cost = pricing.cost(figures["gpu_hours"], run["gpu_hour"])
-    revenue = pricing.revenue(hit_tokens, miss_tokens, figures["output_tokens"], **prices)
+    cost = margin.cost(figures["gpu_hours"], run["gpu_hour"])
+    revenue = margin.revenue(hit_tokens, miss_tokens, figures["output_tokens"], **prices)
     figures |= {"cost_usd": cost, "revenue_usd": revenue} | _margins(revenue, cost)
     return {key: _finite(figures[key]) for key in METRICS}
 
 
 def _margins(revenue: Figure, cost: Figure) -> dict[str, Figure]:
     return {
-        "cost_profit_margin": pricing.cost_profit_margin(revenue, cost),
-        "gross_margin": pricing.gross_margin(revenue, cost),
+        "cost_profit_margin": margin.cost_profit_margin(revenue, cost),
+        "gross_margin": margin.gross_margin(revenue, cost),
     }
 
 
@@ -264,13 +264,13 @@ def _details(computed: Computed, metrics: dict[str, Figure], max_errors: int) ->
 
 def _unit_costs(metrics: dict[str, Figure], prefill_share: float | None) -> UnitCosts:
     cost, inputs, outputs = metrics["cost_usd"], metrics["input_tokens"] or 0, metrics["output_tokens"] or 0
-    whole = UnitCosts(pricing.per_million(cost, outputs), pricing.per_million(cost, inputs + outputs))
+    whole = UnitCosts(margin.per_million(cost, outputs), margin.per_million(cost, inputs + outputs))
     if cost is None or prefill_share is None:
         return whole
     return replace(
         whole,
-        prefill_usd_per_million_input_tokens=pricing.per_million(cost * prefill_share, inputs),
-        decode_usd_per_million_output_tokens=pricing.per_million(cost * (1 - prefill_share), outputs),
+        prefill_usd_per_million_input_tokens=margin.per_million(cost * prefill_share, inputs),
+        decode_usd_per_million_output_tokens=margin.per_million(cost * (1 - prefill_share), outputs),
     )
 
 

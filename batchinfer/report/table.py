@@ -6,12 +6,12 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from batchinfer.equal_rows import UNEQUAL
-from batchinfer.printable import harmless
 from batchinfer.report import forms
 from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDetails, is_worth_showing
 from batchinfer.report.side_by_side import all_figures
 from batchinfer.report.terminal import fit
+from batchinfer.run.equal_rows import UNEQUAL
+from batchinfer.sanitize import harmless
 
 PANEL_WIDTH = 80
 LABEL_WIDTH = 26

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from batchinfer.printable import printable
+from batchinfer.sanitize import printable
 
 
 def fit(text: str, width: int, keep_end: bool = False) -> str:

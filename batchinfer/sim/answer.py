@@ -12,10 +12,10 @@ import numpy as np
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.records import ConfigError
-from batchinfer.report.price_list import PriceList, read_prices
-from batchinfer.report.pricing import TOKENS_PER_PRICE, cost_profit_margin, gross_margin
-from batchinfer.report.pricing import cost as cost_of
-from batchinfer.report.pricing import revenue as revenue_of
+from batchinfer.report.price.margin import TOKENS_PER_PRICE, cost_profit_margin, gross_margin
+from batchinfer.report.price.margin import cost as cost_of
+from batchinfer.report.price.margin import revenue as revenue_of
+from batchinfer.report.price.price_list import PriceList, read_prices
 from batchinfer.sim.cluster import Cluster, History, nodes_for, simulate
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator, accelerator

@@ -1,7 +1,7 @@
 """What it costs a shared file system when many tasks claim many units: calls per unit, and how they grow.
 
-Simulated tasks, real claims, leases and marks on a real file system (tests/claimants.py). Nothing is computed; what a
-task does between two claims is only drawn. Heartbeats come on top: one call per unit held and 5 seconds.
+Simulated tasks, real claims, leases and marks on a real file system (tests/support/claimants.py). Nothing is computed;
+what a task does between two claims is only drawn. Heartbeats come on top: one call per unit held and 5 seconds.
 
     python tests/bench/claims.py [--folder FOLDER] [100000x1000 ...]
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from claimants import Cost, Counter, claim_all
+from support.claimants import Cost, Counter, claim_all
 
 SIZES = ("1000x10", "10000x10", "10000x100", "100000x100", "100000x1000")
 

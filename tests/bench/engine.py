@@ -27,7 +27,7 @@ sys.path.insert(0, str(TESTS))
 
 from bench_models import SIZES, make_model, workload  # noqa: E402
 
-from jobs import Ended, batchinfer, write_job, write_shard  # noqa: E402
+from support.jobs import Ended, batchinfer, write_job, write_shard  # noqa: E402
 
 
 def gemm_flops(size: int = 2048, rounds: int = 7) -> float:

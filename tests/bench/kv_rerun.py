@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 from batchinfer.report.metrics import report_details, report_metrics  # noqa: E402
-from jobs import batchinfer, write_job, write_shard  # noqa: E402
+from support.jobs import batchinfer, write_job, write_shard  # noqa: E402
 
 MODEL = TESTS.parent / "sample_data" / "model"
 NUM_DOCUMENTS, NUM_QUESTIONS, NUM_NEW = 40, 4, 8

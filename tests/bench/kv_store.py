@@ -23,12 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.kv.block_file import FileName
-from batchinfer.kv.blocks import KvIdentity
-from batchinfer.kv.disk import DiskStore
-from batchinfer.kv.reader import Reader
-from batchinfer.kv.upkeep import shrink_store
-from batchinfer.kv.writer import Writer
+from batchinfer.kv_store.block_file import FileName
+from batchinfer.kv_store.blocks import KvIdentity
+from batchinfer.kv_store.disk import DiskStore
+from batchinfer.kv_store.reader import Reader
+from batchinfer.kv_store.upkeep import shrink_store
+from batchinfer.kv_store.writer import Writer
 
 LARGE = KvIdentity("bench", "w", "c", "bfloat16", "bench", "", 64, 61, 576)
 SMALL = replace(LARGE, num_layers=4, latent_dim=96)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(TESTS))
 
 from bench_models import make_model  # noqa: E402
 
-from jobs import start, write_job, write_shard  # noqa: E402
+from support.jobs import start, write_job, write_shard  # noqa: E402
 
 MODEL = TESTS.parent / "sample_data" / "model"
 VOCABULARY, TOKENS_PER_WORD = 1024, 3.0

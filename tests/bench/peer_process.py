@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs import Ended
+from support.jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"

@@ -40,7 +40,7 @@ from peer_server import Requests, write_workload
 
 from batchinfer.records import ExitCode
 from batchinfer_kernels.cpu.build import why_not
-from jobs import batchinfer
+from support.jobs import batchinfer
 
 DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
 # transformers' best for prompts of like length, for others

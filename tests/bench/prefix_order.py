@@ -28,8 +28,8 @@ sys.path.insert(0, str(TESTS))
 
 from batchinfer.config import PAGE_TOKENS  # noqa: E402
 from batchinfer.model.config import load_model_config  # noqa: E402
-from batchinfer.plan import prefix  # noqa: E402
-from jobs import batchinfer, write_job, write_shard  # noqa: E402
+from batchinfer.plan.prefix import in_memory  # noqa: E402
+from support.jobs import batchinfer, write_job, write_shard  # noqa: E402
 
 MODEL = TESTS.parent / "sample_data" / "model"
 NUM_NEW = 8
@@ -55,17 +55,17 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 def input_order() -> Iterator[None]:
     """Planner and engine keep the order of the input."""
 
-    def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: int) -> prefix.PrefixPlan:
+    def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: int) -> in_memory.PrefixPlan:
         order = np.arange(len(offsets) - 1)
-        shared = prefix._shared_with_predecessor(np.asarray(token_ids), np.asarray(offsets), order)
-        return prefix.prefix_plan(order, shared, np.diff(offsets))
+        shared = in_memory._shared_with_predecessor(np.asarray(token_ids), np.asarray(offsets), order)
+        return in_memory.prefix_plan(order, shared, np.diff(offsets))
 
     def keep_order(shared_tokens: np.ndarray, *_: object, **__: object) -> np.ndarray:
         return np.arange(len(shared_tokens))
 
     with (
-        mock.patch("batchinfer.plan.prefix_stream.plan_prefixes", plan_prefixes),
-        mock.patch("batchinfer.engine.dealer.longest_first", keep_order),
+        mock.patch("batchinfer.plan.prefix.streamed.plan_prefixes", plan_prefixes),
+        mock.patch("batchinfer.controller.dealer.longest_first", keep_order),
     ):
         yield
 

@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 from batchinfer.plan.planner import PREFIX_MEMORY_BYTES  # noqa: E402
-from prompt_corpus import few_shot_prompts, write_tokens  # noqa: E402
+from support.prompt_corpus import few_shot_prompts, write_tokens  # noqa: E402
 
 BYTES_PER_PROMPT = 1200  # on disk: tokens, sorted runs and the plan
 PROBE_BYTES = 1 << 30
@@ -34,12 +34,12 @@ SORTS = ("read and sort", "merge")  # the steps of the prefix plan itself
 
 
 def plan(num_prompts: int, scratch: Path) -> dict[str, Any]:
-    """What tests/plan_process.py finds for so many prompts, with the load of the machine."""
+    """What tests/support/plan_process.py finds for so many prompts, with the load of the machine."""
     started = time.monotonic()
     run, _ = write_tokens(scratch / f"run-{num_prompts}", few_shot_prompts(num_prompts))
     print(f"{num_prompts:,} prompts generated in {time.monotonic() - started:,.0f} s", file=sys.stderr, flush=True)
-    command = [sys.executable, str(TESTS / "plan_process.py"), str(run.root), str(PREFIX_MEMORY_BYTES)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "support.plan_process", str(run.root), str(PREFIX_MEMORY_BYTES)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS)
     shutil.rmtree(run.root)
     if ended.returncode:
         sys.exit(ended.stderr)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from large_run import write_large_run
-from test_large_report import peak_bytes
+from support.large_run import peak_bytes, write_large_run
 
 
 def main() -> None:

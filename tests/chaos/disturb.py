@@ -1,10 +1,10 @@
-"""200 disturbances of small jobs, each with a rerun behind it: `make chaos`. A quick share is tests/test_chaos.py."""
+"""200 disturbances of small jobs, each with a rerun: `make chaos`. A quick share: tests/journeys/test_chaos.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from disturbances import disturb, make_calm
+from support.disturbances import disturb, make_calm
 
 NUM_DISTURBANCES = 200
 

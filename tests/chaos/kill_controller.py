@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from faults import LAYOUTS, kill_the_command, make_reference
-from jobs import answers, batchinfer, output_bytes
+from support.faults import LAYOUTS, kill_the_command, make_reference
+from support.jobs import answers, batchinfer, output_bytes
 
 
 @pytest.fixture(scope="module")

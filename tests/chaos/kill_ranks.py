@@ -1,4 +1,4 @@
-"""Ranks killed at random moments, many times over: `make chaos`. A quick share of it stands in tests/test_faults.py."""
+"""Ranks killed at random moments, many times over: `make chaos`. A quick share: tests/controller/test_faults.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from faults import LAYOUTS, make_reference, run_while_killing
-from jobs import batchinfer, output_bytes
+from support.faults import LAYOUTS, make_reference, run_while_killing
+from support.jobs import batchinfer, output_bytes
 
 NUM_KILLS = 20
 

@@ -23,8 +23,6 @@ for package in (
 ):
     pytest.importorskip(package, reason=f"NO {package} here: the engine on GPUs has not been run")
 
-from batchinfer.engine.decode_graphs import DecodeGraphs
-from batchinfer.engine.page_room import measured_room
 from batchinfer.model.step import StepInput
 from batchinfer.model.transformer import PAGE_TOKENS, Transformer
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
@@ -32,10 +30,12 @@ from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer.rank.decode_graphs import DecodeGraphs
+from batchinfer.rank.kv_budget import measured_room
 from batchinfer_kernels import transfer
-from jobs import answers, batchinfer, write_job, write_questions
-from paged_steps import PagedRequests
-from paths import RANDOM_MODEL, SAMPLE_MODEL
+from support.jobs import answers, batchinfer, write_job, write_questions
+from support.paged_steps import PagedRequests
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,12 +17,12 @@ import pytest
 
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
-from batchinfer.schedule import follow
-from batchinfer.slurm import Task
-from batchinfer.submission import live_tasks, submissions
-from jobs import batchinfer, output_bytes, write_job, write_questions
-from paths import ROOT
-from small_disks import small_disk
+from batchinfer.slurm.client import Task
+from batchinfer.slurm.schedule import follow
+from batchinfer.slurm.submit import live_tasks, submissions
+from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.paths import ROOT
+from support.small_disks import small_disk
 
 __all__ = ["small_disk"]
 
@@ -190,7 +190,7 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference)
 STUMBLING = """
 import os, time
 if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.engine import worker
+    from batchinfer.rank import worker
     plain = worker.RankWorker._run_prefill
     def stumbling(self, chunks, *rest, **options):
         time.sleep(float(os.environ["STEP_S"]))

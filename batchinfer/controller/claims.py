@@ -1,0 +1,293 @@
+"""Work units: claimed by one worker at a time, taken over when their worker is gone. Called by the controller.
+
+    units/000007/0000/lease.json      who works on it: host, process; its date changes while the worker lives
+    units/000007/0000/claim.json      result files of earlier claims that count for this one
+    units/000007/0000/part-00000.parquet
+    done/000007                       the name of the claim whose results count; created once
+
+A claim folder appears whole by one rename. A worker that was taken over and wakes up again writes into its own old
+claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the watcher, by its own
+monotonic clock, has seen its date stand still for long enough, whatever date that is.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, cannot_write, create_exclusively, publish_json, read_json
+
+HEARTBEAT_S = 5.0
+LEASE_S = 60.0  # a lease whose date stood still this long, by the watcher's own clock, has expired
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A unit held by this process."""
+
+    unit: int
+    folder: Path
+    inherited: tuple[Path, ...]  # result files of earlier claims
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+class Claims:
+    """Takes units for this process and keeps their leases alive."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._held: dict[int, Claim] = {}
+        self._seen: dict[Path, tuple[int, float]] = {}  # claim -> date of its lease, when it was first seen so
+        self.completed: set[int] = set()  # units
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
+
+    def __enter__(self) -> Claims:
+        self._heart.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._heart.join()
+        for claim in list(self._held.values()):
+            try:
+                self.release(claim)
+            except ConfigError as error:
+                note(f"warning: {error}; unit {claim.unit} is free when its lease runs out")
+
+    def try_claim(self, unit: int) -> Claim | None:
+        """Take a unit unless it is done or somebody alive holds it."""
+        if self._run.done(unit).exists():
+            return None
+        earlier = _claim_folders(self._run.unit(unit))
+        if earlier and self._is_alive(earlier[-1]):
+            return None
+        inherited = result_files(earlier[-1]) if earlier else []
+        target = self._run.claim(unit, f"{len(earlier):04d}")
+        with self._lock:
+            claim = self._publish(unit, target, inherited)
+            if claim is not None:
+                self._held[unit] = claim
+        return claim
+
+    def complete(self, claim: Claim) -> None:
+        """Mark the unit done with this claim's results; the first claim to say so counts."""
+        create_exclusively(self._run.done(claim.unit), claim.name)
+        self.completed.add(claim.unit)
+        self.release(claim)
+
+    def release(self, claim: Claim) -> None:
+        """Give a unit back; what is committed in its claim stays and counts."""
+        with self._lock:
+            self._held.pop(claim.unit, None)
+            publish_json(claim.folder / "lease.json", self._lease(released=True))
+
+    def _publish(self, unit: int, target: Path, inherited: list[Path]) -> Claim | None:
+        made = _new_folder(self._run.unit(unit))
+        names = [str(path.relative_to(self._run.root)) for path in inherited]
+        # whole before anybody sees them: the folder gets its name afterwards
+        _write(made / "lease.json", self._lease(released=False))
+        _write(made / "claim.json", {"inherited": names})
+        made.chmod(0o755)
+        if not _put(made, target):
+            return None
+        return Claim(unit, target, tuple(inherited))
+
+    def _lease(self, *, released: bool) -> dict[str, object]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": _process_identity(os.getpid()),
+            "node": node_name(),
+            "task": slurm_task(),
+            "restarts": slurm_restarts(),
+            "released": released,
+        }
+
+    def _is_alive(self, claim: Path) -> bool:
+        lease, date_ns = _read_lease(claim)
+        if lease["released"]:
+            return False
+        if _is_dead(lease):
+            return False
+        seen_ns, since = self._seen.get(claim, (None, 0.0))
+        if seen_ns != date_ns:
+            self._seen[claim] = (date_ns, time.monotonic())
+            return True
+        return time.monotonic() - since < LEASE_S
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_S):
+            with self._lock:
+                for claim in self._held.values():
+                    try:
+                        os.utime(claim.folder / "lease.json")  # the file system's own time
+                    except OSError as error:
+                        # the lease may run out and another worker take over; results stay correct
+                        note(f"warning: cannot renew the lease of unit {claim.unit}: {error.strerror}")
+
+
+def result_files(claim: Path) -> list[Path]:
+    """All result files that count for a claim: inherited ones first, then its own in order."""
+    run_root = claim.parent.parent.parent
+    inherited = [run_root / name for name in read_json(claim / "claim.json")["inherited"]]
+    return inherited + sorted(claim.glob("part-*.parquet"))
+
+
+def winning_claim(run: RunDir, unit: int) -> Path | None:
+    """The claim folder whose results count, or None while the unit is not done.
+
+    Raises:
+        ConfigError: the mark that it is done names no claim.
+    """
+    try:
+        name = run.done(unit).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    claim = run.claim(unit, name)
+    if not (claim / "claim.json").exists():
+        raise ConfigError(f"{run.done(unit)} is damaged; delete it and run `batchinfer work {run.root}`")
+    return claim
+
+
+def last_claim(run: RunDir, unit: int) -> Path | None:
+    """The newest claim folder of a unit, or None when nobody has claimed it."""
+    folders = _claim_folders(run.unit(unit))
+    return folders[-1] if folders else None
+
+
+def is_released(claim: Path) -> bool:
+    """Whether its worker has given the unit back."""
+    return bool(read_json(claim / "lease.json")["released"])
+
+
+def offer_again(run: RunDir, unit: int, *, behind: Path, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
+    """Add a claim that nobody holds, with other results than the last one's; whoever claims next inherits them.
+
+    Args:
+        behind: the claim whose results these are a choice of. Claims that came after it no longer count.
+        inherited: result files of earlier claims that count for the new one.
+        fill: writes further result files, `part-*.parquet`, into the folder it gets.
+
+    Returns:
+        False when somebody else claimed the unit meanwhile; nothing has changed then.
+    """
+    num_before = len(_claim_folders(run.unit(unit)))
+    made = _new_folder(run.unit(unit))
+    _write(made / "lease.json", {**read_json(behind / "lease.json"), "released": True})
+    _write(made / "claim.json", {"inherited": [str(path.relative_to(run.root)) for path in inherited]})
+    fill(made)
+    made.chmod(0o755)
+    return _put(made, run.claim(unit, f"{num_before:04d}"))
+
+
+def num_claims(run: RunDir, unit: int) -> int:
+    """How often the unit was claimed."""
+    return len(_claim_folders(run.unit(unit)))
+
+
+def _new_folder(unit: Path) -> Path:
+    """A claim folder without a name yet.
+
+    Raises:
+        ConfigError: the disk is full or read only.
+    """
+    try:
+        unit.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".claim-", dir=unit))
+    except OSError as error:
+        raise cannot_write(unit, error) from None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON document into a folder that nobody knows yet.
+
+    Raises:
+        ConfigError: the disk is full or read only.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def _read_lease(claim: Path) -> tuple[dict[str, Any], int]:
+    """A lease and its date. Opened first: a network file system asks its server for the date then.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    path = claim / "lease.json"
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file), os.fstat(file.fileno()).st_mtime_ns
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
+
+
+def _put(made: Path, target: Path) -> bool:
+    """Give a finished claim folder its name; False when another process was quicker: its folder is not empty."""
+    try:
+        made.rename(target)
+    except OSError as error:
+        shutil.rmtree(made)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise cannot_write(target, error) from None
+        return False
+    return True
+
+
+def _claim_folders(unit: Path) -> list[Path]:
+    try:
+        with os.scandir(unit) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.name.isdecimal() and entry.is_dir())
+    except FileNotFoundError:  # nobody has claimed it yet
+        return []
+
+
+def _is_dead(lease: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this host that has ended; of other hosts' processes nothing is known here."""
+    boot, holder = _boot(), lease["process"]
+    is_here = lease["host"] == socket.gethostname() and boot is not None and str(holder).startswith(boot)
+    return is_here and _process_identity(lease["pid"]) != holder
+
+
+@functools.cache
+def _boot() -> str | None:
+    """Names this start of this host's kernel: hosts of one name are told apart by it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _process_identity(pid: int) -> str | None:
+    """Names one process for ever, also after its number is used again: boot and start time; None when it is gone."""
+    boot = _boot()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # a zombie has ended already: it only waits to be collected
+    return None if fields[0] in ("Z", "X") else f"{boot}:{fields[19]}"

@@ -1,0 +1,186 @@
+"""Which unit a worker tries to claim next, and whether any is left. Called by the controller.
+
+With many workers, one that looked at every unit before each claim would do nothing else. Instead it lists two folders
+now and then: units/ has a folder for each unit that was ever claimed, done/ a file for each that is done.
+
+    plan    [ done )[ mine )[ free: goes on here until somebody else's unit comes ... )[ held )[ free )
+                                                                                    jumps ------^
+
+What nobody had claimed at the last look comes first, unit after unit, since neighbours share prefixes. Where somebody
+else is met, the worker goes on at another place, by chance: so workers spread over the plan and rarely meet. Units that
+others hold are tried last, a few at each look: their lease may have been given back or have run out.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.controller.claims import Claim
+from batchinfer.rundir import RunDir
+
+MISSES = 8  # units in a row that others were quicker to claim: look which are left
+MOST_WATCHED = 16  # units of others to try at each look
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between looks that find nothing to do
+
+
+class OpenUnits:
+    """See module docstring.
+
+    Args:
+        rows: all units, rows of plan/units: unit U is the U-th.
+        start: the unit to begin with; None: one by chance, for workers of which many start at once.
+    """
+
+    def __init__(self, run: RunDir, rows: list[dict[str, Any]], *, start: int | None = 0) -> None:
+        self._run, self._rows = run, rows
+        self._random = random.Random()
+        self._is_open = np.ones(len(rows), dtype=bool)  # not done at the last look
+        # by anybody, at any time: a listing may be older than what this worker has met itself
+        self._was_claimed = np.zeros(len(rows), dtype=bool)
+        self._untried: np.ndarray = np.zeros(0, dtype=np.int64)  # rising
+        self._held: np.ndarray = np.zeros(0, dtype=np.int64)  # by others or by this worker, at the last look
+        self._num_requests = np.array([row["num_requests"] for row in rows], dtype=np.int64)
+        self._is_taken = np.zeros(len(rows), dtype=bool)  # by this worker, at any time
+        self._done_elsewhere = self._reopened = 0  # requests, not told of yet
+        self._num_completed = 0  # by this worker, at the last look
+        # apart: who asks whether all is done must not keep the same worker from claiming
+        self._look_again_s = self._ask_again_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._watched_from = self._random.randrange(max(1, len(rows)))  # not all watch the same units
+        self._look()
+        self._done_elsewhere = 0
+        # units that were claimed before may have been given back
+        self._untried = np.flatnonzero(self._is_open)
+        self._next = self._any_place() if start is None else start
+
+    @property
+    def all_rows(self) -> list[dict[str, Any]]:
+        """All units, done or not."""
+        return self._rows
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all open units were held when last looked."""
+        return not len(self._untried) and self.num_open > 0
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The units that were not done when last looked, in the plan's order."""
+        return [self._rows[unit] for unit in np.flatnonzero(self._is_open)]
+
+    @property
+    def num_open(self) -> int:
+        """How many these are."""
+        return int(self._is_open.sum())
+
+    def claim(self, try_claim: Callable[[int], Claim | None], mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
+        """Take a unit; None when there is none to be had just now.
+
+        Args:
+            try_claim: takes one unit, unless somebody else holds it or it is done.
+            mine: units that this worker holds already.
+        """
+        found = self._claim_untried(try_claim)
+        if found is not None or self._has_only(mine) or time.monotonic() < self._look_again_s:
+            return found
+        self._look()
+        found = self._claim_untried(try_claim) or self._claim_held(try_claim, mine)
+        # one that has waited long can wait a little longer
+        self._pause_s = FIRST_PAUSE_S if found is not None else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._look_again_s = time.monotonic() + self._pause_s
+        return found
+
+    def are_all_done(self, completed: set[int]) -> bool:
+        """Whether nobody has anything left to do.
+
+        Args:
+            completed: units that this worker has completed.
+        """
+        if len(self._untried):
+            return False
+        if self._is_open.any():
+            has_done_the_last = self._has_only(completed) and len(completed) > self._num_completed
+            if not has_done_the_last and time.monotonic() < self._ask_again_s:
+                return False
+            self._num_completed = len(completed)
+            self._look()  # units may have been opened again
+            self._ask_again_s = time.monotonic() + self._pause_s
+        return not self._is_open.any()
+
+    def take_done_elsewhere(self) -> int:
+        """Requests of units that others have completed since the last call."""
+        count, self._done_elsewhere = self._done_elsewhere, 0
+        return count
+
+    def take_reopened(self) -> int:
+        """Requests of units that were done and are not any more, since the last call."""
+        count, self._reopened = self._reopened, 0
+        return count
+
+    def _look(self) -> None:
+        before = self._is_open
+        self._is_open = ~_named(self._run.done_marks, len(self._rows))
+        if (self._is_open & ~self._was_claimed).any():  # a folder of a unit stays for ever
+            self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
+        reopened = self._is_open & ~before
+        self._reopened += int(self._num_requests[reopened].sum())
+        self._is_taken &= ~reopened
+        self._done_elsewhere += int(self._num_requests[before & ~self._is_open & ~self._is_taken].sum())
+        self._untried = np.flatnonzero(self._is_open & ~self._was_claimed)
+        self._held = np.flatnonzero(self._is_open & self._was_claimed)
+
+    def _has_only(self, units: set[int]) -> bool:
+        """Whether every open unit is one of these."""
+        return self.num_open <= len(units) and units.issuperset(np.flatnonzero(self._is_open).tolist())
+
+    def _claim_untried(self, try_claim: Callable[[int], Claim | None]) -> tuple[dict[str, Any], Claim] | None:
+        misses = 0
+        while len(self._untried):
+            place = int(np.searchsorted(self._untried, self._next)) % len(self._untried)
+            unit = int(self._untried[place])
+            self._untried = np.delete(self._untried, place)
+            claim = try_claim(unit)
+            self._was_claimed[unit] = True
+            if claim is not None:
+                self._next = unit + 1
+                self._is_taken[unit] = True
+                return self._rows[unit], claim
+            misses += 1
+            if misses % MISSES == 0:
+                self._look()
+            self._next = self._any_place()
+        return None
+
+    def _claim_held(
+        self, try_claim: Callable[[int], Claim | None], mine: set[int]
+    ) -> tuple[dict[str, Any], Claim] | None:
+        """Try units of others; the same ones as long as they are held, since a lease has to be seen standing still."""
+        place = int(np.searchsorted(self._held, self._watched_from))
+        others = [unit for unit in np.roll(self._held, -place).tolist() if unit not in mine]
+        for unit in others[:MOST_WATCHED]:
+            claim = try_claim(unit)
+            if claim is not None:
+                self._is_taken[unit] = True
+                return self._rows[unit], claim
+        return None
+
+    def _any_place(self) -> int:
+        return int(self._random.choice(self._untried)) if len(self._untried) else 0
+
+
+def _named(folder: Path, num_units: int) -> np.ndarray:
+    """[U] bool, the units that a folder has a name for."""
+    is_named = np.zeros(num_units, dtype=bool)
+    try:
+        units = [int(name) for name in os.listdir(folder) if name.isdecimal()]
+    except FileNotFoundError:  # nobody has claimed one yet
+        return is_named
+    is_named[units] = True
+    return is_named

@@ -1,0 +1,169 @@
+"""What the ranks hand back, made durable: result files of claimed units, steps, experts. Called by the controller."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.controller.claims import Claim, Claims
+from batchinfer.controller.step_journal import StepJournal
+from batchinfer.controller.units import result_keys, result_table
+from batchinfer.data.parquet import table_writer
+from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
+from batchinfer.protocol.feed import StepRecord
+from batchinfer.records import Completion, RequestKey
+from batchinfer.run.session import Session
+from batchinfer.rundir import RunDir
+
+
+class Results:
+    """The open units of this process and what is finished of them."""
+
+    def __init__(self, run: RunDir, session: Session, claims: Claims) -> None:
+        self._run, self._session, self._claims = run, session, claims
+        self._open: dict[int, Claim] = {}
+        self._missing: dict[int, int] = {}  # unit -> requests without a completion
+        self._finished: dict[int, list[Completion]] = {}  # unit -> completions not yet on disk
+        self._num_parts: dict[int, int] = {}
+        self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, what it was
+        self._journal = StepJournal(run, session.name)
+        self._num_step_files = 0
+        self._num_steps_of_rank: dict[int, int] = {}
+        # by rank: tokens per phase, MoE layer and expert of earlier starts, and of this one
+        self._expert_tokens: dict[int, dict[str, np.ndarray]] = {}
+        self._expert_tokens_now: dict[int, dict[str, np.ndarray]] = {}
+        self._moe_layers = np.zeros(0, dtype=np.int32)
+        self._store_counts: dict[tuple[int, int], dict[str, float]] = {}  # by start and rank
+        self._num_starts = 0
+        self.last_commit_s = time.monotonic()
+
+    def set_moe_layers(self, layers: list[int]) -> None:
+        """The decoder layers that mix experts, in the order of the counts."""
+        self._moe_layers = np.array(layers, dtype=np.int32)
+
+    def open_unit(self, claim: Claim, keys: set[RequestKey]) -> set[RequestKey]:
+        """Take a claimed unit on; returns those of its requests that no earlier claim has finished."""
+        done = {key for path in claim.inherited for key in result_keys(path)}
+        missing = keys - done
+        self._open[claim.unit] = claim
+        self._missing[claim.unit] = len(missing)
+        self._num_parts[claim.unit] = 0
+        if not missing:
+            self.commit()
+        return missing
+
+    @property
+    def open_units(self) -> set[int]:
+        return set(self._open)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def add(self, completions: list[Completion]) -> bool:
+        """Note finished requests; True when a unit is complete with them, so that a commit is worth while."""
+        for completion in completions:
+            self._finished.setdefault(completion.unit, []).append(completion)
+            self._missing[completion.unit] -= 1
+        return any(self._missing[completion.unit] == 0 for completion in completions)
+
+    def add_step(self, rank: int, record: StepRecord) -> None:
+        """Note a step; numbers go on behind those before a restart, the same on all ranks of a group."""
+        step = self._num_steps_of_rank.get(rank, 0)
+        self._num_steps_of_rank[rank] = step + 1
+        self._steps.append((rank, step, record))
+        self._journal.add(rank, step, record)
+
+    def set_expert_tokens(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
+        """Tokens per phase, MoE layer and expert that a rank has counted since it was started; no layers: nothing."""
+        if len(self._moe_layers) == 0:
+            return
+        self._expert_tokens_now[rank] = {phase: np.array(counts, dtype=np.int64) for phase, counts in tokens.items()}
+
+    def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
+        """What the KV store has done for a rank since it was started."""
+        self._store_counts[self._num_starts, rank] = counts
+
+    def ranks_ended(self) -> None:
+        """The ranks count from zero when they are started again."""
+        self._num_starts += 1
+        most_steps = max(self._num_steps_of_rank.values(), default=0)
+        self._num_steps_of_rank = dict.fromkeys(self._num_steps_of_rank, most_steps)
+        for rank, tokens in self._expert_tokens_now.items():
+            earlier = self._expert_tokens.setdefault(rank, {})
+            for phase, counts in tokens.items():
+                earlier[phase] = earlier.get(phase, 0) + counts
+        self._expert_tokens_now.clear()
+
+    def commit(self) -> None:
+        """Make everything finished durable, then mark complete units done."""
+        for unit, completions in self._finished.items():
+            part = self._open[unit].folder / f"part-{self._num_parts[unit]:05d}.parquet"
+            with table_writer(part, RESULTS.schema) as writer:
+                writer.write_table(result_table(completions))
+            self._num_parts[unit] += 1
+        self._finished.clear()
+        self._write_steps()
+        self._write_experts()
+        self._write_store_counts()
+        for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
+            self._claims.complete(self._open.pop(unit))
+            del self._missing[unit]
+        self._session.record("running")
+        self.last_commit_s = time.monotonic()
+
+    def _write_steps(self) -> None:
+        if not self._steps:
+            return
+        target = self._run.session_stats("steps", self._session.name, self._num_step_files)
+        ranks, numbers, records = zip(*self._steps, strict=True)
+        names = [field.name for field in fields(StepRecord)]
+        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
+        columns |= {"session": [self._session.name] * len(records), "rank": ranks, "step": numbers}
+        with table_writer(target, STATS_STEPS.schema) as writer:
+            writer.write_table(pa.table(columns, schema=STATS_STEPS.schema))
+        self._steps.clear()
+        self._journal.clear()
+        self._num_step_files += 1
+
+    def _write_experts(self) -> None:
+        parts = [
+            self._expert_table(rank, phase, tokens)
+            for rank in sorted(self._expert_tokens.keys() | self._expert_tokens_now.keys())
+            for phase, tokens in self._tokens_of_rank(rank).items()
+        ]
+        if parts:
+            with table_writer(self._run.session_stats("experts", self._session.name), STATS_EXPERTS.schema) as writer:
+                writer.write_table(pa.concat_tables(parts))
+
+    def _write_store_counts(self) -> None:
+        if not self._store_counts:
+            return
+        rows = [
+            {"session": self._session.name, "rank": rank, "start": start, **counts}
+            for (start, rank), counts in self._store_counts.items()
+        ]
+        with table_writer(self._run.session_stats("kv", self._session.name), STATS_KV.schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, schema=STATS_KV.schema))
+
+    def _tokens_of_rank(self, rank: int) -> dict[str, np.ndarray]:
+        earlier, now = self._expert_tokens.get(rank, {}), self._expert_tokens_now.get(rank, {})
+        phases = [phase for phase in ("prefill", "decode") if phase in earlier or phase in now]
+        zeros = {phase: np.zeros_like((earlier.get(phase), now.get(phase))[phase in now]) for phase in phases}
+        return {phase: zeros[phase] + earlier.get(phase, 0) + now.get(phase, 0) for phase in phases}
+
+    def _expert_table(self, rank: int, phase: str, tokens: np.ndarray) -> pa.Table:
+        layers, experts = np.indices(tokens.shape)
+        columns = {
+            "session": pa.array([self._session.name] * tokens.size, pa.string()),
+            "rank": np.full(tokens.size, rank, dtype=np.int32),
+            "phase": pa.array([phase] * tokens.size, pa.string()),
+            "layer": self._moe_layers[layers].reshape(-1).astype(np.int32),
+            "expert": experts.reshape(-1).astype(np.int32),
+            "tokens": tokens.reshape(-1),
+        }
+        return pa.table(columns, schema=STATS_EXPERTS.schema)

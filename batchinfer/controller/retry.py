@@ -1,0 +1,107 @@
+"""Opens units again whose requests failed: `work` then computes these and no others. Called by `batchinfer retry`."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.controller.claims import is_released, last_claim, offer_again, result_files, winning_claim
+from batchinfer.data.parquet import read_rows, table_writer
+from batchinfer.data.schemas import RESULTS
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, open_lock, publish_json, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """What is to be computed again."""
+
+    num_requests: int  # failed ones, to be computed again
+    num_units: int  # that hold them
+    num_open_units: int  # not done, these included
+    num_held: int  # units with failed requests that somebody works on just now: left alone
+    num_bad_rows: int  # rows that are bad in the input: no try helps them
+
+
+def retry_failed(run: RunDir) -> Retried:
+    """Take failed requests out of the results that count.
+
+    A unit gets a new claim, already given back, with the good results only; then its mark that it is done goes. Killed
+    in between, nothing has changed yet. Good rows keep their results.
+
+    Raises:
+        ConfigError: a file of the run folder is missing, damaged or cannot be written; or the run is being finished.
+    """
+    with _no_finish(run):
+        return _retry(run)
+
+
+@contextmanager
+def _no_finish(run: RunDir) -> Iterator[None]:
+    """A finish that had begun before would call the run finished afterwards."""
+    with open_lock(run) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
+        except OSError as error:
+            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run at the same time")
+        yield
+
+
+def _retry(run: RunDir) -> Retried:
+    state = read_json(run.run_json)
+    num_requests = num_units = num_open = num_held = 0
+    for row in read_rows(run.units):
+        unit = row["unit"]
+        done = winning_claim(run, unit)
+        claim = done or last_claim(run, unit)
+        failed = {} if claim is None else _failed_in(result_files(claim))
+        num_failed = sum(failed.values())
+        num_open += done is None
+        if claim is None or not num_failed:
+            continue
+        if done is None and not is_released(claim):
+            num_held += 1
+            continue
+        if state["state"] in ("finished", "partial"):
+            # its outputs hold the failed rows: finish has to write them anew
+            state = {name: value for name, value in state.items() if name != "finished"} | {"state": "planned"}
+            publish_json(run.run_json, state)
+        if not _open_again(run, unit, claim, failed):
+            num_held += 1
+            continue
+        run.done(unit).unlink(missing_ok=True)
+        num_requests, num_units, num_open = num_requests + num_failed, num_units + 1, num_open + (done is not None)
+    return Retried(num_requests, num_units, num_open, num_held, state["counts"]["bad_rows"])
+
+
+def _failed_in(files: list[Path]) -> dict[Path, int]:
+    """Failed requests in each file."""
+    try:
+        statuses = {path: pq.read_table(path, columns=["status"])["status"] for path in files}
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read results: {error}; restore the run folder, or use another output.dir") from None
+    return {path: pc.sum(pc.equal(status, "error")).as_py() or 0 for path, status in statuses.items()}
+
+
+def _open_again(run: RunDir, unit: int, claim: Path, failed: dict[Path, int]) -> bool:
+    """Offer a unit with its good results only; False when somebody else claimed it first."""
+    whole = [path for path, count in failed.items() if not count]
+    mixed = [path for path, count in failed.items() if count]
+
+    def write_good_rows(folder: Path) -> None:
+        with table_writer(folder / "part-00000.parquet", RESULTS.schema) as writer:
+            for path in mixed:
+                table = pq.read_table(path, schema=RESULTS.schema)
+                writer.write_table(table.filter(pc.equal(table["status"], "ok")))
+
+    return offer_again(run, unit, behind=claim, inherited=whole, fill=write_good_rows)

@@ -1,0 +1,93 @@
+"""Steps since the last commit, so that the report can count them when their controller is killed. Called by results.
+
+    stats/steps/<session>.journal     one JSON line per step, written when the step is known, gone with the next commit
+    stats/steps/<session>-lost.parquet   what `finish` made of a journal that nobody took away
+
+A line is handed to the operating system, not forced to disk: it outlives its process, not its machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.parquet import own_file, table_writer
+from batchinfer.data.schemas import STATS_STEPS
+from batchinfer.progress import note
+from batchinfer.protocol.feed import StepRecord
+from batchinfer.rundir import RunDir
+
+
+class StepJournal:
+    """The journal of one session."""
+
+    def __init__(self, run: RunDir, session: str) -> None:
+        self._run, self._session = run, session
+        self._path = run.step_journal(session)
+        self._handle: int | None = None
+        self._has_failed = False
+
+    def add(self, rank: int, step: int, record: StepRecord) -> None:
+        """Note a step. When that fails a warning says so, once: the next commit will say more."""
+        line = json.dumps({**asdict(record), "session": self._session, "rank": rank, "step": step}) + "\n"
+        try:
+            if self._handle is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.write(self._handle, line.encode())
+        except OSError as error:
+            if not self._has_failed:
+                note(
+                    f"warning: cannot write {self._path}: {error.strerror}; if this is killed, the report misses steps"
+                )
+            self._has_failed = True
+
+    def clear(self) -> None:
+        """All noted steps stand in stats/steps now."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+            self._path.unlink(missing_ok=True)
+            # a finish meanwhile, while this process was stopped, took them for lost
+            _lost_file(self._run, self._session).unlink(missing_ok=True)
+
+
+def keep_lost_steps(run: RunDir) -> None:
+    """Put steps of sessions that were killed into stats/steps.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be written.
+    """
+    for path in sorted((run.stats / "steps").glob("*.journal")):
+        session = path.stem
+        known = _known_steps(run, session)
+        lost = [step for step in _steps(path.read_text("utf-8")) if (step["rank"], step["step"]) not in known]
+        if lost:
+            with table_writer(_lost_file(run, session), STATS_STEPS.schema) as writer:
+                writer.write_table(pa.Table.from_pylist(lost, schema=STATS_STEPS.schema))
+
+
+def _steps(text: str) -> list[dict[str, Any]]:
+    # killed while it was written, the last line has no end
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _known_steps(run: RunDir, session: str) -> set[tuple[int, int]]:
+    """(rank, step) of what a session has committed."""
+    known: set[tuple[int, int]] = set()
+    for path in (run.stats / "steps").glob(f"{session}-[0-9]*.parquet"):
+        with own_file(path):
+            table = pq.read_table(path, columns=["session", "rank", "step"]).to_pydict()
+        rows = zip(*table.values(), strict=True)
+        known |= {(rank, step) for name, rank, step in rows if name == session}
+    return known
+
+
+def _lost_file(run: RunDir, session: str) -> Path:
+    return run.stats / "steps" / f"{session}-lost.parquet"

@@ -1,0 +1,1 @@
+"""What this machine can run, and how fast: `batchinfer doctor`."""

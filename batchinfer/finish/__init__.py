@@ -1,0 +1,1 @@
+"""From durable results to outputs and statistics: every input row once, in input order."""

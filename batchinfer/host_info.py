@@ -1,0 +1,101 @@
+"""This host: its name in a cluster, its free memory, its processor, and the settings of MKL that follow from it.
+
+On Intel's processors, rows of plain PyTorch depend on their batch unless MKL is strict: it sums in another order for a
+product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and the same setting would take that away.
+MKL reads it once, before its first product.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from pathlib import Path
+
+_INFO = "/proc/cpuinfo"
+_STRICT_MKL = {"MKL_CBWR": "AVX2,STRICT"}
+_GUESS_BYTES = 4 << 30  # of free memory, where the system does not say
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def processor_field(name: str) -> str | None:
+    """What /proc/cpuinfo says under this name of the first processor; None where it does not (Linux on x86 does)."""
+    try:
+        with open(_INFO, encoding="utf-8") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == name:
+                    return value.strip()
+                if not line.strip():  # the end of the first one
+                    break
+    except OSError:
+        return None
+    return None
+
+
+def processor_name() -> str:
+    """The processor's name as its maker writes it."""
+    return processor_field("model name") or platform.processor() or platform.machine() or "unknown"
+
+
+def processor_kind() -> str:
+    """Maker, family and model."""
+    fields = [processor_field(name) for name in ("vendor_id", "cpu family", "model")]
+    return "/".join(field for field in fields if field) or platform.machine()
+
+
+def matrix_library_settings() -> dict[str, str]:
+    """Environment variables for a process that is going to import torch; what the user has set goes before them."""
+    return dict(_STRICT_MKL) if processor_field("vendor_id") == "GenuineIntel" else {}
+
+
+def matrix_library_mode() -> str:
+    """What this process's environment says of the order of MKL's sums, "" for nothing."""
+    return os.environ.get("MKL_CBWR", "")
+
+
+def set_up_matrix_library() -> None:
+    """Give this process these variables, before it imports torch; what the user has set stays."""
+    for name, value in matrix_library_settings().items():
+        os.environ.setdefault(name, value)
+
+
+def node_name() -> str:
+    """The node by Slurm's name for it, or the host's own name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def slurm_task() -> str | None:
+    """The Slurm job of this process, `<array>_<task>` in an array; None outside of Slurm."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+def slurm_restarts() -> int:
+    """How often Slurm has put this job back into the queue and started it again."""
+    text = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
+    try:
+        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        available = None
+    free = int(available[1]) * 1024 if available else _GUESS_BYTES
+    try:
+        limit, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        return free  # no control group, or one without a limit ("max")
+    return min(free, max(limit - used + _file_bytes(), 0))
+
+
+def _file_bytes() -> int:
+    """Files in the page cache: they count as used by the control group, but go when the memory is wanted."""
+    try:
+        parts = re.findall(r"^(?:in)?active_file (\d+)", (_GROUP / "memory.stat").read_text(), re.M)
+    except OSError:
+        return 0
+    return sum(map(int, parts))

@@ -1,0 +1,246 @@
+"""One file of the KV store: a header that says what it holds, then blocks that follow each other in one chain.
+
+    name     <place of the first block in its chain>.<block before it>.<blocks …>.kv     8 letters for each block
+    content  | magic, version, length and checksum of the header | JSON, zeros up to 4096 bytes | block | block | …
+    block    [pages of a block, layers, 64 tokens, latent width]
+
+The name alone says which blocks are there, so that a store opens by listing folders; one block is read without the rest
+of its file. Checksums are XXH3 with 128 bits: as quick as memory, where CRC-32 reaches 4 GB/s and cryptographic hashes
+1-2 GB/s, and with the interpreter free for other threads. They find what disks and crashes do, not what an attacker
+does: files are readable and writable by their owner only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+from batchinfer.kv_store.blocks import LAYOUT_VERSION, SHORT_BYTES, KvIdentity
+
+MAGIC = b"BIKVBLK\n"
+HEADER_BYTES = 4096
+MAX_BLOCKS = 29  # their names must fit into a file name of 255 letters, and into a header
+TARGET_BYTES = 16 << 20  # of a file: from some 9 MB on, writing many files is as quick as writing one
+CHECKSUM_BYTES = 16
+
+_PREFIX = struct.Struct(f"<8sII{CHECKSUM_BYTES}s")
+_ZEROS = bytes(CHECKSUM_BYTES)
+_NAME = re.compile(rf"([0-9]{{7}})\.([\w-]{{8}})\.((?:[\w-]{{8}}){{1,{MAX_BLOCKS}}})\.kv", re.ASCII)
+
+
+class NameClashError(Exception):
+    """A sound file holds another block of the same short name."""
+
+
+class DamagedFileError(Exception):
+    """A file is not what its name promises; its first `num_intact` blocks of those asked for are."""
+
+    def __init__(self, reason: str, num_intact: int = 0) -> None:
+        super().__init__(reason)
+        self.num_intact = num_intact
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """What a file's name says; blocks by their short names."""
+
+    first: int  # place of the first block in its chain
+    parent: bytes  # the block before it; zeros at the start of a chain
+    blocks: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, chain: Sequence[bytes], start: int, stop: int) -> FileName:
+        parent = chain[start - 1][:SHORT_BYTES] if start else bytes(SHORT_BYTES)
+        return cls(start, parent, tuple(block[:SHORT_BYTES] for block in chain[start:stop]))
+
+    @classmethod
+    def parse(cls, name: str) -> FileName | None:
+        """None: not a file of blocks."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        data = urlsafe_b64decode(match[2] + match[3])
+        parent, *blocks = (data[at : at + SHORT_BYTES] for at in range(0, len(data), SHORT_BYTES))
+        return cls(int(match[1]), parent, tuple(blocks))
+
+    @property
+    def folder(self) -> str:
+        """One of 64, by the first block."""
+        return f"{self.blocks[0][0] % 64:02d}"
+
+    def __str__(self) -> str:
+        letters = urlsafe_b64encode(self.parent + b"".join(self.blocks)).decode()
+        return f"{self.first:07d}.{letters[:8]}.{letters[8:]}.kv"
+
+
+def file_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Size of a file of so many blocks."""
+    return HEADER_BYTES + num_blocks * block_bytes
+
+
+def make_header(identity: KvIdentity, chain: Sequence[bytes], start: int, content: np.ndarray) -> bytes:
+    """The header of a file that holds `content`, blocks [n, block_bytes], from `start` on in their chain."""
+    document = {
+        "identity": identity.digest.hex(),
+        "made_by": identity.describe(),
+        "shape": identity.block_shape,
+        "first": start,
+        "blocks": [block.hex() for block in chain[start : start + len(content)]],
+        "checksums": [xxh3_128_hexdigest(block.data) for block in content],
+    }
+    data = json.dumps(document, separators=(",", ":")).encode()
+    unsigned = _PREFIX.pack(MAGIC, LAYOUT_VERSION, len(data), _ZEROS) + data
+    assert len(unsigned) <= HEADER_BYTES, f"a header of {len(unsigned)} bytes"
+    unsigned = unsigned.ljust(HEADER_BYTES, b"\0")
+    return _PREFIX.pack(MAGIC, LAYOUT_VERSION, len(data), xxh3_128_digest(unsigned)) + unsigned[_PREFIX.size :]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a reader needs of a header."""
+
+    identity: str  # hex
+    blocks: list[str]  # hex
+    checksums: list[str]  # hex
+
+
+def parse_header(header: bytes) -> Header:
+    """What a header says, once it is known to be whole.
+
+    Raises:
+        DamagedFileError: cut short, not a block file, damaged, or of another version.
+    """
+    if len(header) < HEADER_BYTES:
+        raise DamagedFileError(f"only {len(header)} bytes long")
+    magic, version, length, signature = _PREFIX.unpack_from(header)
+    if magic != MAGIC:
+        raise DamagedFileError("not a block file")
+    unsigned = _PREFIX.pack(magic, version, length, _ZEROS) + header[_PREFIX.size :]
+    if xxh3_128_digest(unsigned) != signature:
+        raise DamagedFileError("the header's checksum does not match")
+    if version != LAYOUT_VERSION:
+        raise DamagedFileError(f"written in version {version} of the layout; this program knows {LAYOUT_VERSION}")
+    try:
+        document = json.loads(header[_PREFIX.size : _PREFIX.size + length])
+        return Header(document["identity"], document["blocks"], document["checksums"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"its header cannot be understood: {error}") from None
+
+
+def open_blocks(path: str) -> int:
+    """A descriptor to read a file with.
+
+    Raises:
+        DamagedFileError: a folder, a link or something else bears its name.
+        OSError: it cannot be opened.
+    """
+    try:
+        # not blocking: a pipe would wait for its other end
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedFileError("a link instead of a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError("not a file")
+    return descriptor
+
+
+def read_blocks(
+    descriptor: int,
+    name: FileName,
+    *,
+    identity: bytes,
+    block_bytes: int,
+    wanted: Sequence[bytes],
+    position: int,
+    out: np.ndarray,
+) -> None:
+    """Read blocks of one file that follow each other, and check each.
+
+    Args:
+        descriptor: of the file, whose name is `name`.
+        identity: digest that the header must name.
+        wanted: names of the blocks; the first is at `position` in the file.
+        out: [len(wanted), block_bytes] uint8, receives them.
+
+    Raises:
+        DamagedFileError: the file is damaged or not what it should be; nothing in `out` but its first `num_intact`
+            blocks may be used.
+        NameClashError: it is sound, but what it holds is not what is wanted.
+        OSError: it cannot be read.
+    """
+    header = bytearray(HEADER_BYTES)
+    offset = file_bytes(position, block_bytes)
+    content = out.data.cast("B")
+    # in one go where the blocks follow the header
+    parts = [memoryview(header), content] if position == 0 else [memoryview(header)]
+    num_read = os.preadv(descriptor, parts, 0)
+    found = parse_header(bytes(header[:num_read]))
+    if found.identity != identity.hex():
+        raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+    stop = position + len(wanted)
+    if tuple(bytes.fromhex(block)[:SHORT_BYTES] for block in found.blocks) != name.blocks:
+        raise DamagedFileError("it holds other blocks than its name says")
+    if found.blocks[position:stop] != [block.hex() for block in wanted]:
+        raise NameClashError
+    if os.fstat(descriptor).st_size != file_bytes(len(found.blocks), block_bytes):
+        raise DamagedFileError("it does not have the size that its header says")
+    num_read = max(num_read - HEADER_BYTES, 0)
+    while num_read < len(content):
+        num_more = os.preadv(descriptor, [content[num_read:]], offset + num_read)
+        if num_more == 0:
+            raise DamagedFileError("it became shorter while it was read")
+        num_read += num_more
+    for index, expected in enumerate(found.checksums[position:stop]):
+        if xxh3_128_hexdigest(out[index].data) != expected:
+            raise DamagedFileError(f"the checksum of block {position + index} does not match", num_intact=index)
+
+
+def check_file(path: str, name: FileName, *, identity_start: str, block_bytes: int) -> None:
+    """Read a whole file and check it against its name.
+
+    Raises:
+        DamagedFileError: the first thing that is wrong with it.
+        OSError: it cannot be read.
+    """
+    descriptor = open_blocks(path)
+    try:
+        header = parse_header(os.pread(descriptor, HEADER_BYTES, 0))
+        wanted = [bytes.fromhex(block) for block in header.blocks]
+        if not header.identity.startswith(identity_start):
+            raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+        out = np.empty((len(wanted), block_bytes), np.uint8)
+        identity = bytes.fromhex(header.identity)
+        read_blocks(descriptor, name, identity=identity, block_bytes=block_bytes, wanted=wanted, position=0, out=out)
+    finally:
+        os.close(descriptor)
+
+
+def write_blocks(descriptor: int, header: bytes, content: np.ndarray) -> None:
+    """Write a whole file through an empty file's descriptor.
+
+    Not forced to disk: a block that a power cut tears is found by its checksum and costs one computation, while a sync
+    per file would cost each block more than it saves. What the operating system holds back is written by itself.
+
+    Raises:
+        OSError: no room, or the disk fails.
+    """
+    parts = [memoryview(header), content.data.cast("B")]
+    while parts:
+        num_written = os.writev(descriptor, parts)
+        while parts and num_written >= len(parts[0]):
+            num_written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][num_written:]

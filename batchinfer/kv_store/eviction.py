@@ -1,0 +1,54 @@
+"""Which files go first when room is needed: a pure function of what is known about each. Called by the store and by gc.
+
+Damaged files, then files that no live run needs, least recently used first, then files that a live run needs, the
+farthest next use first (Belady). Of files that are alike in this, the later one in its chain: it is worth nothing
+without those before it, so whatever keeps a block keeps them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from batchinfer.kv_store.block_file import FileName
+from batchinfer.kv_store.store_dir import StoredFile
+
+Worth = tuple[int, float, int]  # kind, last use or minus the next use, minus the place in the chain: the lowest goes
+NextUse = Callable[[bytes], int | None]  # of a block by its short name, over all live runs; None: not needed
+
+
+def worth_of(name: FileName, next_use: int | None, last_use_s: float) -> Worth:
+    """How much a file is worth, before its descendants are looked at."""
+    if next_use is None:
+        return 0, last_use_s, -name.first
+    return 1, -float(next_use), -name.first
+
+
+def rank_files(
+    files: Iterable[StoredFile], last_use_s: Mapping[str, float], next_use: NextUse
+) -> list[tuple[Worth, StoredFile]]:
+    """All files, the one that goes first first.
+
+    Args:
+        last_use_s: path -> Unix seconds; a file without is gone.
+    """
+    # deepest first, so that a file's descendants have passed on what they are worth before it does
+    known = [(file, file.name) for file in files if file.name is not None and file.path in last_use_s]
+    known.sort(key=lambda item: (-item[1].first, item[0].path))
+    holder = {block: place for place, (_, name) in enumerate(known) for block in name.blocks}
+    inherited: dict[int, Worth] = {}
+    ranked: list[tuple[Worth, StoredFile]] = []
+    for place, (file, name) in enumerate(known):
+        worth = worth_of(name, earliest(name, next_use), last_use_s[file.path])
+        if place in inherited and inherited[place] > worth:
+            worth = (*inherited[place][:2], -name.first)
+        ranked.append((worth, file))
+        parent = holder.get(name.parent)
+        if parent is not None:
+            inherited[parent] = max(inherited.get(parent, worth), worth)
+    ranked.sort(key=lambda item: (item[0], item[1].path))
+    return ranked
+
+
+def earliest(name: FileName, next_use: NextUse) -> int | None:
+    """The next use of any of a file's blocks."""
+    return min((use for block in name.blocks if (use := next_use(block)) is not None), default=None)

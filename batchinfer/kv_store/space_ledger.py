@@ -1,0 +1,114 @@
+"""How many bytes a store's files have, in one small file under a lock. Called by the store before a file is written.
+
+Room is booked before a byte is written and given back after a file is gone, all under the lock: whatever is killed and
+whenever, the books never show less than there is, so writers on any number of hosts together stay below the bound. What
+a killed process leaves booked, or somebody deletes by hand, is found when the files are counted again: whenever a store
+is opened and whenever room is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchinfer.kv_store.store_dir import StoreDir, list_folder, quarantined_files, stored_files
+
+LOCK_SECONDS = 10.0
+_POLL_SECONDS = 0.001
+
+
+class LockTimeoutError(Exception):
+    """Another process holds the lock and does not go on."""
+
+
+class Books:
+    """The count while the lock is held."""
+
+    def __init__(self, store: StoreDir, descriptor: int) -> None:
+        self._store = store
+        self._descriptor = descriptor
+        text = os.pread(descriptor, 64, 0)
+        # empty in a new store, anything else after a power cut
+        self.used_bytes = int(text) if text.strip().isdigit() else self.count_again()
+
+    def create(self, num_bytes: int, session: str) -> tuple[int, str]:
+        """Book a file and create it, locked by this process as long as the descriptor is open; returns it and its path.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        path = f"{self._store.writing}/{num_bytes}.{session}.tmp"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.add(num_bytes)
+        return descriptor, path
+
+    def remove(self, path: str, num_bytes: int) -> bool:
+        """Delete a file and give its room back; False when somebody else has."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        self.add(-num_bytes)
+        return True
+
+    def add(self, num_bytes: int) -> None:
+        self.used_bytes = max(0, self.used_bytes + num_bytes)
+        os.pwrite(self._descriptor, b"%020d\n" % self.used_bytes, 0)
+
+    def count_again(self) -> int:
+        """Count the files (those being written first: they move on to the others) and delete what the dead left."""
+        self.used_bytes = 0
+        for name in list_folder(self._store.writing):
+            path, size = self._store.writing / name, name.partition(".")[0]
+            if _is_abandoned(str(path)):
+                path.unlink(missing_ok=True)
+            elif size.isdecimal():
+                self.used_bytes += int(size)
+        self.used_bytes += sum(file.num_bytes for file in quarantined_files(self._store))
+        self.used_bytes += sum(file.num_bytes for file in stored_files(self._store))
+        self.add(0)
+        return self.used_bytes
+
+
+@contextmanager
+def open_books(store: StoreDir) -> Iterator[Books]:
+    """Hold the lock.
+
+    Raises:
+        LockTimeoutError: not to be had within LOCK_SECONDS.
+        OSError: the store is gone or cannot be written, or its file system has no locks.
+    """
+    descriptor = os.open(store.used_bytes, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise LockTimeoutError
+            time.sleep(_POLL_SECONDS)
+        yield Books(store, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether no process writes this file any more: its lock went with its writer."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return _try_lock(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""Room for new files below the store's bound: what is least worth having goes first. Called by the store and by gc.
+
+Ranking all files of a large store takes a second or so. So a ranking serves for many files, up to one in RANKED_SHARE
+of those it ranked; what has been claimed since is passed over. In a small store every file is ranked anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import count
+
+from batchinfer.kv_store.block_file import FileName
+from batchinfer.kv_store.claims import Claims
+from batchinfer.kv_store.eviction import Worth, earliest, rank_files, worth_of
+from batchinfer.kv_store.space_ledger import Books, open_books
+from batchinfer.kv_store.store_dir import StoredFile, StoreDir, quarantined_files, stored_files
+
+RANKED_SHARE = 64
+_WORTHLESS: Worth = (-1, 0.0, 0)  # damaged files
+_PRICELESS: Worth = (2, 0.0, 0)
+
+
+class Room:
+    """Books room for files and evicts others for them.
+
+    Args:
+        max_bytes: bound of all files together; None: none.
+        on_evicted: is told each file that was deleted for room.
+    """
+
+    def __init__(
+        self,
+        store: StoreDir,
+        claims: Claims,
+        session: str,
+        max_bytes: int | None,
+        on_evicted: Callable[[StoredFile], None],
+    ) -> None:
+        self._store = store
+        self._claims = claims
+        self._session = session
+        self._numbers = count()
+        self._on_evicted = on_evicted
+        self.max_bytes = max_bytes
+        self._ranked: list[tuple[Worth, StoredFile]] = []  # the next to go last
+        self._num_left = 0  # of the ranking, how many may still go
+
+    def is_within_bound(self) -> bool:
+        """Whether all files, counted again, are below the bound."""
+        with open_books(self._store) as books:
+            books.count_again()
+            return self._fits(books, 0)
+
+    def book(self, name: FileName, num_bytes: int, ancestors: set[str]) -> tuple[int, str] | None:
+        """Room for one file: a descriptor and the path to write it at; None when all there is is worth more.
+
+        Args:
+            ancestors: names of the files with the blocks before it, which stay: without them it is worth nothing.
+
+        Raises:
+            LockTimeoutError, OSError: as in space.py.
+        """
+        worth = worth_of(name, earliest(name, self._claims.next_use), time.time())
+        with open_books(self._store) as books:
+            if self._fits(books, num_bytes) or (self._num_left > 0 and self._evict(books, num_bytes, worth, ancestors)):
+                return self._create(books, num_bytes)
+        if self._num_left > 0 and self._ranked:
+            self._num_left -= 1
+            return None
+        self._rank()
+        with open_books(self._store) as books:
+            books.count_again()
+            if self._evict(books, num_bytes, worth, ancestors):
+                return self._create(books, num_bytes)
+        return None
+
+    def shrink(self) -> None:
+        """Evict until all files are below the bound."""
+        self._rank()
+        with open_books(self._store) as books:
+            books.count_again()
+            self._evict(books, 0, _PRICELESS, set())
+
+    def _fits(self, books: Books, num_bytes: int) -> bool:
+        return self.max_bytes is None or books.used_bytes + num_bytes <= self.max_bytes
+
+    def _create(self, books: Books, num_bytes: int) -> tuple[int, str]:
+        return books.create(num_bytes, f"{self._session}-{next(self._numbers)}")
+
+    def _evict(self, books: Books, num_bytes: int, worth: Worth, ancestors: set[str]) -> bool:
+        """Delete ranked files that are worth less than this until so many bytes fit; False when they do not."""
+        while not self._fits(books, num_bytes):
+            if not self._ranked or self._ranked[-1][0] >= worth:
+                return False
+            victim_worth, victim = self._ranked.pop()
+            if self._may_go(victim, victim_worth, ancestors) and books.remove(victim.path, victim.num_bytes):
+                self._num_left -= 1
+                self._on_evicted(victim)
+        return True
+
+    def _may_go(self, file: StoredFile, worth: Worth, ancestors: set[str]) -> bool:
+        """Whether a ranked file is still worth no more than it was."""
+        if file.name is None:
+            return True
+        next_use = earliest(file.name, self._claims.next_use)
+        is_needed_sooner = next_use is not None and worth < (1, -float(next_use), -file.name.first)
+        return not is_needed_sooner and str(file.name) not in ancestors
+
+    def _rank(self) -> None:
+        self._claims.read_others()
+        files = list(stored_files(self._store))
+        last_use_s = {}
+        for file in files:
+            try:
+                last_use_s[file.path] = os.stat(file.path).st_mtime
+            except FileNotFoundError:  # evicted by another process
+                continue
+        ranked = [(_WORTHLESS, file) for file in quarantined_files(self._store)]
+        ranked += rank_files(files, last_use_s, self._claims.over_all_runs().get)
+        self._ranked = ranked[::-1]
+        self._num_left = len(ranked) // RANKED_SHARE

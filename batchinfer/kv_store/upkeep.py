@@ -1,0 +1,249 @@
+"""What `batchinfer kv` does: describe, verify and shrink a store, find a block in it. Called by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config import load_job
+from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
+from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
+from batchinfer.kv_store.claims import Claims
+from batchinfer.kv_store.counters import Counters
+from batchinfer.kv_store.disk import quarantine
+from batchinfer.kv_store.history import read_history
+from batchinfer.kv_store.space_ledger import LockTimeoutError, open_books
+from batchinfer.kv_store.space_manager import Room
+from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantined_files, stored_files
+from batchinfer.records import ConfigError
+
+VERIFY_THREADS = 4
+_UNITS = {"": 1} | {
+    f"{prefix}{infix}B": base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: plain, or with KB … PB (powers of 1000) or KiB … PiB (powers of 1024).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    units = {name.lower(): size for name, size in _UNITS.items()} | {"b": 1}
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(f"{text!r} is no number of bytes; write for example 500000000, 10GB or 1.5TiB")
+    return (
+        int(float(match[1]) * units[match[2].lower()]) if "." in match[1] else int(match[1]) * units[match[2].lower()]
+    )
+
+
+def open_store(target: Path) -> StoreDir:
+    """The store in a folder, or the one that a job file (*.toml) names.
+
+    Raises:
+        ConfigError: the folder is no store, or the job has none.
+    """
+    folder = target
+    if target.suffix == ".toml" and not target.is_dir():
+        job = load_job(target)
+        if job.kv.dir is None:
+            raise ConfigError(f"the job {target} has no KV store; set kv.dir in it or name the store's folder")
+        folder = Path(job.kv.dir)
+    store = StoreDir(folder)
+    check_store(store)
+    return store
+
+
+def describe_store(store: StoreDir) -> dict[str, Any]:
+    """What is in a store, by model, and what its sessions found and wrote."""
+    models: dict[str, dict[str, Any]] = {}
+    for file in stored_files(store):
+        if file.model not in models:
+            models[file.model] = {**_label(store, file.model), "blocks": 0, "files": 0, "bytes": 0, "last_use_s": 0.0}
+        assert file.name is not None
+        entry = models[file.model]
+        entry["blocks"] += len(file.name.blocks)
+        entry["files"] += 1
+        entry["bytes"] += file.num_bytes
+        entry["last_use_s"] = max(entry["last_use_s"], _last_use_s(file))
+    sessions = read_history(store)
+    damaged = quarantined_files(store)
+    totals = {key: sum(entry[key] for entry in models.values()) for key in ("blocks", "files", "bytes")}
+    totals |= {
+        key: sum(session.get(key, 0) for session in sessions)
+        for key in ("hit_tokens", "hit_bytes", "written_tokens", "written_bytes", "dropped_blocks", "evicted_files")
+    }
+    return {
+        "folder": str(store.root),
+        **totals,
+        "quarantined_files": len(damaged),
+        "quarantined_bytes": sum(file.num_bytes for file in damaged),
+        "models": list(models.values()),
+        "sessions": sessions,
+    }
+
+
+def verify_store(store: StoreDir) -> dict[str, Any]:
+    """Read every block and check it; damaged files are moved to quarantine where that is allowed."""
+    files = list(stored_files(store))
+    with ThreadPoolExecutor(VERIFY_THREADS) as threads:
+        reasons = list(threads.map(_problem_of, files))
+    found = [(file, reason) for file, reason in zip(files, reasons, strict=True) if reason is not None]
+    damaged = []
+    for file, reason in found:
+        stays = ""
+        try:
+            quarantine(store, file.path)
+        except OSError as error:
+            stays = f"; it stays where it is: {error.strerror}"
+        damaged.append({"file": os.path.basename(file.path), "reason": reason + stays})
+    return {
+        "folder": str(store.root),
+        "files": len(files),
+        "blocks": sum(len(file.name.blocks) for file in files if file.name is not None),
+        "bytes": sum(file.num_bytes for file in files),
+        "damaged": damaged,
+        "quarantine": str(store.quarantine),
+    }
+
+
+def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
+    """Delete what killed processes left and, given a bound, what is least worth having, until all files are below it.
+
+    Raises:
+        ConfigError: another process keeps the store locked, or it cannot be written.
+    """
+    counters = Counters()
+
+    def note(file: StoredFile) -> None:
+        counters.add(evicted_files=1, evicted_bytes=file.num_bytes)
+
+    session = f"gc-{os.getpid()}-{int(time.time() * 1000)}"
+    room = Room(store, Claims(store, session), session, max_bytes, note)
+    try:
+        with open_books(store) as books:
+            before = books.count_again()
+        room.shrink()
+        with open_books(store) as books:
+            after = books.used_bytes
+    except LockTimeoutError:
+        raise ConfigError(
+            f"another process keeps the KV store {store.root} locked; try again when it has ended"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot shrink the KV store {store.root}: {error.strerror or error}; run this as the user who owns it"
+        ) from None
+    return {
+        "folder": str(store.root),
+        "bytes_before": before,
+        "bytes_after": after,
+        "evicted_files": counters.evicted_files,
+        "evicted_bytes": counters.evicted_bytes,
+    }
+
+
+def find_block(store: StoreDir, text: str) -> Path:
+    """The file that holds a block.
+
+    Args:
+        text: its name in hex, or the first 12 digits of it or more.
+
+    Raises:
+        ConfigError: that is no name, or no file holds it.
+    """
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * SHORT_BYTES},{2 * NAME_BYTES}}}", text):
+        raise ConfigError(
+            f"{text!r} is no block: give its name in hex, {2 * SHORT_BYTES} to {2 * NAME_BYTES} digits of it"
+        )
+    short = bytes.fromhex(text[: 2 * SHORT_BYTES])
+    for file in stored_files(store):
+        if file.name is not None and short in file.name.blocks and _holds(file.path, text.lower()):
+            return Path(file.path)
+    raise ConfigError(f"the KV store {store.root} holds no block {text}")
+
+
+def format_description(found: dict[str, Any]) -> str:
+    """`describe_store` for people."""
+    lines = [
+        f"KV store {found['folder']}",
+        f"  {found['blocks']:,} blocks in {found['files']:,} files, {_size(found['bytes'])}",
+    ]
+    if found["quarantined_files"]:
+        lines.append(f"  quarantine: {found['quarantined_files']} files, {_size(found['quarantined_bytes'])}")
+    for model in found["models"]:
+        lines.append(
+            f"  {model.get('model', '?')}  {model.get('dtype', '?')}, {model.get('numerics', '?')}, blocks of "
+            f"{model.get('block_tokens', '?')} tokens: {model['blocks']:,} blocks, {_size(model['bytes'])}, "
+            f"last used {_when(model['last_use_s'])}"
+        )
+    lines.append(
+        f"  {len(found['sessions'])} sessions read {found['hit_tokens']:,} tokens ({_size(found['hit_bytes'])}) "
+        f"and wrote {found['written_tokens']:,} ({_size(found['written_bytes'])})"
+    )
+    lines += [
+        f"    {_when(session['started_s'])}  {session['model']}: {session['hit_tokens']:,} tokens read, "
+        f"{session['written_tokens']:,} written, {session['dropped_blocks']:,} blocks dropped, "
+        f"{session['damaged_files']:,} files damaged"
+        for session in found["sessions"][-10:]
+    ]
+    return "\n".join(lines)
+
+
+def _holds(path: str, text: str) -> bool:
+    """Whether the header of a file names a block that begins like this; a damaged one names none."""
+    try:
+        with open(path, "rb") as file:
+            return any(block.startswith(text) for block in parse_header(file.read(HEADER_BYTES)).blocks)
+    except (FileNotFoundError, DamagedFileError):
+        return False
+
+
+def _problem_of(file: StoredFile) -> str | None:
+    assert file.name is not None
+    identity_start, _, block_bytes = file.model.rpartition("-")
+    try:
+        check_file(file.path, file.name, identity_start=identity_start, block_bytes=int(block_bytes))
+    except FileNotFoundError:  # evicted meanwhile
+        return None
+    except DamagedFileError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
+
+
+def _label(store: StoreDir, model: str) -> dict[str, Any]:
+    """What identity.json says; without it only the name of the folder is known."""
+    try:
+        return {"folder": model, **json.loads((store.models / model / "identity.json").read_bytes())}
+    except (FileNotFoundError, ValueError, TypeError):
+        return {"folder": model}
+
+
+def _last_use_s(file: StoredFile) -> float:
+    try:
+        return os.stat(file.path).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _when(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
+def _size(num_bytes: int) -> str:
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KB", "MB", "GB", "TB", "PB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"

@@ -1,0 +1,75 @@
+"""Starts the ranks of one node of a larger group and keeps them running; the group's controller is on another node."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+from batchinfer.data.parquet import read_rows
+from batchinfer.launch.local_ranks import LocalRanks
+from batchinfer.launch.nodes import NodeShare, find_meeting_point
+from batchinfer.progress import note
+from batchinfer.records import InterruptedRunError
+from batchinfer.run.equal_rows import EqualRows
+from batchinfer.run.session import Session
+from batchinfer.rundir import RunDir
+from batchinfer.stop import StopSignal
+
+POLL_S = 0.2
+CONTROLLER_GONE = 5  # starts in a row after which no rank found the controller
+LEAVE_S = 90.0  # after a signal, for the controller to let the ranks go
+
+
+def serve_node(run: RunDir, session: Session, stop: StopSignal, node: NodeShare) -> None:
+    """Run this node's ranks until the controller lets them go.
+
+    Raises:
+        InterruptedRunError: a signal came, or the controller is gone.
+    """
+    stop.graceful = True
+    point = find_meeting_point(run, node, stop)
+    if point is None:
+        raise InterruptedRunError("stopped by a signal before the group had met")
+    ranks = LocalRanks(node.ranks, point.host, point.port, point.token, one_host=node.is_one_host)
+    try:
+        _keep_running(ranks, run, node, stop)
+    finally:
+        stop.graceful = False
+        ranks.kill()
+        _take_over(run, session, point.session)
+    if stop.requested:
+        raise InterruptedRunError("stopped; the group's controller has committed what was finished")
+
+
+def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSignal) -> None:
+    """Start the ranks again whenever one of them has failed; the controller does the same with the others."""
+    deadline = float("inf")
+    num_in_vain = 0
+    while True:
+        start_s = time.monotonic()
+        ranks.start()
+        while not (ended := ranks.ended()):
+            if stop.requested and deadline == float("inf"):
+                deadline = time.monotonic() + LEAVE_S  # the controller got the signal, too
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
+        # when one has left all leave; when one has failed the others notice
+        ranks.wait(POLL_S * 50)
+        if ranks.all_ended_well() or not run.meeting(node.name).exists():
+            return
+        for rank, how in ended.items():
+            note(f"warning: rank {rank} {how}; starting this node's ranks again")
+        ranks.kill()
+        num_in_vain = num_in_vain + 1 if time.monotonic() - start_s < 60 else 0
+        if num_in_vain >= CONTROLLER_GONE and not ranks.can_reach_controller():
+            raise InterruptedRunError("the group's controller is gone; run the same command to go on")
+
+
+def _take_over(run: RunDir, session: Session, controller: str) -> None:
+    """The group's first step is that of all its nodes, and what its ranks say of their rows holds for all."""
+    path = run.session_stats("nodes", controller)
+    if path.exists():
+        (row,) = read_rows(path)
+        session.first_prefill_s, session.device = row["first_prefill_s"], row["device"]
+        session.equal_rows = EqualRows(**{field.name: row[field.name] for field in fields(EqualRows)})

@@ -1,0 +1,91 @@
+"""Sorted runs of prompts on disk: each prompt stored as what it shares with the one before it, and the rest.
+
+Called by prefix_stream (writing) and run_merge (reading). A run is an Arrow IPC file; its record batches are blocks
+that can be read one by one, because the first prompt of each is stored whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, num_that_fit, offsets_of
+from batchinfer.plan.prefix.prompt_sort import join_heads, merge_sorted, take_tails
+
+SCHEMA = pa.schema([("index", pa.int64()), ("shared", pa.int64()), ("tail", pa.list_(pa.uint32()))])
+BLOCK_BYTES = 1 << 18  # most bytes of a block in memory, unless one prompt has more
+
+
+def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_index: int) -> None:
+    """Sort prompts and write them as one run.
+
+    Args:
+        token_ids: flat uint32.
+        offsets: [N + 1] int64.
+        first_index: place of prompt 0 in the input; the others follow it.
+    """
+    num_prompts = len(offsets) - 1
+    order, shared = merge_sorted(token_ids, offsets, np.zeros(num_prompts, np.int64), np.arange(num_prompts + 1))
+    lengths = np.diff(offsets)[order]
+    # zstd's lowest level: half the size of plain integers at several hundred megabytes per second
+    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
+    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, SCHEMA, options=options) as writer:
+        for first, end in _blocks(lengths):
+            skipped = shared[first:end].copy()
+            skipped[0] = 0
+            tails = take_tails(token_ids, offsets, order[first:end], skipped)
+            tail_offsets = np.concatenate([[0], np.cumsum(lengths[first:end] - skipped)]).astype(np.int32)
+            columns = [
+                pa.array(order[first:end] + first_index),
+                pa.array(shared[first:end]),
+                pa.ListArray.from_arrays(pa.array(tail_offsets), pa.array(tails)),
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+
+
+def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
+    """The prompts of a run in order, in parts of about `part_bytes`, at least one block each."""
+    number = 0
+    while blocks := _read_blocks(source, number, part_bytes):
+        number += len(blocks)
+        yield join_parts(blocks)
+
+
+def _read_blocks(source: Path, first: int, num_bytes: int) -> list[SortedPrompts]:
+    """Blocks from block `first` on that fit into `num_bytes`, at least one; none at the end of the run."""
+    blocks: list[SortedPrompts] = []
+    # opened anew each time, since a large job has more runs than a process may hold files open;
+    # not memory-mapped, since pages of the file would count as memory of this process
+    with pa.OSFile(str(source), "rb") as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(first, reader.num_record_batches):
+            block = _decoded(reader.get_batch(number))
+            blocks.append(block)
+            num_bytes -= block.num_bytes
+            if num_bytes < block.num_bytes:  # the next one is about as large
+                break
+    return blocks
+
+
+def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(first, end) of consecutive prompts that make up a block."""
+    offsets = offsets_of(lengths)
+    first = 0
+    while first < len(lengths):
+        end = first + max(num_that_fit(offsets, first, BLOCK_BYTES), 1)
+        yield first, end
+        first = end
+
+
+def _decoded(block: pa.RecordBatch) -> SortedPrompts:
+    shared = block["shared"].to_numpy()
+    heads = shared.copy()
+    heads[0] = 0
+    tail_lengths = pc.list_value_length(block["tail"]).to_numpy()
+    offsets = offsets_of(heads + tail_lengths)
+    token_ids = join_heads(block["tail"].flatten().to_numpy(), offsets, heads)
+    return SortedPrompts(block["index"].to_numpy(), token_ids, offsets, shared)

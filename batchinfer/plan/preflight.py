@@ -1,0 +1,47 @@
+"""Whether a job goes with its model and with itself, asked before a row is tokenised. No torch here.
+
+What depends on the machine that computes (its GPU, libraries, compiler) its ranks say: engine/rank_group.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.headers import read_headers
+from batchinfer.model.tensor_names import check_tensors
+from batchinfer.parallel.exchange_rules import check_device, check_rows
+from batchinfer.parallel.layout import rank_places
+from batchinfer.records import ConfigError, slots_per_rank
+
+# The device of ranks with these backends, wherever they are; of the others it depends on the machine.
+DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "sdpa": "cuda"}
+
+
+def check_job(job: JobConfig, model: ModelConfig) -> None:
+    """Refuse what the ranks would refuse on any machine.
+
+    Raises:
+        ModelError: the tensors do not fit config.json, by the headers of their files.
+        ConfigError: the experts do not spread evenly, or exchange, backend and dtype do not go together.
+    """
+    check_tensors(read_headers(Path(job.model.path)), model)
+    _check_experts(job.cluster, model)
+    device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
+    for exchange in sorted({place.exchange(job.cluster) for place in rank_places(job.cluster) if place.group_size > 1}):
+        if device_type is not None:
+            check_device(exchange, device_type)
+        if model.num_moe_layers:
+            check_rows(exchange, job.model.dtype, model.hidden_size)
+
+
+def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
+    """The experts must spread evenly over each group of ranks."""
+    if model.num_moe_layers == 0 and cluster.redundant_experts:
+        raise ConfigError(
+            f"cluster.redundant_experts is {cluster.redundant_experts}, but the model has no experts; leave it out"
+        )
+    if model.num_moe_layers:
+        for num_ranks in {cluster.num_prefill_ranks, cluster.num_decode_ranks} - {1}:
+            slots_per_rank(model.n_routed_experts, cluster.redundant_experts, num_ranks)

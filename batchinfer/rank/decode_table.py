@@ -1,0 +1,164 @@
+"""The running sequences of a rank as arrays, so that a decode step costs no Python per sequence. Called by decode."""
+
+# S running sequences, P pages of the one that has most
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.sampling import Sampled, SamplingRows
+from batchinfer.model.transformer import StepInput
+from batchinfer.rank.batch import sampling_rows, take_token
+from batchinfer.rank.micro_batches import halve_decode
+from batchinfer.rank.sequence import Sequence
+from batchinfer.records import RequestKey
+
+HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
+
+ROW = np.dtype(
+    [
+        ("kv_tokens", np.int64),  # that the next step attends to, its own new token included
+        ("num_new", np.int64),  # tokens generated
+        ("max_tokens", np.int64),
+        ("last_token", np.int64),
+        ("first_held", np.int64),  # column of the first token that its sequence does not have yet
+        ("ignores_eos", np.bool_),
+        ("is_watched", np.bool_),  # it has stop strings or wants logprobs: the sequence looks at every token itself
+    ],
+    align=True,
+)
+
+
+class DecodeTable:
+    """A row per sequence. A step counts up and stores the new tokens; sequences come and go row by row.
+
+    Most tokens change nothing but a count. A sequence hears of its tokens when it may have ended, when it looks at each
+    of them, when it leaves, and every HELD_STEPS steps.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self.sequences: list[Sequence] = []
+        self._eos_token_ids = eos_token_ids
+        self._eos_tokens = np.array(sorted(eos_token_ids), dtype=np.int64)
+        self._stop_tokens = np.zeros(0, dtype=np.int64)  # that end some of the sequences
+        self._rows = np.zeros(0, ROW)
+        self._pages = np.zeros((0, 1), dtype=np.int64)  # [S, P]
+        self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
+        self._num_held = 0  # columns of it that are filled
+        self._num_first: int | None = None  # sequences of micro-batch 0; None: not halved since one came or went
+        self.sampling = SamplingRows.of([], [])
+
+    @property
+    def num_new(self) -> np.ndarray:
+        """[S] tokens that each has generated so far."""
+        return self._rows["num_new"]
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that the next step attends to."""
+        return int(self._rows["kv_tokens"].sum())
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Sequences with at least one generated token join."""
+        if not sequences:
+            return
+        rows = np.zeros(len(sequences), ROW)
+        rows["kv_tokens"] = [sequence.kv_tokens for sequence in sequences]
+        rows["num_new"] = [len(sequence.token_ids) for sequence in sequences]
+        rows["max_tokens"] = [sequence.request.sampling.max_tokens for sequence in sequences]
+        rows["last_token"] = [sequence.token_ids[-1] for sequence in sequences]
+        rows["first_held"] = self._num_held
+        rows["ignores_eos"] = [sequence.request.sampling.ignore_eos for sequence in sequences]
+        rows["is_watched"] = [sequence.looks_at_every_token for sequence in sequences]
+        most_pages = max(self._pages.shape[1], *(len(sequence.pages) for sequence in sequences))
+        pages = np.zeros((len(self._rows) + len(sequences), most_pages), dtype=np.int64)
+        pages[: len(self._rows), : self._pages.shape[1]] = self._pages
+        for row, sequence in enumerate(sequences, len(self._rows)):
+            pages[row, : len(sequence.pages)] = sequence.pages
+        stops = {token for sequence in sequences for token in sequence.request.sampling.stop_token_ids}
+        self._stop_tokens = np.union1d(self._stop_tokens, np.array(sorted(stops), dtype=np.int64))
+        self.sequences += sequences
+        self._rows = np.concatenate([self._rows, rows])
+        self._pages = pages
+        self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
+        self.sampling = self.sampling.and_also(sampling_rows(sequences))
+        self._num_first = None
+
+    def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
+        """Take those of these requests that are here out."""
+        rows = [row for row, sequence in enumerate(self.sequences) if sequence.request.key in keys]
+        for row in rows:
+            self._hand_over(row)
+        return self._take_out(rows)
+
+    def halves(self) -> tuple[slice, slice]:
+        """The rows of two micro-batches, equal in number and nearly equal in KV tokens."""
+        if self._num_first is None:
+            order, self._num_first = halve_decode(self._rows["kv_tokens"])
+            self._keep(order)
+        return slice(0, self._num_first), slice(self._num_first, None)
+
+    def next_step(self, rows: slice) -> StepInput:
+        """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
+        kv_tokens = self._rows["kv_tokens"][rows]
+        positions = kv_tokens - 1
+        page = self._pages[rows][np.arange(len(positions)), positions // PAGE_TOKENS]
+        used_pages = -(-int(kv_tokens.max(initial=1)) // PAGE_TOKENS)
+        return StepInput(
+            tokens=torch.from_numpy(self._rows["last_token"][rows].copy()),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(page * PAGE_TOKENS + positions % PAGE_TOKENS),
+            logit_rows=torch.arange(len(positions)),
+            page_table=torch.from_numpy(self._pages[rows, :used_pages]),
+            kv_tokens=torch.from_numpy(kv_tokens.copy()),
+        )
+
+    def accept(self, sampled: Sampled) -> list[Sequence]:
+        """Every sequence has one more token; those that end with it leave and are returned."""
+        rows = self._rows
+        rows["kv_tokens"] += 1
+        rows["num_new"] += 1
+        rows["last_token"] = sampled.tokens
+        may_end = ~sampled.is_finite | rows["is_watched"] | (rows["num_new"] >= rows["max_tokens"])
+        may_end |= _are_among(sampled.tokens, self._eos_tokens) & ~rows["ignores_eos"]
+        may_end |= _are_among(sampled.tokens, self._stop_tokens)
+        asked = np.flatnonzero(may_end).tolist()
+        for row in asked:
+            self._hand_over(row)
+            take_token(self.sequences[row], sampled, row, self._eos_token_ids)
+        self._held[:, self._num_held] = sampled.tokens
+        self._num_held += 1
+        rows["first_held"][asked] = self._num_held
+        if self._num_held == HELD_STEPS:
+            for row in range(len(rows)):
+                self._hand_over(row)
+            rows["first_held"] = self._num_held = 0
+        return self._take_out([row for row in asked if self.sequences[row].finish_reason is not None])
+
+    def _hand_over(self, row: int) -> None:
+        """Give a sequence its tokens that are only here."""
+        first = int(self._rows["first_held"][row])
+        if first < self._num_held:
+            self.sequences[row].token_ids += self._held[row, first : self._num_held].tolist()
+
+    def _take_out(self, rows: list[int]) -> list[Sequence]:
+        taken = [self.sequences[row] for row in rows]
+        if taken:
+            self._keep(np.delete(np.arange(len(self.sequences)), rows))
+            self._num_first = None
+        return taken
+
+    def _keep(self, rows: np.ndarray) -> None:
+        """Only these rows, in this order."""
+        self.sequences = [self.sequences[row] for row in rows.tolist()]
+        self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
+        self.sampling = self.sampling.take(rows)
+
+
+def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
+    """[S] bool; for a handful of tokens this is several times quicker than np.isin."""
+    return (tokens[:, None] == few).any(axis=1)

@@ -1,0 +1,52 @@
+"""Whether a row of this rank's has the same bits alone and among others: known of C++, measured of plain PyTorch.
+
+Said once, when the model stands. A GPU's libraries may split sums by what else there is, so nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from batchinfer.host_info import matrix_library_mode, matrix_library_settings, processor_kind, processor_name
+from batchinfer.model.transformer import Transformer
+from batchinfer.rank.device import device_name
+from batchinfer.run.equal_rows import EqualRows
+from batchinfer_kernels.backend import AUTO
+from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.row_check import why_rows_differ
+
+_PLAIN = "reference"  # a backend, and how the names of its operations' modules begin
+
+
+def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
+    """What holds for this model in this process, with its number of threads.
+
+    Args:
+        backend: that the model was loaded with, for advice.
+    """
+    kinds = model.kernels.split(", ")[0].split()
+    if model.device.type != "cpu" or not (model.has_fixed_sums or all(kind.startswith(_PLAIN) for kind in kinds)):
+        processor = device_name(model.device) if model.device.type != "cpu" else processor_name()
+        reason = "kernels for GPUs may split a row's sums by what else there is; it is not measured"
+        return EqualRows(None, reason, processor, f"{processor}, {model.kernels}")
+    if model.has_fixed_sums:
+        return EqualRows(True, None, f"{processor_name()} ({cpu_build.instructions().name})", model.kernels)
+    computations = model.plain_computations
+    units = torch.backends.cpu.get_cpu_capability()
+    settings = f"OMP_NUM_THREADS={torch.get_num_threads()} MKL_CBWR={matrix_library_mode()}"
+    found = why_rows_differ(computations)
+    return EqualRows(
+        found is None,
+        None if found is None else f"in plain PyTorch {found}; {_remedy(backend)}",
+        f"{processor_name()} ({units})",
+        f"plain PyTorch {torch.__version__} on {processor_kind()} with {settings}",
+    )
+
+
+def _remedy(backend: str) -> str:
+    """What to do about plain PyTorch that depends on the batch."""
+    if matrix_library_mode() and not matrix_library_settings():
+        return "unset MKL_CBWR in the environment"
+    if backend == _PLAIN:
+        return 'set cluster.backend = "auto", which takes the C++ operations where it can'
+    return f"the C++ operations, which are equal, cannot run here: {cpu_build.why_not()}"

@@ -1,0 +1,121 @@
+"""One request on its way through prefill and decode: its pages, its tokens, and when it is finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batchinfer.data.tokenizer import PromptTokenizer, TextStream
+from batchinfer.kv.pages import pages_for
+from batchinfer.protocol.feed import CachedTokens
+from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A running request.
+
+    pages   [0, num_shared)   held together with the prefix tree, read only up to the prompt's end
+            [num_shared, end)  its own, enough for the prompt and all tokens it may generate
+    """
+
+    request: Request
+    pages: list[int]
+    num_computed: int  # prompt tokens whose KV is in the pages (after the step being built)
+    times: RequestTimes
+    stream: TextStream | None  # only for requests with stop strings
+    num_prefill_steps: int = 0
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text_so_far: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    ended_by_token: bool = False  # by the model's end token or a stop token, which is then not part of the text
+    error: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV length that the next decode step attends to, its own new token included."""
+        return self.num_prompt_tokens + len(self.token_ids)
+
+    @property
+    def looks_at_every_token(self) -> bool:
+        """Whether more than its end depends on a token."""
+        return self.stream is not None or self.request.sampling.logprobs is not None
+
+    def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
+        """Add a generated token and decide whether it was the last one."""
+        sampling = self.request.sampling
+        self.token_ids.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token in eos_token_ids and not sampling.ignore_eos:
+            self.finish_reason, self.ended_by_token = "stop", True
+        elif token in sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
+        else:
+            self._look_for_stop_string(token)
+        if self.finish_reason is None and len(self.token_ids) >= self.request.sampling.max_tokens:
+            self.finish_reason = "length"
+
+    def fail(self, error: str) -> None:
+        """End this request alone as an error row."""
+        self.finish_reason, self.error = "error", error
+
+    def completion(self, tokenizer: PromptTokenizer) -> Completion:
+        """The finished request; the text ends before a stop token or stop string."""
+        failed = self.error is not None
+        text = "" if failed else tokenizer.decode(self.token_ids[:-1] if self.ended_by_token else self.token_ids)
+        if self.finish_reason == "stop" and not self.ended_by_token:
+            text = _before_first(text, self.request.sampling.stop)
+        num_prompt, num_new = self.num_prompt_tokens, len(self.token_ids)
+        return Completion(
+            key=self.request.key,
+            unit=self.request.unit,
+            text=text,
+            token_ids=[] if failed else self.token_ids,
+            finish_reason=self.finish_reason or "error",
+            stop_reason=self.stop_reason,
+            prompt_tokens=num_prompt,
+            cached_memory_tokens=self.cached.memory,
+            cached_disk_tokens=self.cached.disk,
+            # the i-th new token (from 0) attends to the prompt and the i tokens before it
+            kv_tokens_sum=num_new * num_prompt + num_new * (num_new - 1) // 2,
+            times=self.times,
+            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+            error=self.error,
+            replicated_tokens=self.cached.replicated,
+        )
+
+    def _look_for_stop_string(self, token: int) -> None:
+        if self.stream is None:
+            return
+        piece = self.stream.push(token)
+        if not piece:
+            return
+        stop = self.request.sampling.stop
+        self.text_so_far += piece
+        # a stop string can only be new where it touches the new piece
+        start = max(0, len(self.text_so_far) - len(piece) - max(map(len, stop)) + 1)
+        found = [(self.text_so_far.find(text, start), text) for text in stop]
+        found = [(place, text) for place, text in found if place >= 0]
+        if found:
+            self.finish_reason, self.stop_reason = "stop", min(found)[1]
+
+
+def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
+    """Pages for the prompt and every token it may generate but the last, which nobody attends to.
+
+    Args:
+        prompt_only: without the generated tokens, for a rank that only runs prefill.
+    """
+    return pages_for(len(request.token_ids) + (0 if prompt_only else request.sampling.max_tokens - 1))
+
+
+def _before_first(text: str, stops: tuple[str, ...]) -> str:
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(places)] if places else text

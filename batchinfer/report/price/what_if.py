@@ -1,0 +1,156 @@
+"""Cost, revenue and margins of a job from its numbers: `batchinfer price`. From a run, from options, or both."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from batchinfer.config import load_job
+from batchinfer.records import ConfigError
+from batchinfer.report.metrics import report_metrics
+from batchinfer.report.price import margin
+from batchinfer.report.price.price_list import PRICES, PriceList
+from batchinfer.rundir import RunDir
+
+LABEL_WIDTH = 34
+VALUE_WIDTH = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """What a job used and delivered; None: not known."""
+
+    hit_tokens: float | None = None
+    miss_tokens: float | None = None
+    output_tokens: float | None = None
+    nodes: float | None = None
+    gpus_per_node: float | None = None
+    hours: float | None = None
+    gpu_hours: float | None = None  # of a run; nodes, gpus_per_node and hours go before it
+
+    @property
+    def held_gpu_hours(self) -> float | None:
+        """Accelerator-hours paid for."""
+        if self.nodes is None or self.gpus_per_node is None or self.hours is None:
+            return self.gpu_hours
+        return margin.gpu_hours(self.nodes, self.gpus_per_node, self.hours)
+
+
+def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
+    """Tokens and accelerator-hours of a finished run, and the prices of its job.
+
+    Raises:
+        ConfigError: the folder is no finished run.
+    """
+    figures = report_metrics(run_folder)
+    hit = figures["cached_tokens"] or 0
+    amounts = Amounts(
+        hit_tokens=hit,
+        miss_tokens=(figures["input_tokens"] or 0) - hit,
+        output_tokens=figures["output_tokens"],
+        gpu_hours=figures["gpu_hours"],
+        hours=None if figures["wall_s"] is None else figures["wall_s"] / 3600,
+    )
+    return amounts, PriceList(**load_job(RunDir(Path(run_folder)).job).pricing.model_dump())
+
+
+def with_changes(amounts: Amounts, **changes: float | None) -> Amounts:
+    """The amounts with some replaced (the what-if); None leaves one as it is.
+
+    Raises:
+        ConfigError: a negative or infinite amount, or a part of what a run's accelerator-hours are made of.
+    """
+    for name, value in changes.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number that is at least 0")
+    given = {name: value for name, value in changes.items() if value is not None}
+    held = {"nodes", "gpus_per_node", "hours"} & set(given)
+    if held and amounts.gpu_hours is not None and not {"nodes", "gpus_per_node"} <= held:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(held))
+        raise ConfigError(f"{names} alone cannot replace what the run held; give --nodes and --gpus-per-node, too")
+    return replace(amounts, **given)
+
+
+def price(
+    amounts: Amounts, prices: PriceList, *, is_batch: bool = False, start_minute: float | None = None
+) -> dict[str, float | None]:
+    """The figures, by the names that the report uses; None for what cannot be known.
+
+    $ per million tokens by three conventions: the cost spread over output tokens alone; over input and output tokens;
+    over tokens that were computed (misses and output).
+
+    Raises:
+        ConfigError: nothing can be computed at all, or off-peak hours without the job's length.
+    """
+    hit, miss, output = amounts.hit_tokens, amounts.miss_tokens, amounts.output_tokens
+    factor = prices.token_factor(is_batch=is_batch, start_minute=start_minute, hours=amounts.hours)
+    gpu_hours = amounts.held_gpu_hours
+    cost = None if gpu_hours is None else margin.cost(gpu_hours, prices.gpu_hour)
+    revenue = None
+    inputs = computed = None
+    if hit is not None and miss is not None:
+        inputs = hit + miss
+        if output is not None:
+            list_price = margin.revenue(
+                hit, miss, output, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output
+            )
+            revenue = None if list_price is None else list_price * factor
+    if miss is not None and output is not None:
+        computed = miss + output
+    if cost is None and revenue is None:
+        raise ConfigError(
+            "neither cost nor revenue can be computed; give --nodes, --gpus-per-node, --hours and --gpu-hour, or "
+            "--hit-tokens, --miss-tokens, --output-tokens and three token prices (--prices FILE has prices)"
+        )
+    return {
+        "input_tokens": inputs,
+        "cached_tokens": hit,
+        "cache_hit_rate": None if not inputs or hit is None else hit / inputs,
+        "output_tokens": output,
+        "gpu_hours": gpu_hours,
+        "cost_usd": cost,
+        "revenue_usd": revenue,
+        "profit_usd": None if cost is None or revenue is None else revenue - cost,
+        "cost_profit_margin": margin.cost_profit_margin(revenue, cost),
+        "gross_margin": margin.gross_margin(revenue, cost),
+        "token_price_factor": factor,
+        "usd_per_million_output_tokens": margin.per_million(cost, output),
+        "usd_per_million_tokens": margin.per_million(
+            cost, None if inputs is None or output is None else inputs + output
+        ),
+        "usd_per_million_computed_tokens": margin.per_million(cost, computed),
+    }
+
+
+def format_price(figures: dict[str, float | None], prices: PriceList) -> str:
+    """The figures as lines with units, and where the prices come from."""
+    rows: list[tuple[str, str, str, float]] = [
+        ("input_tokens", "input", "tokens", 1),
+        ("cached_tokens", "of it from a cache", "tokens", 1),
+        ("cache_hit_rate", "hit share", "%", 100),
+        ("output_tokens", "output", "tokens", 1),
+        ("gpu_hours", "GPU-hours", "h", 1),
+        ("cost_usd", "cost", "$", 1),
+        ("revenue_usd", "revenue at these prices", "$", 1),
+        ("profit_usd", "profit", "$", 1),
+        ("cost_profit_margin", "cost profit margin (profit / cost)", "%", 100),
+        ("gross_margin", "gross margin (profit / revenue)", "%", 100),
+        ("token_price_factor", "token prices after discounts", "%", 100),
+        ("usd_per_million_output_tokens", "cost per M output tokens", "$", 1),
+        ("usd_per_million_tokens", "cost per M input + output tokens", "$", 1),
+        ("usd_per_million_computed_tokens", "cost per M computed tokens", "$", 1),
+    ]
+    lines = [f"{label:{LABEL_WIDTH}}{_text(figures[key], factor):>{VALUE_WIDTH}} {unit}"
+             for key, label, unit, factor in rows]  # fmt: skip
+    known = {name: value for name, value in asdict(prices).items() if name in PRICES and value is not None}
+    lines.append("prices: " + ", ".join(f"{name} ${value:g}" for name, value in known.items()))
+    if prices.source:
+        lines.append(f"source: {prices.source} ({prices.date})")
+    return "\n".join(lines)
+
+
+def _text(value: float | None, factor: float) -> str:
+    if value is None:
+        return "-"
+    value *= factor
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"

@@ -1,0 +1,108 @@
+"""One command on one machine and its times, as a row of stats/nodes. Called by the commands."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from batchinfer.config import ClusterConfig
+from batchinfer.data.parquet import table_writer
+from batchinfer.data.schemas import STATS_NODES
+from batchinfer.host_info import node_name
+from batchinfer.records import InterruptedRunError
+from batchinfer.run.equal_rows import EqualRows
+from batchinfer.rundir import RunDir
+from batchinfer.stop import StopSignal
+
+
+class Session:
+    """Keeps one row of stats/nodes up to date from the process's start to its end, whatever the end is.
+
+    The row says 'running' until the session closes, so a killed session is seen as one.
+    """
+
+    _sessions = 0  # of this process
+
+    def __init__(self, command: str, stop: StopSignal) -> None:
+        self._stop = stop
+        self.command = command
+        self.node = node_name()
+        # the first session of a process began with it: starting Python and importing count as well
+        self.start_s = time.time() if Session._sessions else process_start_s()
+        self.name = f"{int(time.time() * 1000):013d}-{self.node}-{os.getpid()}-{Session._sessions}"
+        Session._sessions += 1
+        self._cluster: ClusterConfig | None = None
+        self._num_ranks = 0
+        self.restarts = 0  # of the ranks, after one of them died
+        self.moves = 0  # of running requests from one rank to another
+        self.device: str | None = None
+        self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
+        self.first_prefill_s: float | None = None
+        self._run: RunDir | None = None
+
+    def attach(self, run: RunDir) -> None:
+        """Start recording, once the run folder is known to be this job's."""
+        self._run = run
+        self.record("running")
+
+    def hold_ranks(self, cluster: ClusterConfig, *, num_ranks: int) -> None:
+        """From now on the command holds so many of the job's ranks on this node."""
+        self._cluster, self._num_ranks = cluster, num_ranks
+
+    def record(self, state: str) -> None:
+        """Publish the row with the end set to now."""
+        if self._run is None:
+            return
+        row = {
+            "session": self.name,
+            "command": self.command,
+            "node": self.node,
+            "num_ranks": self._num_ranks,
+            "mode": None if self._cluster is None else self._cluster.mode,
+            "prefill_ranks": 0 if self._cluster is None else self._cluster.num_prefill_ranks,
+            "decode_ranks": 0 if self._cluster is None else self._cluster.num_decode_ranks,
+            "device": self.device,
+            **asdict(self.equal_rows or EqualRows()),
+            "restarts": self.restarts,
+            "moves": self.moves,
+            "start_s": self.start_s,
+            "first_prefill_s": self.first_prefill_s,
+            "end_s": time.time(),
+            "state": state,
+        }
+        with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
+            writer.write_table(pa.Table.from_pylist([row], schema=STATS_NODES.schema))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._stop.requested and not isinstance(error, InterruptedRunError):
+            # a library was in the middle of a call and raised something of its own instead
+            error = InterruptedRunError("stopped by a signal; run the same command to go on")
+        if self._run is not None and self._run.root.is_dir():
+            interrupted = isinstance(error, InterruptedRunError)
+            self.record("interrupted" if interrupted else "failed" if error is not None else "done")
+        if isinstance(error, InterruptedRunError):
+            raise error from None
+
+
+def process_start_s() -> float:
+    """Unix time when this process started (its first Python line where /proc is missing)."""
+    try:
+        # field 22 of stat, counted after the parenthesised name, is the start in clock ticks since boot
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_LINE_S
+    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_FIRST_LINE_S = time.time()

@@ -1,0 +1,1 @@
+"""A run on a Slurm cluster: submitted, watched, cancelled, resized by the time of day."""

@@ -1,0 +1,90 @@
+"""Tasks of a run by time of day, so that it takes what others leave free. Called by `batchinfer submit --follow`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from batchinfer.progress import note
+from batchinfer.records import ConfigError, IncompleteRunError
+from batchinfer.rundir import RunDir, read_json
+from batchinfer.slurm.client import ArraySize, parse_size
+from batchinfer.slurm.submit import is_in_slurm, resize
+
+LOOK_S = 15.0
+ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
+
+
+def parse_schedule(entries: list[str]) -> list[tuple[int, ArraySize]]:
+    """Read the entries of slurm.schedule.
+
+    Args:
+        entries: `HH:MM N` or `HH:MM N%M`, in any order.
+
+    Returns:
+        (minute of the day, size from then on), sorted.
+
+    Raises:
+        ConfigError: an entry is something else, or two have the same time.
+    """
+    found: dict[int, ArraySize] = {}
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        if match is None:
+            raise ConfigError(
+                f"slurm.schedule holds {entry!r}; write the time and the tasks from then on: '20:00 32%16'"
+            )
+        minute = int(match[1]) * 60 + int(match[2])
+        if minute in found:
+            raise ConfigError(f"slurm.schedule has two entries for {match[1]}:{match[2]}; leave one out")
+        found[minute] = parse_size(match[3])
+    return sorted(found.items())
+
+
+def size_at(schedule: list[tuple[int, ArraySize]], minute: int) -> ArraySize:
+    """The size at a minute of the day: that of the last entry before it; the night's last one holds past midnight."""
+    earlier = [size for start, size in schedule if start <= minute]
+    return earlier[-1] if earlier else schedule[-1][1]
+
+
+def follow(run: RunDir, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S) -> None:
+    """Resize a submitted run whenever the schedule says so, until it is finished.
+
+    Args:
+        minute_now: minute of the day.
+        look_s: seconds between looks.
+
+    Raises:
+        ConfigError: the job has no schedule, or Slurm refuses.
+        IncompleteRunError: everything has ended in Slurm, and the run is not finished.
+    """
+    schedule = parse_schedule(entries)
+    if not schedule:
+        raise ConfigError(
+            "the job has no slurm.schedule to follow; add one, for example schedule = ['08:00 4', '20:00 32']"
+        )
+    has: ArraySize | None = None
+    while not _is_finished(run):
+        wanted = size_at(schedule, minute_now())
+        if wanted != has:
+            sent, away = resize(run, wanted)
+            added = 0 if sent is None else sent.size.tasks
+            note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
+            has = wanted
+        elif wanted.tasks and not is_in_slurm(run) and not _is_finished(run):
+            raise IncompleteRunError(
+                f"all that was sent for {run.root} has ended, but the run is not finished; `batchinfer status` and the "
+                f"logs in {run.slurm} say why"
+            )
+        time.sleep(look_s)
+
+
+def _is_finished(run: RunDir) -> bool:
+    return read_json(run.run_json)["state"] in ("finished", "partial")
+
+
+def local_minute() -> int:
+    """The minute of the day in this machine's time zone."""
+    now = time.localtime()
+    return now.tm_hour * 60 + now.tm_min

@@ -1,0 +1,248 @@
+"""How far a run is, from its folder alone: on a login node, while others work on it. Called by `batchinfer status`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchinfer.controller.claims import LEASE_S, last_claim, result_files, winning_claim
+from batchinfer.data.parquet import read_rows
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, file_system_s, read_json
+from batchinfer.slurm import client, submit
+
+WINDOW_S = 300.0  # speeds are those of the last minutes
+# why tasks wait when nothing is wrong
+USUAL_REASONS = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who works on a unit."""
+
+    unit: int
+    node: str
+    task: str | None  # of Slurm
+    restarts: int  # of that task
+    held_s: float  # since it was claimed
+    silent_s: float  # since the lease was renewed
+    requests: int
+    requests_done: int  # durable
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a run is; `status --json` prints these names."""
+
+    run: str
+    state: str  # 'planning', 'planned', 'finished' or 'partial'
+    units: int
+    units_done: int
+    units_running: int
+    units_waiting: int
+    units_failed: int  # units with failed requests
+    rows: int  # output rows
+    rows_bad: int  # of these, error rows since the plan
+    requests: int  # to compute
+    requests_done: int  # durable, the failed ones too
+    requests_failed: int
+    tokens_per_s: float | None  # run through the model, lately; None while nobody works
+    requests_per_s: float | None
+    left_s: float | None  # at this speed
+    tasks_running: int | None  # of Slurm; None where its commands are missing or nothing was submitted
+    tasks_waiting: int | None
+    running: list[Holder] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of results, which never changes."""
+
+    rows: int
+    failed: int
+    written_s: float
+    errors: tuple[str, ...] = ()
+
+
+class StatusReader:
+    """Reads a run's status again and again; what cannot change any more is read once."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        state = read_json(run.run_json)
+        if state["state"] == "planning":
+            raise ConfigError(f"{run.root} has no complete plan yet; wait for `batchinfer plan`, or run it again")
+        self._units = read_rows(run.units)
+        self._files: dict[Path, _File] = {}
+        self._done: dict[int, list[Path]] = {}  # unit -> its files
+
+    def read(self) -> Status:
+        """The status now.
+
+        Raises:
+            ConfigError: a file of the run folder is missing or damaged.
+        """
+        state = read_json(self._run.run_json)
+        now_s = file_system_s(self._run.root)
+        holders: list[Holder] = []
+        silent: list[Holder] = []
+        finished: list[list[_File]] = []
+        for row in self._units:
+            unit = row["unit"]
+            files = self._done_files(unit)
+            if files is None:
+                claim = last_claim(self._run, unit)
+                files = [] if claim is None else result_files(claim)
+                holder = None if claim is None else self._holder(row, claim, files, now_s)
+                if holder is not None:
+                    (silent if holder.silent_s > LEASE_S else holders).append(holder)
+            finished.append([self._file(path) for path in files])
+        files_now = [file for files in finished for file in files]
+        done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
+        total = sum(row["num_requests"] for row in self._units)
+        rate = _rate(files_now, now_s) if holders else None
+        tasks, trouble = self._slurm()
+        counts = state["counts"]
+        return Status(
+            run=str(self._run.root),
+            state=state["state"],
+            units=len(self._units),
+            units_done=len(self._done),
+            units_running=len(holders),
+            units_waiting=len(self._units) - len(self._done) - len(holders),
+            units_failed=sum(any(file.failed for file in files) for files in finished),
+            rows=counts["rows"],
+            rows_bad=counts["bad_rows"],
+            requests=total,
+            requests_done=done,
+            requests_failed=failed,
+            tokens_per_s=self._tokens_per_s(now_s) if holders else None,
+            requests_per_s=rate,
+            left_s=(total - done) / rate if rate else None,
+            tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
+            tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
+            running=holders,
+            problems=_problems(state, silent, files_now, self._failed_sessions(), self._run) + trouble,
+        )
+
+    def _done_files(self, unit: int) -> list[Path] | None:
+        if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
+            return self._done[unit]
+        self._done.pop(unit, None)
+        claim = winning_claim(self._run, unit)
+        if claim is not None:
+            self._done[unit] = result_files(claim)
+        return self._done.get(unit)
+
+    def _holder(self, row: dict[str, Any], claim: Path, files: list[Path], now_s: float) -> Holder | None:
+        path = claim / "lease.json"
+        lease = read_json(path)
+        if lease["released"]:
+            return None
+        return Holder(
+            unit=row["unit"],
+            node=lease.get("node", lease["host"]),
+            task=lease.get("task"),
+            restarts=lease.get("restarts", 0),
+            held_s=max(0.0, now_s - (claim / "claim.json").stat().st_mtime),
+            silent_s=max(0.0, now_s - path.stat().st_mtime),
+            requests=row["num_requests"],
+            requests_done=sum(self._file(file).rows for file in files),
+        )
+
+    def _file(self, path: Path) -> _File:
+        if path not in self._files:
+            self._files[path] = _read_file(path)
+        return self._files[path]
+
+    def _tokens_per_s(self, now_s: float) -> float | None:
+        """Each session by its own clock, over the last minutes it has told of."""
+        spans: dict[str, list[tuple[float, float, int]]] = {}
+        for path in (self._run.stats / "steps").glob("*.parquet"):
+            if now_s - path.stat().st_mtime > WINDOW_S:
+                continue
+            table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
+            for session, start, duration, tokens in zip(*table.values(), strict=True):
+                spans.setdefault(session, []).append((start, start + duration, tokens))
+        if not spans:
+            return None
+        rates = []
+        for steps in spans.values():
+            end = max(step[1] for step in steps)
+            recent = [step for step in steps if step[1] > end - WINDOW_S]
+            rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
+        return sum(rates)
+
+    def _failed_sessions(self) -> int:
+        paths = (self._run.stats / "nodes").glob("*.parquet")
+        return sum(row["state"] == "failed" and row["command"] == "work" for path in paths for row in read_rows(path))
+
+    def _slurm(self) -> tuple[list[client.Task] | None, list[str]]:
+        """The run's tasks in Slurm, and what is wrong with them."""
+        if not submit.submissions(self._run) or not client.is_here():
+            return None, []
+        try:
+            tasks = submit.live_tasks(self._run)
+        except ConfigError as error:
+            return None, [str(error)]
+        waiting = Counter(task.reason for task in tasks if task.is_pending)
+        unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
+        return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _read_file(path: Path) -> _File:
+    metadata = pq.read_metadata(path)
+    failed: tuple[str, ...] = ()
+    if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
+        table = pq.read_table(path, columns=["status", "error"]).to_pydict()
+        failed = tuple(error for status, error in zip(*table.values(), strict=True) if status == "error")
+    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, failed[:10])
+
+
+def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
+    """Whether a row group may hold anything but 'ok', by its footer."""
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema == "status":
+            known = column.statistics
+            return known is None or not known.has_min_max or (known.min, known.max) != ("ok", "ok")
+    return True
+
+
+def _rate(files: list[_File], now_s: float) -> float | None:
+    """Requests per second that became durable in the last minutes."""
+    recent = [file for file in files if now_s - file.written_s <= WINDOW_S]
+    if not recent:
+        return None
+    earlier = [file.written_s for file in files if now_s - file.written_s > WINDOW_S]
+    since = WINDOW_S if earlier else now_s - min(file.written_s for file in recent)
+    return sum(file.rows for file in recent) / max(since, 1.0)
+
+
+def _problems(
+    state: dict[str, Any], silent: list[Holder], files: list[_File], failed_sessions: int, run: RunDir
+) -> list[str]:
+    problems = [f"{shard['path']}: {shard['problem']}" for shard in state["shards"] if shard["problem"] is not None]
+    problems += [
+        f"unit {holder.unit}: {holder.node} has been silent for {duration(holder.silent_s)}; others may take it"
+        for holder in silent
+    ]
+    if failed_sessions:
+        problems.append(f"{failed_sessions} `work` commands failed; what they said is in their logs")
+    errors = Counter(error for file in files for error in file.errors)
+    problems += [f"{count} x {error}" for error, count in errors.most_common(3)]
+    if errors:
+        problems.append(f"`batchinfer retry {run.root}` gives failed requests another try")
+    return problems
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would take."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

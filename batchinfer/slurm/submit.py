@@ -1,0 +1,317 @@
+"""A run as Slurm jobs: one array of tasks that share the units, and a job behind it that finishes.
+
+    slurm/0000.json            one submission: what was asked for, the arrays, the job that finishes
+    slurm/%A_%a.log            what each task said; requeued tasks go on in the same file
+    slurm/finish-%j.log
+    slurm/drain/<array>_<task> this task was sent away: it does not go back into the queue
+
+Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
+Called by `batchinfer submit`, `cancel`, `retry` and `status`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.parallel.layout import rank_places
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
+from batchinfer.slurm import client
+from batchinfer.slurm.client import ArraySize, Task
+
+Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What each task of an array gets; names of Slurm's own options, None where the cluster's default counts."""
+
+    nodes_per_group: int = 1
+    gpus_per_node: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    qos: str | None = None
+    sbatch_args: tuple[str, ...] = ()
+    template: str | None = None  # the person's own files instead of those that come with batchinfer
+    finish_template: str | None = None
+
+
+@dataclass(slots=True)
+class Submission:
+    """What was sent."""
+
+    shape: Shape
+    size: ArraySize
+    arrays: list[str] = field(default_factory=list)  # job numbers
+    finish: str | None = None  # its number
+    path: Path | None = None  # the record of it
+
+
+def check_shape(job: JobConfig, shape: Shape) -> None:
+    """Find what is wrong before anything is planned or sent.
+
+    Raises:
+        ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
+            their rows cannot travel between these.
+    """
+    for option in ("partition", "account", "qos"):
+        value = getattr(shape, option)
+        if value is not None:
+            client.check_name(f"--{option}", value)
+    if shape.time is not None:
+        client.check_time(shape.time)
+    for argument in shape.sbatch_args:
+        client.check_extra_argument(argument)
+    for name, own in (("array.sbatch", shape.template), ("finish.sbatch", shape.finish_template)):
+        client.find_template(name, None if own is None else Path(own))
+    num_ranks, nodes = job.cluster.num_ranks, shape.nodes_per_group
+    if num_ranks % nodes:
+        raise ConfigError(
+            f"the job's {num_ranks} ranks do not spread evenly over {nodes} nodes; change --nodes-per-group or the "
+            "ranks in [cluster]"
+        )
+    _check_exchange(job.cluster, num_ranks // nodes)
+    gpus = shape.gpus_per_node
+    if gpus is not None and num_ranks // nodes > gpus:
+        raise ConfigError(
+            f"{num_ranks // nodes} ranks per node need as many GPUs, but --gpus-per-node is {gpus}; change one of them"
+        )
+
+
+def _check_exchange(cluster: ClusterConfig, ranks_per_node: int) -> None:
+    """Shared memory reaches no other node."""
+    for place in rank_places(cluster):
+        if cluster.exchange == "shared" and place.rank // ranks_per_node != place.leader // ranks_per_node:
+            raise ConfigError(
+                f"cluster.exchange is 'shared', but ranks {place.leader} and {place.rank} share experts and are on "
+                "different nodes; use 'auto', or change --nodes-per-group"
+            )
+
+
+def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -> Submission:
+    """Send the tasks of a planned run, and the job that finishes it behind them.
+
+    Args:
+        max_array_size: most tasks that one array may have on this cluster.
+
+    Raises:
+        ConfigError: tasks of this run wait or run already; Slurm refuses, or is not here.
+    """
+    live = live_tasks(run)
+    if live:
+        raise ConfigError(
+            f"{len(live)} tasks of {run.root} wait or run already ({live[0].name} and so on); change their number with "
+            f"`batchinfer submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+        )
+    return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
+
+
+def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:
+    """The sbatch commands that `submit` would run, with ARRAY1 and so on for the numbers that jobs would get.
+
+    Slurm is only asked for its MaxArraySize, and only where it is at hand.
+    """
+    commands: list[list[str]] = []
+
+    def note_down(command: list[str]) -> str:
+        commands.append(command)
+        return f"ARRAY{len(commands)}"
+
+    limit = client.max_array_size() if client.is_here() else client.MOST_TASKS
+    _send_all(run, shape, size, note_down, others=[], max_array_size=limit, keep=False)
+    return commands
+
+
+def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]:
+    """Have so many tasks wait or run from now on: more are sent, or the youngest are sent away.
+
+    A task that runs gets a signal, commits what is finished and gives its units back. With 0 tasks nothing waits to
+    finish the run either; later ones bring a job for that.
+
+    Returns:
+        What was sent, if anything, and the tasks that were sent away.
+
+    Raises:
+        ConfigError: the run was never submitted; Slurm refuses, or is not here.
+    """
+    earlier = submissions(run)
+    if not earlier:
+        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --array N`")
+    all_live = live_tasks(run)
+    live = [task for task in all_live if not task.is_ending and not _drain_mark(run, task).exists()]
+    finishing = _finishing(run)
+    sent, drained = None, []
+    if size.tasks > len(live):
+        shape, more = earlier[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
+        sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
+        client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
+    elif size.tasks < len(live):
+        # those that wait before those that run, the youngest first
+        live.sort(key=lambda task: (not task.is_pending, -int(task.job), -int(task.index or 0)))
+        drained = live[: len(live) - size.tasks]
+        if not size.tasks:
+            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
+        _drain(run, drained)
+    _throttle(run, size.at_once)
+    return sent, drained
+
+
+def cancel(run: RunDir) -> list[str]:
+    """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended."""
+    live = live_tasks(run)
+    finishing = _finishing(run)
+    # the one that finishes first: it must not start because the tasks have ended
+    client.cancel([task.name for task in finishing])
+    client.cancel([task.name for task in live if task.is_pending])
+    client.cancel([task.name for task in live if not task.is_pending])
+    return [task.name for task in finishing + live]
+
+
+def live_tasks(run: RunDir) -> list[Task]:
+    """The run's tasks that wait or run, by Slurm's own account."""
+    return client.live_tasks(job for sent in submissions(run) for job in sent.arrays)
+
+
+def is_in_slurm(run: RunDir) -> bool:
+    """Whether anything of a run waits or runs in Slurm: tasks, or the job that finishes."""
+    return bool(live_tasks(run) or _finishing(run))
+
+
+def submissions(run: RunDir) -> list[Submission]:
+    """All that was ever sent for a run, in order."""
+    found = []
+    for path in sorted(run.slurm.glob("[0-9]*.json")):
+        record = read_json(path)
+        shape = Shape(**{**record["shape"], "sbatch_args": tuple(record["shape"]["sbatch_args"])})
+        found.append(Submission(shape, ArraySize(**record["size"]), record["arrays"], record["finish"], path))
+    return found
+
+
+def what_to_watch(run: RunDir, sent: Submission) -> str:
+    """Job numbers and the commands to follow them, for a person."""
+    arrays = ", ".join(sent.arrays)
+    plural = "s" if len(sent.arrays) > 1 else ""
+    return "\n".join(
+        (
+            f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+            f"finish {sent.finish}: starts when they have ended",
+            f"watch   batchinfer status {run.root} --watch",
+            f"logs    {run.slurm}/{sent.arrays[0]}_0.log and so on; {run.slurm}/finish-{sent.finish}.log",
+            f"change  batchinfer submit --resize {run.root} N",
+            f"end     batchinfer cancel {run.root}",
+        )
+    )
+
+
+def _send_all(
+    run: RunDir,
+    shape: Shape,
+    size: ArraySize,
+    sender: Sender,
+    *,
+    others: list[str],
+    max_array_size: int,
+    keep: bool = True,
+) -> Submission:
+    """Send arrays and the job that finishes; the record grows with each, so that none is forgotten.
+
+    Args:
+        others: arrays of earlier submissions that the job that finishes has to wait for as well.
+    """
+    sent = Submission(shape, size)
+    if keep:
+        _remember(run, sent)
+    for tasks in client.slices(size.tasks, max_array_size):
+        # a limit is one array's: with one, arrays wait for each other, so that it holds over all of them
+        behind = sent.arrays[-1:] if size.at_once is not None else []
+        sent.arrays.append(sender(_array_command(run, shape, ArraySize(tasks, size.at_once), behind)))
+        if keep:
+            _remember(run, sent)
+    sent.finish = sender(_finish_command(run, shape, others + sent.arrays))
+    if keep:
+        _remember(run, sent)
+    return sent
+
+
+def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]) -> list[str]:
+    limit = "" if size.at_once is None else f"%{size.at_once}"
+    options = [
+        f"--array=0-{size.tasks - 1}{limit}",
+        f"--nodes={shape.nodes_per_group}",
+        f"--output={client.log_pattern(run.slurm, '%A_%a.log')}",
+        *([f"--dependency=afterany:{behind[0]}"] if behind else []),
+        *([f"--gpus-per-node={shape.gpus_per_node}"] if shape.gpus_per_node is not None else []),
+        *([f"--time={shape.time}"] if shape.time is not None else []),
+        *_where(shape),
+        *shape.sbatch_args,
+    ]
+    return _sbatch(run, options, "array.sbatch", shape.template)
+
+
+def _finish_command(run: RunDir, shape: Shape, arrays: list[str]) -> list[str]:
+    options = [
+        f"--dependency=afterany:{':'.join(arrays)}",
+        f"--output={client.log_pattern(run.slurm, 'finish-%j.log')}",
+        *_where(shape),
+    ]
+    return _sbatch(run, options, "finish.sbatch", shape.finish_template)
+
+
+def _where(shape: Shape) -> list[str]:
+    return [
+        f"--{option}={getattr(shape, option)}"
+        for option in ("partition", "account", "qos")
+        if getattr(shape, option) is not None
+    ]
+
+
+def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> list[str]:
+    path = client.find_template(template, None if own is None else Path(own))
+    # -P: the run folder, where the job starts, is no place to import from
+    command = [sys.executable, "-P", "-m", "batchinfer"]
+    return ["sbatch", "--parsable", f"--chdir={run.root}", *options, str(path), str(run.root), *command]
+
+
+def _remember(run: RunDir, sent: Submission) -> None:
+    if sent.path is None:
+        sent.path = run.slurm / f"{len(submissions(run)):04d}.json"
+    record: dict[str, Any] = {"submitted_s": time.time(), "shape": asdict(sent.shape), "size": asdict(sent.size)}
+    publish_json(sent.path, {**record, "arrays": sent.arrays, "finish": sent.finish})
+
+
+def _finishing(run: RunDir) -> list[Task]:
+    """Jobs that wait to finish the run, or do it."""
+    return client.live_tasks(sent.finish for sent in submissions(run) if sent.finish is not None)
+
+
+def _throttle(run: RunDir, at_once: int | None) -> None:
+    """Have so many tasks run at once from now on. The limit is one array's: shared out, one task of each at least."""
+    live = live_tasks(run)
+    jobs, waiting = _jobs(live), _jobs([task for task in live if task.is_pending])
+    for place, job in enumerate(jobs):
+        share = 0 if at_once is None else max(1, at_once // len(jobs) + (place < at_once % len(jobs)))
+        if job in waiting:  # it says nothing to the others
+            client.throttle(job, share)
+
+
+def _drain(run: RunDir, tasks: list[Task]) -> None:
+    client.cancel([task.name for task in tasks if task.is_pending])
+    running = [task for task in tasks if not task.is_pending]
+    for task in running:
+        publish_text(_drain_mark(run, task), "sent away\n")
+    client.warn([task.name for task in running])
+
+
+def _drain_mark(run: RunDir, task: Task) -> Path:
+    return run.slurm / "drain" / task.name
+
+
+def _jobs(tasks: list[Task]) -> list[str]:
+    return sorted({task.job for task in tasks}, key=int)

@@ -1,0 +1,238 @@
+"""The command itself: help, usage errors, one-sentence messages, documents on stdout."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from batchinfer.host_info import processor_name
+from batchinfer_kernels import backend
+from batchinfer_kernels.cpu.build import instructions
+from batchinfer_kernels.row_survey import DTYPES
+from support.jobs import batchinfer, start, write_job, write_questions, write_shard
+
+COMMANDS = ("plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv")
+
+
+def test_help_names_every_command_and_the_exit_codes():
+    text = batchinfer("--help").out
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", text, re.M), command
+    assert "interrupted; the same command goes on" in text
+    assert batchinfer().out == text or batchinfer().code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    ended = batchinfer(command, "--help")
+    assert ended.code == 0
+    assert len(ended.out.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["run"], ["run", "a.toml", "--bogus"], ["report"], ["plan", "a", "b"]]
+)
+def test_wrong_usage_ends_with_2(arguments):
+    ended = batchinfer(*arguments)
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+
+
+def sentence(ended):
+    """The one line that a bad job gets."""
+    lines = ended.err.strip().splitlines()
+    assert len(lines) == 1, ended.err
+    assert lines[0].startswith("error: ")
+    assert ended.out == ""
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": {"max_tokens": None}}, ["sampling.max_tokens", "missing"]),
+        ({"sampling": {"max_tokens": 0}}, ["sampling.max_tokens", "0"]),
+        ({"sampling": {"max_tokens": "many"}}, ["sampling.max_tokens", "many"]),
+        ({"sampling": {"temprature": 1}}, ["sampling.temprature", "not a known key"]),
+        ({"sampeling": {"n": 1}}, ["sampeling", "not a known part"]),
+        ({"input": {"messages": "m"}}, ["prompt", "messages", "exactly one"]),
+        ({"input": {"files": ["nowhere/*.parquet"]}}, ["nowhere/*.parquet", "no file"]),
+        ({"input": {"files": []}}, ["input.files"]),
+        ({"model": {"path": "nowhere"}}, ["nowhere"]),
+        ({"model": {"dtype": "int3"}}, ["model.dtype", "int3"]),
+        ({"output": {"keep_columns": ["bogus"]}}, ["keep_columns", "bogus"]),
+        ({"output": {"keep_columns": ["id"]}}, ["keep_columns", "'id'"]),
+        ({"cluster": {"decode_ranks": 4, "prefill_ranks": 2}}, ["decode_ranks is 4", "colocated", "equal"]),
+        ({"cluster": {"mode": "disaggregated", "decode_ranks": 2}}, ["prefill_ranks", "disaggregated"]),
+        ({"cluster": {"decode_ranks": 0}}, ["decode_ranks", "0"]),
+        ({"cluster": {"decode_ranks": 3}}, ["redundant_experts = 2", "3 ranks"]),
+        ({"cluster": {"decode_ranks": 2, "exchange": "nccl"}}, ["nccl", "GPU"]),
+        ({"cluster": {"backend": "abacus"}}, ["abacus"]),
+        ({"cluster": {"page_bytes": 1}}, ["page_bytes", "at least"]),
+        ({"kv": {"block_tokens": 100}}, ["block_tokens", "128"]),
+    ],
+)
+def test_a_bad_job_gets_one_sentence_that_names_what_is_wrong(tmp_path, changes, words):
+    write_questions(tmp_path / "prompts", (2,))
+    ended = batchinfer("run", write_job(tmp_path, **changes))
+    assert ended.code == 2, ended.err
+    lines = [line for line in ended.err.strip().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+
+
+def test_missing_things_are_named(tmp_path):
+    assert "nowhere.toml" in sentence(batchinfer("run", tmp_path / "nowhere.toml"))
+    assert "batchinfer plan" in sentence(batchinfer("work", write_job(tmp_path)))
+    assert "not a run folder" in sentence(batchinfer("finish", tmp_path))
+    assert "run folder" in sentence(batchinfer("report", tmp_path))
+
+
+def test_an_output_folder_with_other_files_in_it_is_left_alone(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 2
+    assert "holds files but no run" in ended.err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_set_takes_toml_values_and_bare_words(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    options = ["--set", "output.dir=elsewhere", "--set", "sampling.max_tokens=2", "--set", 'sampling.stop=["x", "y"]']
+    assert batchinfer("run", write_job(tmp_path), *options).code == 0
+    assert (tmp_path / "elsewhere" / "outputs" / "part-0.parquet").exists()
+    text = (tmp_path / "elsewhere" / "job.toml").read_text()
+    assert "max_tokens = 2" in text
+    assert 'stop = ["x", "y"]' in text
+
+
+def test_the_run_folders_job_is_complete_and_absolute(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    moved = tmp_path / "somewhere"
+    moved.mkdir()
+    before = os.getcwd()
+    os.chdir(moved)
+    try:
+        assert batchinfer("work", "../run").code == 0
+        assert batchinfer("finish", "../run").code == 0
+    finally:
+        os.chdir(before)
+
+
+def test_results_go_to_stdout_and_everything_else_to_stderr(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["hello there", None]})
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 3
+    assert "warning" in ended.err
+    assert "warning" not in ended.out
+    json.loads(batchinfer("report", tmp_path / "run", "--json").out)
+    both = batchinfer("report", tmp_path / "run", tmp_path / "run", "--json").out
+    assert len(json.loads(both)) == 2
+
+
+def test_sql_may_come_from_a_file_and_may_only_read(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    assert batchinfer("run", write_job(tmp_path)).code == 0
+    (tmp_path / "q.sql").write_text("SELECT count(*) AS n FROM outputs")
+    rows = batchinfer("report", tmp_path / "run", "--json", "--sql", f"@{tmp_path / 'q.sql'}").out
+    assert json.loads(rows) == [{"n": 2}]
+    for sql in ("DROP VIEW outputs", "SELECT * FROM read_csv('/etc/passwd')", "COPY outputs TO '/tmp/x.csv'", "SELEC"):
+        ended = batchinfer("report", tmp_path / "run", "--sql", sql)
+        assert ended.code == 2
+        assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_schema_lists_every_key_and_every_column():
+    text = batchinfer("schema").out
+    for key in ("files", "keep_columns", "dtype", "max_tokens", "min_p", "page_bytes", "commit_seconds", "gpu_hour"):
+        assert f"  {key} " in text
+    stats = batchinfer("schema", "--stats").out
+    for view in ("outputs", "requests", "units", "steps", "experts", "nodes", "run"):
+        assert re.search(rf"^{view}: ", stats, re.M)
+    assert "properties" in json.loads(batchinfer("schema", "--json").out)
+
+
+def test_doctor_says_of_each_dtype_whether_rows_are_equal_and_in_what():
+    ended = batchinfer("doctor")
+    assert ended.code == 0
+    rows = re.findall(
+        r"^ +(float32|bfloat16|fp8) +(equal|NOT EQUAL), in (C\+\+ for \w+|plain PyTorch)", ended.out, re.M
+    )
+    assert [dtype for dtype, _, _ in rows] == ["float32", "bfloat16", "fp8"]
+    for dtype, found, implementation in rows:
+        chosen = backend.select("linear", dtype=DTYPES[dtype]).name
+        assert implementation == ("plain PyTorch" if chosen == "reference" else f"C++ for {instructions().name}")
+        # plain PyTorch may not be on this processor; a run would say so, too
+        assert found == "equal" or chosen == "reference", dtype
+    (processor,) = re.findall(r"^processor +(.+), \d+ cores, \d+ threads? for torch$", ended.out, re.M)
+    assert processor == processor_name()
+    assert len(ended.out.splitlines()) < 40
+
+
+def test_doctor_prints_the_chosen_kernels():
+    summary, ended = batchinfer("doctor").out, batchinfer("doctor", "--all")
+    assert ended.code == 0
+    chosen = re.findall(r"^  \* (\w+) +\w+", ended.out, re.M)
+    assert set(chosen) == set(backend.ops())
+    for name, dtype in DTYPES.items():
+        (line,) = re.findall(rf"^    {name} +((?:\w+ \d+(?:, )?)+)$", summary, re.M)
+        counts = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", line)}
+        assert counts == Counter(backend.select(op, dtype=dtype).name for op in backend.ops())
+    if torch.version.cuda is None:
+        for op in ("linear", "grouped_mlp", "masked_mlp", "mla_decode"):
+            assert re.search(rf"^ +{op} +hopper +this torch is built without CUDA$", ended.out, re.M), op
+        assert re.search(r"^ +not hopper +this torch is built without CUDA$", summary, re.M)
+        for exchange in ("nccl", "deepep", "deepep-v1", "deepep-low-latency"):
+            assert re.search(rf"^ +{exchange} +this torch is built without CUDA$", ended.out, re.M), exchange
+
+
+def test_doctor_measures_this_machine():
+    ended = batchinfer("doctor", "--bench")
+    assert ended.code == 0
+    assert len(re.findall(r" [\d.,]+ GB/s of weights", ended.out)) == 2
+    assert re.search(r"best on this host: (one rank with all threads|\d+ ranks)", ended.out)
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    process = start("schema", "--stats")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.wait(timeout=60)
+
+
+def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    process = start("run", write_job(tmp_path))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "\r" not in err
+    assert re.search(r"work: 3 of 3 requests", err)
+    assert "output rows" in out
+
+
+@pytest.mark.parametrize(("ending", "code", "said"), [("3", 3, ""), ("'why'", 1, "why\n"), ("None", 0, "")])
+def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
+    end = f"cli.main = lambda: sys.exit({ending}); print('out'); program()"
+    text = f"import sys; from batchinfer import cli; from batchinfer.program import program; {end}"
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
+
+
+def test_an_interrupt_before_the_command_has_begun_is_one_sentence():
+    text = "from batchinfer import cli, program; cli.main = lambda: exec('raise KeyboardInterrupt')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{text}; program.program()"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "stopped by SIGINT; run the same command to go on\n"

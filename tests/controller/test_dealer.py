@@ -1,0 +1,172 @@
+"""Dealing requests to ranks, and finding the one that brings them down: pure bookkeeping, without ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from batchinfer.config import SamplingConfig
+from batchinfer.controller.dealer import Dealer
+from batchinfer.records import Request, RequestKey
+
+GREEDY = SamplingConfig(max_tokens=4).to_sampling()
+
+
+def request(row, tokens=(1, 2, 3), cached=0, unit=0):
+    return Request(RequestKey(0, row, 0), unit, list(tokens), GREEDY, 0, cached)
+
+
+def rows(requests):
+    return [item.key.row for item in requests]
+
+
+def test_groups_with_a_common_start_stay_on_one_rank():
+    # two groups of three prompts with a common start of 40 tokens; work: 46 + 6 + 6 | 46 + 6 + 6
+    first, second = [1] * 40, [2] * 40
+    requests = [request(i, [*first, 7, i], cached=40 if i else 0) for i in range(3)]
+    requests += [request(3 + i, [*second, 7, i], cached=40 if i else 0) for i in range(3)]
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, requests)
+    assert sorted(rows(dealer.take(rank, 9)) for rank in (0, 1)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_rank_gets_no_more_than_it_asks_for():
+    dealer = Dealer([0])
+    dealer.add_unit(0, [request(row, [row] * 10) for row in range(9)])
+    assert len(dealer.take(0, 3)) == 3
+    assert len(dealer.take(0, 9, num_tokens=11)) == 2  # the second one begins below 11 tokens
+    assert len(dealer.take(0, 9)) == 4
+
+
+def test_a_rank_without_requests_takes_over_half_of_what_another_has():
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, [request(row, [row] * 10) for row in range(12)])
+    mine = dealer.take(0, 99)
+    dealer.take_over(0)
+    taken, left = dealer.take(0, 99), dealer.take(1, 99)
+    assert (len(mine), len(taken), len(left)) == (6, 3, 3)
+    assert sorted(rows(mine + taken + left)) == list(range(12))
+    dealer.take_over(0)
+    assert dealer.take(0, 99) == []
+
+
+def test_the_last_waiting_request_can_be_taken_over():
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, [request(0)])
+    (busy,) = (rank for rank in (0, 1) if dealer._waiting[rank])
+    dealer.take_over(1 - busy)
+    assert rows(dealer.take(1 - busy, 9)) == [0]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_computed_is_what_the_plan_needs_and_what_is_replicated(seed):
+    """Whoever takes requests over from whom: ranks compute the distinct tokens, and those that they said they would."""
+    rng = random.Random(seed)
+    prompts = sorted({tuple(rng.choices(range(3), k=rng.randint(1, 12))) for _ in range(60)})
+    cut = rng.randrange(len(prompts) + 1)
+    shared = [0, *(common(*pair) for pair in itertools.pairwise(prompts))]
+    requests = [
+        request(row, prompt, cached=min(shared[row], len(prompt) - 1), unit=int(row >= cut))
+        for row, prompt in enumerate(prompts)
+    ]
+    ranks = range(rng.randint(1, 4))
+    dealer, known, computed, replicated, done = Dealer(ranks), {rank: [] for rank in ranks}, 0, 0, 0
+    units = [unit for unit in (requests[:cut], requests[cut:]) if unit]
+    while done < len(prompts):
+        rank = rng.choice(ranks)
+        taken = dealer.take(rank, rng.randint(1, 9))
+        if not taken and rng.random() < 0.5:
+            dealer.take_over(rank)
+        elif not taken and units:
+            after = units[1][0].cached_tokens if len(units) > 1 else 0
+            dealer.add_unit(units[0][0].unit, units.pop(0), is_fresh=True, after_tokens=after)
+        for item in taken:
+            found = max((common(other, item.token_ids) for other in known[rank]), default=0)
+            found = min(found, len(item.token_ids) - 1)
+            computed += len(item.token_ids) - found
+            replicated += min(item.replicated_tokens, item.shared_tokens - found)
+            known[rank].append(item.token_ids)
+            dealer.finish(item.unit, item.key)
+            done += 1
+    needed = sum(len(item.token_ids) - item.cached_tokens for item in requests)
+    assert computed == needed + replicated
+
+
+def common(first, second):
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def test_what_a_cut_makes_both_sides_compute_is_counted_once():
+    # rank 0: [1 2 3 4]   rank 1: shares 1 2 3 with its neighbour and has nothing of its own yet
+    dealer = Dealer([0, 1])
+    dealer.add_unit(0, [request(0, (1, 2, 3, 4)), request(1, (1, 2, 3, 5), cached=3)])
+    (first,), (second,) = dealer.take(0, 9), dealer.take(1, 9)
+    assert (first.replicated_tokens, second.replicated_tokens) == (0, 3)
+    # the next unit goes on where the plan's order was cut: rank 0 has 1 2 of it already, rank 1 the 3 as well
+    dealer.add_unit(1, [request(2, (1, 2, 3, 6), cached=3, unit=1), request(3, (1, 2, 9), cached=2, unit=1)])
+    (third,), (fourth,) = dealer.take(0, 9), dealer.take(1, 9)
+    assert (third.replicated_tokens, fourth.replicated_tokens) == (0, 0)
+
+
+def test_after_a_death_everything_runs_again_in_order():
+    dealer = Dealer([0])
+    dealer.add_unit(0, [request(row) for row in range(5)])
+    taken = dealer.take(0, 3)
+    dealer.finish(0, taken[1].key)
+    assert dealer.ranks_died() == []
+    assert rows(dealer.take(0, 9)) == [0, 2, 3, 4]
+
+
+def test_one_request_alone_has_to_bring_the_ranks_down_twice():
+    dealer = Dealer([0])
+    dealer.add_unit(0, [request(0)])
+    for _ in range(3):  # two deaths make it a suspect, then one alone
+        dealer.take(0, 1)
+        assert dealer.ranks_died() == []
+    dealer.take(0, 1)
+    (given_up,) = dealer.ranks_died()
+    dealer.finish(0, given_up.key)
+    assert dealer.num_unfinished == 0
+
+
+def test_deaths_while_nothing_runs_count_for_nobody():
+    dealer = Dealer([0])
+    dealer.add_unit(0, [request(0)])
+    for _ in range(20):
+        assert dealer.ranks_died() == []
+    assert not dealer.is_isolating
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_only_poison_is_given_up_whatever_else_dies(seed):
+    """Some requests kill the ranks as soon as they run; ranks also die of other causes, but not beside one alone."""
+    rng = random.Random(seed)
+    ranks = range(rng.randint(1, 4))
+    poison = {rng.randrange(40) for _ in range(rng.randint(0, 3))}
+    num_accidents = rng.randint(0, 4)
+    units = [[request(unit * 10 + row, unit=unit) for row in range(10)] for unit in range(4)]
+    dealer, running, finished, given_up = Dealer(ranks), {}, set(), set()
+    for _ in range(5000):
+        if not units and not dealer.num_unfinished:
+            break
+        if units and not dealer.is_isolating and not dealer.num_waiting:
+            dealer.add_unit(units[0][0].unit, units.pop(0))
+        running |= {item.key.row: item for rank in ranks for item in dealer.take(rank, rng.randint(1, 6))}
+        assert running, "there is always something to do"
+        is_accident = num_accidents > 0 and len(running) > 1 and rng.random() < 0.2
+        num_accidents -= is_accident
+        for row in [row for row in running if row not in poison and rng.random() < 0.5]:
+            item = running.pop(row)
+            dealer.finish(item.unit, item.key)
+            finished.add(row)
+        if is_accident or running.keys() & poison:
+            for item in dealer.ranks_died():
+                dealer.finish(item.unit, item.key)
+                given_up.add(item.key.row)
+            running.clear()
+    assert given_up == poison
+    assert finished == set(range(40)) - poison

@@ -1,0 +1,168 @@
+"""Which units workers claim, and how often they ask the file system; real leases, see claimants.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.controller import claims, open_units
+from batchinfer.controller.claims import Claims, last_claim
+from batchinfer.controller.open_units import OpenUnits
+from batchinfer.rundir import RunDir
+from support.claimants import Counter, claim_all
+
+
+@pytest.fixture
+def quick_folder() -> Iterator[Path]:
+    """In memory where that can be had: the calls are the same, and none waits for a disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(open_units, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(open_units, "LONGEST_PAUSE_S", 0.0)
+
+
+def rows(count):
+    return [{"unit": unit, "num_requests": 10} for unit in range(count)]
+
+
+def take(units, mine, held=()):
+    found = units.claim(mine.try_claim, set(held))
+    return None if found is None else found[0]["unit"]
+
+
+def test_calls_per_unit_do_not_grow_with_the_number_of_units(quick_folder, counter):
+    few, many = (claim_all(quick_folder / str(count), count, 4, counter) for count in (100, 800))
+    assert few.calls_per_unit < 45
+    assert many.calls_per_unit < 1.05 * few.calls_per_unit
+    assert {int(path.name) for path in (quick_folder / "800" / "done").iterdir()} == set(range(800))
+    # each unit was claimed once
+    assert len(list(quick_folder.glob("800/units/*/0000"))) == 800
+    assert not list(quick_folder.glob("800/units/*/0001"))
+
+
+def test_calls_per_unit_hardly_grow_with_the_number_of_workers(quick_folder, counter):
+    few, many = (claim_all(quick_folder / str(count), 400, count, counter) for count in (2, 16))
+    assert many.calls_per_unit < 1.7 * few.calls_per_unit
+
+
+def test_a_lone_worker_takes_the_units_in_the_plans_order(tmp_path):
+    run = RunDir(tmp_path)
+    with Claims(run) as mine:
+        units = OpenUnits(run, rows(4))
+        assert [take(units, mine) for _ in range(4)] == [0, 1, 2, 3]
+        assert take(units, mine, held=range(4)) is None
+        assert not units.are_all_done(mine.completed)
+
+
+def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
+    run = RunDir(tmp_path)
+    with Claims(run) as first, Claims(run) as second:
+        ours, theirs = OpenUnits(run, rows(40)), OpenUnits(run, rows(40))
+        assert [take(ours, first) for _ in range(3)] == [0, 1, 2]
+        taken = [take(theirs, second) for _ in range(20)]
+        assert not set(taken) & {0, 1, 2}
+        assert len(set(taken)) == 20
+        # in stretches: where nobody is in the way the next unit comes next
+        assert sum(after == before + 1 for before, after in itertools.pairwise(taken)) >= 10
+
+
+def test_an_old_listing_does_not_have_a_worker_try_the_same_units_for_ever(tmp_path, monkeypatch):
+    """Clients of a network file system may be shown a folder as it was a minute ago."""
+    run, tried = RunDir(tmp_path), []
+    with Claims(run) as other, Claims(run) as mine:
+        monkeypatch.setattr(open_units, "_named", lambda _, num_units: np.zeros(num_units, dtype=bool))
+        units = OpenUnits(run, rows(40))
+        for unit in range(40):
+            other.try_claim(unit)
+
+        def try_claim(unit):
+            tried.append(unit)
+            assert len(tried) < 200
+            return mine.try_claim(unit)
+
+        assert units.claim(try_claim, set()) is None
+    assert set(tried) == set(range(40))
+
+
+def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
+    run = RunDir(tmp_path)
+    with Claims(run) as first, Claims(run) as second:
+        ours = OpenUnits(run, rows(2))
+        held = [ours.claim(first.try_claim, set())[1] for _ in range(2)]
+        theirs = OpenUnits(run, rows(2))
+        assert take(theirs, second) is None
+        assert not theirs.are_all_done(second.completed)
+        first.complete(held[0])
+        first.release(held[1])
+        _, claim = theirs.claim(second.try_claim, set())
+        assert (claim.unit, claim.name) == (1, "0001")
+        second.complete(claim)
+        assert theirs.are_all_done(second.completed)
+        assert theirs.take_done_elsewhere() == 10
+        assert ours.are_all_done(first.completed)
+
+
+def test_a_unit_that_was_opened_again_is_seen_by_a_worker_that_waits(tmp_path, without_pauses):
+    run = RunDir(tmp_path)
+    with Claims(run) as mine, Claims(run) as other:
+        units = OpenUnits(run, rows(2))
+        mine.complete(units.claim(mine.try_claim, set())[1])
+        assert other.try_claim(1) is not None  # so that there is something to wait for
+        assert take(units, mine) is None
+        run.done(0).unlink()
+        assert take(units, mine) == 0
+
+
+def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monkeypatch):
+    """Clocks of nodes may be hours apart: leases dated in the future or the past live while their date changes."""
+    run = RunDir(tmp_path)
+    with Claims(run) as holder, Claims(run) as watcher:
+        for unit, date_s in enumerate((time.time() + 3600, time.time() - 3600)):
+            assert holder.try_claim(unit) is not None
+            lease = last_claim(run, unit) / "lease.json"
+            monkeypatch.setattr(claims, "LEASE_S", 0.0)
+            for beat in range(3):
+                os.utime(lease, (date_s + beat, date_s + beat))
+                assert watcher.try_claim(unit) is None
+            assert watcher.try_claim(unit) is not None  # the date has not changed since
+            monkeypatch.undo()
+
+
+def test_asking_whether_all_is_done_does_not_keep_a_worker_from_claiming(tmp_path, monkeypatch):
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self):
+            return self.now_s
+
+    clock = Clock()
+    monkeypatch.setattr(open_units, "time", clock)
+    run = RunDir(tmp_path)
+    with Claims(run) as other, Claims(run) as mine:
+        held = other.try_claim(0)
+        units = OpenUnits(run, rows(1))
+        assert take(units, mine) is None
+        other.release(held)
+        for _ in range(100):
+            clock.now_s += 1.0
+            assert not units.are_all_done(mine.completed)
+            if take(units, mine) == 0:
+                break
+        assert clock.now_s < 100

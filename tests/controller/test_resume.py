@@ -1,0 +1,244 @@
+"""Interrupted at any moment and run again, a job ends with the same output files; nothing is lost or doubled."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.controller import claims
+from batchinfer.controller.claims import Claims
+from batchinfer.plan import packing
+from batchinfer.rundir import RunDir
+from support.faults import kill_the_command
+from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
+from support.paths import RANDOM_MODEL
+
+# many small steps and commits in plain PyTorch, so that a signal finds work left
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
+MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A job, and its outputs when nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    job = write_job(folder, cluster=SLOW, sampling=MIXED)
+    assert batchinfer("run", job).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+def another(reference, name):
+    """The same job in a run folder of its own."""
+    return ("--set", f"output.dir={name}"), reference[0] / name
+
+
+def wait_for(pattern, run, process):
+    deadline = time.monotonic() + 60
+    while not list(run.glob(pattern)):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+LONG = pytest.mark.slow  # what a quicker case shows, too
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGUSR1, signal.SIGKILL]
+)
+def test_a_signal_while_working(reference, number):
+    options, run = another(reference, f"signal-{number}")
+    job = reference[0] / "job.toml"
+    process = start("run", job, *options)
+    wait_for("units/*/[0-9]*/part-*.parquet", run, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (75 if number != signal.SIGKILL else -9)
+    if number != signal.SIGKILL:
+        assert "run the same command" in err
+    assert not list(run.glob("outputs/**/*.parquet"))
+    kept = sum(pq.read_metadata(path).num_rows for path in run.glob("units/*/[0-9]*/part-*.parquet"))
+    assert 0 < kept < 27
+
+    again = batchinfer("run", job, *options)
+    assert again.code == 0, again.err
+    assert output_bytes(run) == reference[1]
+    rows = sum(pq.read_metadata(path).num_rows for path in run.glob("units/*/[0-9]*/part-*.parquet"))
+    assert rows == 27, "what was finished before the signal is not computed again"
+    metrics = json.loads(batchinfer("report", run, "--json").out)
+    assert metrics["rows_ok"] == 27
+    assert metrics["cached_tokens"] == metrics["optimal_cached_tokens"]
+    # what ran beside the finished requests was dropped and computed again
+    assert metrics["wasted_tokens"] > 0
+    states = batchinfer("report", run, "--json", "--sql", "SELECT state FROM nodes ORDER BY start_s").out
+    assert json.loads(states)[0]["state"] == ("running" if number == signal.SIGKILL else "interrupted")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
+def test_kill_at_random_moments_until_it_ends(reference, seed):
+    rng = random.Random(seed)
+    options, run = another(reference, f"killed-{seed}")
+    job = reference[0] / "job.toml"
+    kill_the_command(job, options, rng, num_kills=4, longest_s=5.0)
+    assert batchinfer("run", job, *options).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_plan_work_and_finish_one_by_one_equal_run(reference):
+    options, run = another(reference, "steps")
+    job = reference[0] / "job.toml"
+    assert "to compute" in batchinfer("plan", job, *options).out
+    early = batchinfer("finish", run)
+    assert early.code == 1
+    assert "batchinfer work" in early.err
+    assert batchinfer("work", run).code == 0
+    assert batchinfer("work", job, *options).code == 0  # nothing left: still fine
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+    assert batchinfer("finish", run).code == 0
+    assert batchinfer("run", job, *options).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_finish_with_allow_partial_marks_what_is_missing(reference):
+    options, run = another(reference, "partial")
+    job = reference[0] / "job.toml"
+    assert batchinfer("plan", job, *options).code == 0
+    partial = batchinfer("finish", run, "--allow-partial")
+    assert partial.code == 3
+    rows = [row for shard in outputs(run).values() for row in shard]
+    assert len(rows) == 27
+    assert all("not computed" in row["error"] for row in rows)
+    assert batchinfer("work", run).code == 0
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_two_workers_share_the_units_of_one_run(reference, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+    options, run = another(reference, "two")
+    assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0
+    num_units = pq.read_table(run / "plan" / "units.parquet").num_rows
+    assert num_units > 3
+    workers = [start("work", run) for _ in range(2)]
+    for worker in workers:
+        _, err = worker.communicate(timeout=120)
+        assert worker.returncode == 0, err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+    assert len(list(run.glob("done/*"))) == num_units
+
+
+def test_a_second_worker_takes_over_from_a_killed_one(reference, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+    options, run = another(reference, "takeover")
+    assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0
+    first = start("work", run)
+    wait_for("units/*/[0-9]*/part-*.parquet", run, first)
+    second = start("work", run)
+    time.sleep(1)
+    first.kill()
+    first.communicate()
+    _, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    with Claims(run) as mine:
+        claim = mine.try_claim(0)
+        assert claim is not None
+        other = Claims(run)
+        assert other.try_claim(0) is None
+        monkeypatch.setattr(claims, "LEASE_S", 0.0)
+        # seen standing still for longer than the lease: taken over, although the process lives (it may be stopped)
+        taken = other.try_claim(0)
+        assert taken is not None
+        assert taken.name == "0001"
+        # the first one wakes up: its later files are not among those that count
+        (claim.folder / "part-00000.parquet").write_bytes(b"late")
+        assert claims.result_files(taken.folder) == []
+        other.complete(taken)
+        mine.complete(claim)  # too late: the unit was completed by the other claim
+        assert claims.winning_claim(run, 0) == taken.folder
+
+
+def test_only_one_of_many_gets_a_unit(tmp_path):
+    run = RunDir(tmp_path)
+    claimed = [Claims(run).try_claim(0) for _ in range(5)]
+    assert sum(claim is not None for claim in claimed) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sampling": {"max_tokens": 7}}, "sampling.max_tokens"),
+        ({"sampling": {"seed": 1}}, "sampling.seed"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"output": {"keep_columns": ["extra"]}}, "output.keep_columns"),
+        ({"input": {"id": "extra"}}, "input columns.id"),
+        ({"input": {"files": ["prompts/part-0.parquet"]}}, "input shards"),
+    ],
+)
+def test_another_job_on_the_same_run_folder_is_refused_by_name(tmp_path, change, named):
+    write_questions(tmp_path / "prompts", (3, 2))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    refused = batchinfer("plan", write_job(tmp_path, **change))
+    assert refused.code == 2
+    assert named in refused.err
+    assert len(refused.err.strip().splitlines()) == 1
+
+
+def test_settings_that_change_no_result_may_change_on_resume(tmp_path):
+    write_questions(tmp_path / "prompts", (3, 2))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    job = write_job(tmp_path, cluster={"decode_requests": 2, "commit_seconds": 1.5}, pricing={"gpu_hour": 9.0})
+    assert batchinfer("run", job).code == 0
+    assert json.loads(batchinfer("report", tmp_path / "run", "--json").out)["cost_usd"] > 0
+
+
+def test_a_shard_replaced_after_planning_is_refused(tmp_path):
+    first, _ = write_questions(tmp_path / "prompts", (3, 2))
+    job = write_job(tmp_path)
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("work", job).code == 0
+    write_shard(first, {"id": ["new"], "prompt": [question(99)]})
+    for command in (("run", job), ("finish", tmp_path / "run")):
+        refused = batchinfer(*command)
+        assert refused.code == 2
+        assert "part-0.parquet" in refused.err
+
+
+def test_changed_weights_tokenizer_or_template_are_refused(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    model = tmp_path / "model"
+    shutil.copytree(RANDOM_MODEL, model)
+    job = write_job(tmp_path, model={"path": "model"})
+    assert batchinfer("plan", job).code == 0
+    for name, field in {
+        "model.safetensors": "model.weights",
+        "tokenizer.json": "tokenizer",
+        "config.json": "model.config",
+    }.items():
+        original = (model / name).read_bytes()
+        if name == "model.safetensors":
+            changed = bytearray(original)
+            header = int.from_bytes(changed[:8], "little")
+            changed[8 + header] ^= 1  # the first byte of the first tensor
+        elif name == "config.json":
+            changed = json.dumps(json.loads(original) | {"rms_norm_eps": 1e-3}).encode()
+        else:
+            changed = original.replace(b'"version"', b'"version" ', 1)
+        (model / name).write_bytes(bytes(changed))
+        refused = batchinfer("work", job)
+        assert refused.code == 2
+        assert field in refused.err
+        (model / name).write_bytes(original)
+    assert batchinfer("run", job).code == 0

@@ -1,0 +1,288 @@
+"""The tokenizer and the chat template: the same ids as transformers gives, and sentences instead of crashes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from batchinfer.data.chat import MAX_CHARS, ChatError, ChatTemplate
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.records import ModelError
+
+SAMPLE = Path(__file__).parents[2] / "sample_data"
+TEXTS = [
+    "",
+    " ",
+    "hello",
+    "  two  spaces ",
+    "123456 7",
+    "naïve ☃ 漢字 🏳️‍🌈",
+    "<｜User｜>x<｜end▁of▁sentence｜>",
+    "a\r\n\tb" * 500,
+]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return load_tokenizer(SAMPLE / "model")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoTokenizer.from_pretrained(SAMPLE / "model")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the sample model's small files, to change."""
+    for file in (SAMPLE / "model").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def change(file: Path, **values: object) -> None:
+    table = json.loads(file.read_text()) if file.exists() else {}
+    table.update(values)
+    file.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+
+
+# ---- agreement with transformers
+
+
+def test_raw_prompts_are_encoded_as_by_transformers(sample, reference):
+    found = sample.encode_prompts(TEXTS)
+    assert found == [reference(text).input_ids for text in TEXTS]
+    assert [ids.count(reference.bos_token_id) for ids in found] == [1] * len(TEXTS)
+
+
+def test_chats_are_encoded_as_by_transformers(sample, reference):
+    rows = pq.read_table(SAMPLE / "prompts" / "part-00000.parquet")["messages"].to_pylist()
+    chats = [chat for chat in rows if chat and all(message["role"] and message["content"] for message in chat)]
+    chats += [[{"role": "user", "content": text}] for text in TEXTS]
+    chats = [chat for chat in chats if all(message["role"] != "narrator" for message in chat)]
+    expected = [reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    assert sample.encode_chats(chats) == expected
+    assert [ids.count(reference.bos_token_id) for ids in expected] == [1] * len(chats)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}\n  {% if loop.first %}{{ bos_token }}{% endif %}\n{{ m | tojson }}\n{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['content'].strip() }}{% endfor %}\n",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 7 %}{% endfor %}{{ ns.n }}{{ tools }}",
+        "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}{{ pad_token }}",
+        "{{ 'name' in messages[0] }}{{ messages[-1].get('name') }}{{ add_generation_prompt }}",
+    ],
+)
+def test_templates_render_as_in_transformers(sample, reference, template):
+    chat = [{"role": "system", "content": "<b> é"}, {"role": "user", "content": " hi ", "name": None}]
+    names = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "pad_token": reference.pad_token}
+    expected = reference.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(template, names).render(chat) == expected
+
+
+@pytest.mark.parametrize("processor", ["none", "bos", "bos and eos"])
+@pytest.mark.parametrize("add_bos_token", [True, False, None])
+def test_tokenizer_json_alone_decides_the_special_tokens(folder, processor, add_bos_token):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos, eos = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    single = {"none": "$A", "bos": f"{bos} $A", "bos and eos": f"{bos} $A {eos}"}[processor]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(bos, 0), (eos, 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    change(folder / "tokenizer_config.json", add_bos_token=add_bos_token, tokenizer_class="LlamaTokenizerFast")
+    expected = AutoTokenizer.from_pretrained(folder)("hello").input_ids
+    assert load_tokenizer(folder).encode_prompts(["hello"]) == [expected]
+
+
+def test_tokens_declared_only_in_the_config_are_known(folder):
+    added = {"1024": {"content": "<extra>", "special": False}, "1025": {"content": "<end>", "special": True}}
+    change(folder / "tokenizer_config.json", added_tokens_decoder=added, eos_token="<end>")
+    change(folder / "generation_config.json", eos_token_id=None)
+    change(folder / "config.json", eos_token_id=None)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a <extra> b<end>"
+    assert tokenizer.encode_prompts([text]) == [reference(text).input_ids]
+    assert tokenizer.eos_token_ids == {reference.eos_token_id}
+    assert tokenizer.decode(reference(text).input_ids) == "a <extra> b"
+    assert tokenizer.vocab_size == 1026
+
+
+def test_decode_skips_special_tokens(sample, reference):
+    ids = [0, *reference("hello there", add_special_tokens=False).input_ids, 1]
+    assert sample.decode(ids) == "hello there"
+
+
+# ---- the files of a model folder
+
+
+def test_truncation_and_padding_of_the_file_are_off(folder):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    plain = load_tokenizer(SAMPLE / "model")
+    assert load_tokenizer(folder).encode_prompts(["a", "b c d e f g h"]) == plain.encode_prompts(["a", "b c d e f g h"])
+
+
+def test_the_template_file_goes_before_the_config(folder):
+    (folder / "chat_template.jinja").write_text("from file")
+    assert load_tokenizer(folder).chat_template().render(HELLO) == "from file"
+
+
+def test_a_list_of_templates_gives_its_default(folder):
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    change(folder / "tokenizer_config.json", chat_template=templates)
+    assert load_tokenizer(folder).chat_template().render(HELLO) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [(7, 8, {7}), ([7, 9], 8, {7, 9}), (None, 8, {8}), (None, [8, 9], {8, 9}), (None, None, {1})],
+)
+def test_end_tokens_come_from_generation_config_first(folder, generation, config, expected):
+    change(folder / "generation_config.json", eos_token_id=generation)
+    change(folder / "config.json", eos_token_id=config)
+    assert load_tokenizer(folder).eos_token_ids == expected
+
+
+def test_the_digest_follows_what_changes_prompts(folder):
+    before = load_tokenizer(folder).digest
+    change(folder / "tokenizer_config.json", model_max_length=5)
+    assert load_tokenizer(folder).digest == before
+    (folder / "chat_template.jinja").write_text("x")
+    with_template = load_tokenizer(folder).digest
+    change(folder / "generation_config.json", eos_token_id=[1, 2])
+    assert len({before, with_template, load_tokenizer(folder).digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "\xff"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{,}"),
+        ("generation_config.json", '{"eos_token_id": "one"}'),
+        ("config.json", "not json"),
+    ],
+)
+def test_a_broken_file_is_named(folder, file, content):
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    (folder / file).write_text(content, encoding="latin-1")
+    with pytest.raises(ModelError, match=file):
+        load_tokenizer(folder)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"there is no .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_without_a_template_chats_are_a_model_error(folder):
+    change(folder / "tokenizer_config.json", chat_template=None)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_prompts(["hello"])
+    with pytest.raises(ModelError, match="no chat template"):
+        tokenizer.encode_chats([HELLO])
+
+
+def test_an_invalid_template_is_a_model_error():
+    with pytest.raises(ModelError, match="not valid"):
+        ChatTemplate("{% for %}", {})
+
+
+# ---- templates and texts that misbehave
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no ' + messages[0].role) }}", "refuses the messages: no user"),
+        ("{{ strftime_now('%Y') }}", "today's date"),
+        ("{{ messages[0].missing.deep }}", "fails on the messages"),
+        ("{{ messages.append(1) }}", "fails on the messages"),
+        ("{{ ''.__class__.__mro__ }}", "fails on the messages"),
+        ("{{ messages[7].role }}", "fails on the messages"),
+        ("{{ lipsum() }}", "fails on the messages"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "fails on the messages"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on the messages"),
+        ("{% for i in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}", f"more than {MAX_CHARS} characters"),
+    ],
+)
+def test_a_template_that_fails_is_the_rows_error(template, told):
+    with pytest.raises(ChatError) as failure:
+        ChatTemplate(template, {}).render(HELLO)
+    assert told in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_template_may_ask_whether_there_is_a_date():
+    template = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}no date{% endif %}"
+    assert ChatTemplate(template, {}).render(HELLO) == "no date"
+
+
+def test_bad_chats_do_not_disturb_their_neighbours(sample):
+    chats = [HELLO, [{"role": "narrator", "content": "x"}], HELLO]
+    first, refused, last = sample.encode_chats(chats)
+    assert first == last == sample.encode_chats([HELLO])[0]
+    assert refused == "the chat template refuses the messages: there is no role narrator"
+
+
+def test_a_text_that_cannot_be_encoded_does_not_disturb_its_neighbours(folder):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))  # has no token for unknown words
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").unlink()
+    found = load_tokenizer(folder).encode_prompts(["a", "c", "b a", "\ud800"])
+    assert [found[0], found[2]] == [[0], [1, 0]]
+    assert found[1].startswith("the tokenizer cannot encode")
+    assert found[3].startswith("the tokenizer cannot encode")
+
+
+def test_a_text_far_beyond_the_window_is_refused_without_encoding_it(sample):
+    texts = ["a", "word " * 2_000_000, "b"]
+    short, refused, last = sample.encode_prompts(texts, 2048)
+    assert [short, last] == sample.encode_prompts(["a", "b"])
+    assert refused == "the prompt has 10000000 characters, more than fit into 2048 tokens"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_of_any_shape_encode_like_single_texts(sample, seed):
+    rng = random.Random(seed)
+    texts = ["ab " * rng.choice([0, 1, 10, 1000, 400_000]) for _ in range(20)]
+    limit = 4000
+    for text, ids in zip(texts, sample.encode_prompts(texts, limit), strict=True):
+        if isinstance(ids, str):
+            assert len(sample.encode_prompts([text])[0]) > limit
+        elif len(text) < 10_000:
+            assert ids == sample.encode_prompts([text])[0]
+
+
+# ---- streaming
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_streamed_pieces_join_to_the_decoded_text(sample, seed):
+    # random ids cut characters apart in every way; real text has emoji of several tokens
+    rng = random.Random(seed)
+    ids = [rng.randrange(sample.vocab_size) for _ in range(200)]
+    if seed % 2:
+        ids = sample.encode_prompts(["naïve ☃ 漢字 🏳️‍🌈 done" * 3])[0]
+    stream = sample.stream()
+    text = ""
+    for place, token in enumerate(ids, start=1):
+        text += stream.push(token)
+        whole = sample.decode(ids[:place])
+        assert whole.startswith(text)
+        assert whole == text or whole.endswith("\ufffd")

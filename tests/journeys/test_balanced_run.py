@@ -1,0 +1,183 @@
+"""Work that moves between ranks while a job runs: running requests, waiting ones, experts. Outputs stay the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.balance import decode
+from batchinfer.balance.experts import place_experts
+from batchinfer.controller import decode_loads
+from batchinfer.data.expert_tables import read_expert_tables
+from batchinfer.plan import packing
+from batchinfer.rundir import RunDir
+from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+LAYOUTS = {
+    "2": {"prefill_ranks": 2},
+    "4": {"prefill_ranks": 4},
+    "1+2": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2},
+    "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2},
+}
+NUM_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder with a job whose answers end at very different lengths, some by a stop string, and its one-rank run."""
+    folder = tmp_path_factory.mktemp("balanced")
+    lengths = [3, 60, 5, 9, 2, 30, 4, 90]
+    how = [
+        {
+            "max_tokens": lengths[row % 8],
+            "stop": ["e", "t"] if row % 5 == 0 else None,
+            "logprobs": 2 if row % 3 else None,
+        }
+        for row in range(NUM_ROWS)
+    ]
+    columns = {
+        "id": list(range(NUM_ROWS)),
+        "prompt": [question(row) for row in range(NUM_ROWS)],
+        "how": pa.array(
+            how, pa.struct([("max_tokens", pa.int32()), ("stop", pa.list_(pa.string())), ("logprobs", pa.int32())])
+        ),
+    }
+    write_shard(folder / "prompts" / "part-0.parquet", columns)
+    ended = batchinfer("run", write(folder, "one"))
+    assert ended.code == 0, ended.err
+    return folder
+
+
+def write(folder, name, **cluster):
+    return write_job(
+        folder,
+        name=f"{name}.toml",
+        input={"id": "id", "sampling": "how"},
+        model={"path": str(RANDOM_MODEL), "dtype": "float32"},
+        sampling={"max_tokens": 12, "seed": 4},
+        output={"dir": name},
+        cluster=cluster,
+    )
+
+
+def query(run, sql):
+    return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
+
+
+@pytest.mark.parametrize(
+    "layout", ["2", pytest.param("4", marks=pytest.mark.slow), pytest.param("1+2", marks=pytest.mark.slow), "2+2"]
+)
+def test_requests_that_move_while_they_run_give_the_same_outputs(job, monkeypatch, layout):
+    # move whatever makes loads the least bit more even, at every step
+    monkeypatch.setattr(decode, "START_MOVING", 1.0)
+    monkeypatch.setattr(decode, "STOP_MOVING", 1.0)
+    monkeypatch.setattr(decode, "MUST_PAY_TIMES", 0.0)
+    monkeypatch.setattr(decode_loads, "LOOK_EVERY", 1)
+    run = job / f"moves-{layout}"
+    ended = batchinfer("run", write(job, run.name, **LAYOUTS[layout], decode_requests=12))
+    assert ended.code == 0, ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+    assert query(run, "SELECT sum(moves)::INT AS moves FROM nodes")[0]["moves"] > 0
+
+
+@pytest.mark.parametrize(("layout", "num_redundant"), [("2", 0), ("2+2", 4)])
+def test_experts_move_after_the_first_unit_and_outputs_stay_the_same(job, monkeypatch, layout, num_redundant):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+    # small steps, so that there is work left when the first unit is done; compiled before, so that placing is quick
+    small = {"redundant_experts": num_redundant, "decode_requests": 4, "prefill_tokens": 64}
+    place_experts(np.ones((1, 6)), num_slots=6, num_gpus=2)
+    run = job / f"experts-{layout}-{num_redundant}"
+    ended = batchinfer("run", write(job, run.name, **LAYOUTS[layout], **small))
+    assert ended.code == 0, ended.err
+    assert "experts placed by the loads of the first unit" in ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+    tables = read_expert_tables(RunDir(run))
+    assert set(tables) == ({"both"} if layout == "2" else {"prefill", "decode"})
+    for table in tables.values():
+        num_experts = table.expert_of_slot.shape[1] - num_redundant
+        in_order = np.arange(num_experts + num_redundant) % num_experts
+        even = 1.0 / np.bincount(in_order)[in_order]
+        # with redundant experts other shares may be enough
+        assert (table.expert_of_slot != in_order).any() or not np.allclose(table.share_of_slot, even), "all as before"
+        assert table.bound_over_mean - 1e-9 <= table.max_over_mean
+    if layout == "2":
+        return
+    # whoever goes on later begins with these experts in place
+    (run / "stats" / "run.parquet").unlink()
+    for lost in ("units", "done"):
+        shutil.rmtree(run / lost)
+    again = batchinfer("run", write(job, run.name, **LAYOUTS[layout], **small))
+    assert again.code == 0, again.err
+    assert "experts placed by the loads" not in again.err
+    assert output_bytes(run) == output_bytes(job / "one")
+
+
+@pytest.mark.parametrize("layout", ["2", "1+2"])
+def test_a_plan_places_experts_by_the_loads_of_an_earlier_run(job, layout):
+    run = job / f"planned-experts-{layout}"
+    path = write(job, run.name, **LAYOUTS[layout], redundant_experts=2)
+    planned = batchinfer("plan", path, "--expert-loads", job / "one")
+    assert planned.code == 0, planned.err
+    tables = read_expert_tables(RunDir(run))
+    assert set(tables) == ({"both"} if layout == "2" else {"decode"})  # one rank alone holds all experts
+    busiest, in_order = re.search(r"busiest rank ([\d.]+) times the mean, ([\d.]+) in order", planned.err).groups()
+    assert float(busiest) < float(in_order)
+    (table,) = tables.values()
+    counted = query(job / "one", "SELECT sum(tokens)::BIGINT AS n FROM experts WHERE layer = 1 AND phase = 'decode'")
+    if layout != "2":
+        assert table.load_of_slot[table.layers.index(1)].sum() == pytest.approx(counted[0]["n"])
+    ended = batchinfer("run", path)
+    assert ended.code == 0, ended.err
+    assert output_bytes(run) == output_bytes(job / "one")
+
+
+def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
+    path = write(job, "refused", prefill_ranks=2)
+    refused = batchinfer("plan", path, "--expert-loads", tmp_path)
+    assert refused.code == 2
+    assert "is not a run folder of batchinfer; name the output.dir of an earlier job" in refused.err
+    (tmp_path / "run.json").write_text("{}")
+    assert "has no counts of tokens per expert" in batchinfer("plan", path, "--expert-loads", tmp_path).err
+    counts = {"phase": ["prefill"], "layer": [1], "expert": [0], "tokens": [5]}
+    write_shard(tmp_path / "stats" / "experts" / "a.parquet", counts)
+    assert "run of the same model" in batchinfer("plan", path, "--expert-loads", tmp_path).err
+
+
+def test_experts_stay_where_they_are_on_one_rank(job):
+    assert not RunDir(job / "one").experts.exists()
+
+
+def test_work_is_even_at_the_end(job):
+    """Steps in which one rank has nothing to do are few: long answers begin first, and the rest moves.
+
+    A controller that gets no processor hears of steps late and moves nothing, so the best of three runs counts.
+    """
+    sql = "SELECT rank, sum(output_tokens)::INT AS tokens FROM steps WHERE kind = 'decode' GROUP BY rank"
+    ratios = []
+    while len(ratios) < 3 and min(ratios, default=2.0) > 1.25:
+        run = job / f"even-{len(ratios)}"
+        ended = batchinfer("run", write(job, run.name, prefill_ranks=2))
+        assert ended.code == 0, ended.err
+        tokens = [row["tokens"] for row in query(run, sql)]
+        assert len(tokens) == 2
+        ratios.append(max(tokens) / min(tokens))
+    assert min(ratios) <= 1.25
+
+
+def test_all_ranks_have_something_to_do_in_the_first_step(job):
+    first = query(job / "even-0", "SELECT num_requests FROM steps WHERE step = 0")
+    assert len(first) == 2
+    assert all(row["num_requests"] > 0 for row in first)
+
+
+def test_the_table_of_experts_is_a_plain_parquet_file(job):
+    run = job / "experts-2+2-4"
+    table = pq.read_table(run / "plan" / "experts.parquet")
+    assert table.schema.names == ["phase", "layer", "slot", "rank", "expert", "share", "tokens", "bound"]

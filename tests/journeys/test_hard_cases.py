@@ -1,0 +1,209 @@
+"""What once went wrong, or could: odd folders, damaged run folders, signals inside libraries, changed settings."""
+
+import json
+import signal
+import time
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.records import InterruptedRunError
+from batchinfer.run.session import Session
+from batchinfer.rundir import RunDir
+from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
+
+
+@pytest.fixture(scope="module")
+def neighbour(tmp_path_factory):
+    """A folder with a finished run `run1` and prompts of another job."""
+    folder = tmp_path_factory.mktemp("neighbour")
+    write_questions(folder / "prompts", (3,))
+    write_shard(folder / "others" / "a.parquet", {"id": [100, 101], "prompt": [question(7), question(8)]})
+    assert batchinfer("run", write_job(folder, output={"dir": "run1"})).code == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*", "ru?1", "it's a run", 'a "run"', "ру́н", "run{1}"])
+def test_a_run_folder_with_an_odd_name_never_reads_its_neighbours(neighbour, name):
+    job = write_job(neighbour, output={"dir": name}, input={"files": ["others/*.parquet"]})
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert [row["id"] for row in outputs(neighbour / name)["a.parquet"]] == [100, 101]
+    assert json.loads(batchinfer("report", neighbour / name, "--json").out)["rows"] == 2
+
+
+def test_a_file_with_glob_characters_in_an_odd_folder_is_found(tmp_path):
+    folder = tmp_path / "x[1]"
+    write_shard(folder / "a[1].parquet", {"prompt": [question(0)]})
+    write_shard(folder / "a1.parquet", {"prompt": [question(1)]})
+    assert batchinfer("plan", write_job(folder, input={"files": ["a[1].parquet"]})).code == 0
+    assert len(json.loads((folder / "run" / "run.json").read_text())["shards"]) == 1
+
+
+def test_a_job_reached_through_a_link_finds_its_files_where_it_really_is(tmp_path):
+    write_questions(tmp_path / "data" / "prompts", (2,))
+    (tmp_path / "data" / "jobs").mkdir()
+    write_job(tmp_path / "data" / "jobs", input={"files": ["../prompts/*.parquet"]})
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "jobs")
+    assert batchinfer("plan", tmp_path / "link" / "job.toml").code == 0
+
+
+def test_damage_in_a_kept_column_is_found_before_anything_is_computed(tmp_path):
+    first, second = write_questions(tmp_path / "prompts", (9, 4))
+    place = pq.read_metadata(first).row_group(1).column(2).data_page_offset + 15
+    data = bytearray(first.read_bytes())
+    data[place : place + 30] = b"\xff" * 30
+    first.write_bytes(bytes(data))
+    job = write_job(tmp_path, output={"keep_columns": ["extra"]})
+    ended = batchinfer("run", job)
+    assert ended.code == 3, ended.err
+    assert list(outputs(tmp_path / "run")) == [second.name]
+    strict = batchinfer("plan", job, "--strict", "--set", "output.dir=strict")
+    assert strict.code == 2
+    assert first.name in strict.err
+
+
+def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
+    job = write_job(tmp_path)
+    assert batchinfer("run", job).code == 3
+    for command in ("plan", "run"):
+        assert batchinfer(command, job, "--strict").code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("output.keep_columns=['extra']", "output.keep_columns"),
+        ("input.prompt=extra", "input columns.prompt"),
+        ("sampling.n=2", "sampling.n"),
+        ("model.dtype=bfloat16", "model.dtype"),
+    ],
+)
+def test_work_and_finish_refuse_other_settings_than_the_plans(tmp_path, override, named):
+    write_questions(tmp_path / "prompts", (2,))
+    job = write_job(tmp_path)
+    assert batchinfer("plan", job).code == 0
+    for _ in range(2):  # before and after the work is done
+        for command in ("work", "finish"):
+            refused = batchinfer(command, tmp_path / "run", "--set", override)
+            assert refused.code == 2
+            assert named in refused.err
+        assert batchinfer("work", job).code == 0
+
+
+def test_new_prices_count_on_a_finished_run(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    costs = []
+    for price in (2.0, 4000.0):
+        assert batchinfer("run", write_job(tmp_path, pricing={"gpu_hour": price})).code == 0
+        costs.append(json.loads(batchinfer("report", tmp_path / "run", "--json").out)["cost_usd"])
+    assert costs[1] > 100 * costs[0]
+
+
+def test_a_misspelt_column_is_a_mistake_in_the_job(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    for override in ("input.prompt=promt", "input.sampling=how"):
+        ended = batchinfer("plan", write_job(tmp_path), "--set", override)
+        assert ended.code == 2
+        assert "extra" in ended.err  # the columns that there are
+
+
+def test_a_plan_killed_at_its_very_start_can_be_run_again(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "plan.lock").touch()
+    (run / ".run.json.abc.tmp").write_text("{")
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    (run / "job.toml").unlink()  # killed between the first two files
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
+def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path, delay):
+    message = [{"role": "user", "content": "word " * 150}]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": pa.array([message] * 12_000, kind)}, row_group_size=4000)
+    job = write_job(tmp_path, input={"prompt": None, "messages": "m"})
+    process = start("plan", job)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "run" / "tokens").glob(".*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert not list((tmp_path / "run" / "tokens").glob("*.parquet"))
+    assert batchinfer("plan", job).code == 0
+    assert pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet")["error"].null_count == 12_000
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "plan/units.parquet",
+        "plan/requests.parquet",
+        "plan/duplicates.parquet",
+        "tokens/00000.parquet",
+        "units/*/[0-9]*/part-*",
+    ],
+)
+def test_damage_in_the_run_folder_is_told_in_a_sentence(tmp_path, damaged):
+    write_questions(tmp_path / "prompts", (3,))
+    job = write_job(tmp_path)
+    assert batchinfer("plan", job).code == 0
+    run = tmp_path / "run"
+    commands = [("work", run), ("finish", run)] if damaged in ("plan/units.parquet", "plan/requests.parquet") else []
+    if not commands:
+        assert batchinfer("work", job).code == 0
+        commands = [("finish", run)]
+    (path,) = run.glob(damaged)
+    path.write_bytes(path.read_bytes()[:50])
+    for command in commands:
+        ended = batchinfer(*command)
+        assert ended.code in (1, 2), ended.err
+        assert "Traceback" not in ended.err
+        assert str(path) in ended.err or command[0] == "finish"
+
+
+def test_results_that_are_gone_can_be_computed_again(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    job = write_job(tmp_path)
+    assert batchinfer("run", job, "--set", "output.dir=reference").code == 0
+    for command in ("plan", "work"):
+        assert batchinfer(command, job).code == 0
+    (part,) = (tmp_path / "run").glob("units/*/[0-9]*/part-*")
+    part.unlink()
+    told = batchinfer("finish", job)
+    assert told.code == 1
+    (mark,) = (tmp_path / "run").glob("done/*")
+    assert str(mark) in told.err
+    mark.unlink()
+    assert batchinfer("run", job).code == 0
+    assert output_bytes(tmp_path / "run") == output_bytes(tmp_path / "reference")
+
+
+def test_a_tiny_temperature_is_greedy_in_effect(tmp_path):
+    write_questions(tmp_path / "prompts", (2,))
+    for name, temperature in {"tiny": 1e-310, "greedy": 0.0}.items():
+        assert (
+            batchinfer("run", write_job(tmp_path, sampling={"temperature": temperature}, output={"dir": name})).code
+            == 0
+        )
+    tiny, greedy = (outputs(tmp_path / name)["part-0.parquet"] for name in ("tiny", "greedy"))
+    assert [row["token_ids"] for row in tiny] == [row["token_ids"] for row in greedy]
+
+
+def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interrupt(tmp_path):
+    # DuckDB, interrupted in a query, raises a RuntimeError of its own instead of the signal's exception
+    stop = SimpleNamespace(requested=True)
+    session = Session("finish", stop)
+    session.attach(RunDir(tmp_path))
+    with pytest.raises(InterruptedRunError, match="run the same command"), session:
+        raise RuntimeError("Query interrupted")
+    (row,) = pq.read_table(next((tmp_path / "stats" / "nodes").glob("*.parquet"))).to_pylist()
+    assert row["state"] == "interrupted"

@@ -1,0 +1,238 @@
+"""The C++ operations are built once, by one process, and whatever ends a build leaves nothing in the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer_kernels.cpu import build
+
+KERNELS = Path(build.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+
+
+# The build, in processes of their own. Most get a compiler that is a script: what it makes is not loaded.
+
+ASK = "from batchinfer_kernels.cpu import build; print(build.why_not())"
+MAKE = "from batchinfer_kernels.cpu import build; print(build.library())"
+
+
+@pytest.fixture
+def supported():
+    try:
+        build.instructions()
+    except build.BuildError as error:
+        pytest.skip(f"the C++ operations cannot run here: {error}")
+
+
+def without_tiles():
+    """The best instructions here whose library is not tried before it is used: scripts make none that could be."""
+    found = build._processor_features()
+    return next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(found))
+
+
+def start(code, cache, **environment):
+    variables = {
+        **os.environ,
+        **({build.CHOICE: without_tiles()} if "CXX" in environment else {}),
+        "PYTHONPATH": f"{KERNELS}{os.pathsep}{ROOT}",
+        "XDG_CACHE_HOME": str(cache),
+        **environment,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def answer(process):
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    lines = [line for line in output.splitlines() if not line.startswith("compiling the C++ operations")]
+    return "\n".join(lines).strip()
+
+
+def write_compiler(folder, body):
+    """A compiler that notes each call in `calls`, then does `body` ($out: the file to make)."""
+    path = folder / "compiler"
+    path.unlink(missing_ok=True)  # one that still runs cannot be written to
+    path.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done\n{body}\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def num_calls(folder):
+    return len((folder / "calls").read_text().splitlines())
+
+
+def entries(cache):
+    return sorted(path.suffix or path.name for path in (cache / "batchinfer/kernels").iterdir())
+
+
+NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) + 1
+
+
+# Which instructions the library uses: what the processor has, and what was named.
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = {*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AVX512_WITH_PRODUCTS = {*AVX512, "avx512_bf16", "avx512_vnni"}
+AMX = {*AVX512_WITH_PRODUCTS, "amx_tile", "amx_bf16", "amx_int8"}
+
+
+def chosen(monkeypatch, features, named=None):
+    monkeypatch.setattr(build, "_processor_features", lambda: frozenset(features))
+    monkeypatch.delenv(build.CHOICE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(build.CHOICE, named)
+    return build.instructions.__wrapped__().name
+
+
+@pytest.mark.parametrize(
+    ("features", "named", "expected"),
+    [
+        (AMX, None, "amx"),
+        (AMX, "avx512", "avx512"),
+        (AVX512_WITH_PRODUCTS, None, "avx512"),
+        (AVX512_WITH_PRODUCTS, "", "avx512"),
+        (AVX512_WITH_PRODUCTS, "avx2", "avx2"),
+        (AVX512 | {"avx512_vnni"}, None, "avx512-vnni"),
+        (AVX512, None, "avx512-base"),
+        (AVX2, None, "avx2"),
+    ],
+)
+def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, features, named, expected):
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
+    assert chosen(monkeypatch, features, named) == expected
+
+
+def test_tiles_that_the_kernel_does_not_give_are_left(monkeypatch):
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    assert chosen(monkeypatch, AMX) == "avx512"
+    with pytest.raises(build.BuildError, match="the processor has no permission from the kernel to use its tiles"):
+        chosen(monkeypatch, AMX, "amx")
+
+
+@pytest.mark.parametrize(
+    ("features", "named", "reason"),
+    [
+        ({"avx", "fma"}, None, "the processor has no avx2$"),
+        ({"sse4_2"}, None, "the processor has no avx2, fma$"),
+        (AVX512, "avx512", "the processor has no avx512_bf16, avx512_vnni$"),
+        (AVX2, "sse2", "BATCHINFER_CPU_FEATURES is 'sse2'; use amx or avx512 or avx512-vnni or avx512-base or avx2$"),
+    ],
+)
+def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named, reason):
+    with pytest.raises(build.BuildError, match=reason):
+        chosen(monkeypatch, features, named)
+
+
+def test_another_kind_of_processor_is_the_reason(monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    with pytest.raises(build.BuildError, match=r"^they are for x86-64 processors, this one is aarch64$"):
+        build._processor_features.__wrapped__()
+
+
+@pytest.mark.usefixtures("supported")
+def test_without_a_compiler_the_reason_says_so(tmp_path):
+    reason = answer(start(ASK, tmp_path, PATH=str(tmp_path), CXX=""))
+    assert reason == "no C++ compiler on this machine (c++, g++, clang++); install one or set CXX"
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_cache_that_cannot_be_written_is_the_reason(tmp_path):
+    (tmp_path / "file").touch()
+    reason = answer(start(ASK, tmp_path / "file", CXX=write_compiler(tmp_path, "touch $out")))
+    assert reason == f"the cache folder {tmp_path}/file/batchinfer/kernels cannot be used: Not a directory"
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_compiler_that_fails_is_the_reason_and_is_asked_again_next_time(tmp_path):
+    compiler = write_compiler(tmp_path, "echo 'kernels.h:1: error: no such word' >&2; exit 3")
+    for attempt in (1, 2):
+        reason = answer(start(ASK, tmp_path, CXX=compiler))
+        assert reason == f"{compiler} failed with code 3: kernels.h:1: error: no such word"
+        assert num_calls(tmp_path) >= attempt
+    assert entries(tmp_path) == [".failed", ".lock"]
+    write_compiler(tmp_path, "touch $out")
+    assert answer(start(MAKE, tmp_path, CXX=compiler)).endswith(".so")
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_library_that_cannot_be_loaded_is_built_once_more_then_a_reason(tmp_path):
+    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "echo nonsense > $out"))).splitlines()
+    assert sum("building it again" in line for line in said) == 1
+    assert ".so" in said[-1]
+    assert num_calls(tmp_path) == 2 * NUM_COMMANDS
+
+
+@pytest.mark.usefixtures("supported")
+def test_processes_that_start_at_once_build_once(tmp_path):
+    compiler = write_compiler(tmp_path, "sleep 0.5; touch $out")
+    paths = {answer(process) for process in [start(MAKE, tmp_path, CXX=compiler) for _ in range(4)]}
+    assert len(paths) == 1
+    assert num_calls(tmp_path) == NUM_COMMANDS
+    assert entries(tmp_path) == [".lock", ".so"]
+
+
+def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, "touch $out"))
+    no_tiles = [known for known in build.INSTRUCTION_SETS if known.name == without_tiles()]
+    monkeypatch.setattr(build, "instructions", lambda: no_tiles[0])
+    failed = (build._cache_folder() / build._digest(build.instructions())).with_suffix(".failed")
+    failed.parent.mkdir(parents=True)
+    failed.write_text("not today")
+    os.utime(failed, (time.time() + 1000,) * 2)  # after this process began to ask
+    with pytest.raises(build.BuildError, match="not today"):
+        build.library()
+    assert not (tmp_path / "calls").exists()
+    os.utime(failed, (0, 0))  # long ago
+    assert build.library().exists()
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
+    slow = start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "sleep 60"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    slow.send_signal(signal.SIGKILL)
+    slow.communicate()
+    assert any("building" in path.name for path in (tmp_path / "batchinfer/kernels").iterdir())
+    assert answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))).endswith(".so")
+    assert entries(tmp_path) == [".lock", ".so"]
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    shutil.copy(built, folder / built.name)
+    folder.chmod(0o555)
+    assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
+    assert [path.name for path in folder.iterdir()] == [built.name]
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_damaged_library_is_built_again(tmp_path):
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    (folder / built.name).write_bytes(b"\0" * 1000)
+    again = start(ASK, tmp_path, CXX=write_compiler(tmp_path, f"cp {built} $out"))
+    said, last = answer(again).splitlines()[0], (folder / built.name).read_bytes()
+    assert "cannot be loaded" in said
+    assert "building it again" in said
+    assert last == built.read_bytes()
+    assert num_calls(tmp_path) == NUM_COMMANDS
+    assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"

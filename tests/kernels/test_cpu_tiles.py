@@ -1,0 +1,193 @@
+"""Products in tiles (AMX): plain C++ with the instructions' order of sums, and what a library with tiles promises.
+
+Where the processor has AMX, all other tests of the C++ operations run with the instructions themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchinfer_kernels.cpu import build
+from support.jobs import answers, write_job, write_questions
+from support.random_shapes import make_model
+
+TESTS = Path(__file__).parents[1]
+PLAIN, AMX = "amx-plain", "amx"
+OPERATIONS = ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py")
+AGREE = """
+import torch
+from batchinfer_kernels.cpu import build
+assert build.why_not() is None
+print(torch.ops.batchinfer_cpu.tiles_agree(False), torch.ops.batchinfer_cpu.tiles_agree(True))
+"""
+NAMES = "from batchinfer_kernels.cpu import build; import torch; print(*map(build.numerics, [torch.{}]))"
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+
+def run(*arguments, instructions=PLAIN):
+    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, build.CHOICE: instructions, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.strip()
+
+
+def test_sums_have_the_promised_order_and_not_that_of_other_products():
+    assert run("-c", AGREE).splitlines()[-1] == "True False"
+
+
+def test_results_are_as_good_and_keep_their_bits_in_any_company():
+    said = run("-m", "pytest", "-v", "-p", "no:cacheprovider", *(str(TESTS / "kernels" / name) for name in OPERATIONS))
+    assert "passed" in said
+    assert "skipped" not in said
+
+
+def test_float32_has_the_bits_of_other_instructions_and_bfloat16_a_family_of_its_own(tmp_path):
+    for seed in range(3):
+        make_model(tmp_path, seed)
+    script = (str(TESTS / "support" / "random_shapes.py"), str(tmp_path), "0", "1", "2")
+    tiles, others = (json.loads(run(*script, instructions=name).splitlines()[-1]) for name in (PLAIN, "avx2"))
+    assert tiles["finite"]
+    float32 = [name for name in others if name.endswith("float32")]
+    assert len(float32) == 3
+    assert [tiles[name] for name in float32] == [others[name] for name in float32]
+    bfloat16 = [name for name in others if name.endswith("bfloat16")]
+    assert [tiles[name] for name in bfloat16] != [others[name] for name in bfloat16]
+    for dtype, is_shared in (("float32", True), ("bfloat16", False)):
+        names = [run("-c", NAMES.format(dtype), instructions=name) for name in (PLAIN, "avx2")]
+        assert (names[0] == names[1]) == is_shared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_path):
+    write_questions(tmp_path / "prompts", (3, 2))
+    for name in ("avx2", PLAIN):
+        job = write_job(
+            tmp_path,
+            name=f"{name}.toml",
+            output={"dir": name},
+            model={"dtype": dtype},
+            sampling={"max_tokens": 4, "logprobs": 0},
+            kv={"dir": str(tmp_path / "kv"), "persist": "all"},
+        )
+        run("-m", "batchinfer", "run", str(job), instructions=name)
+    sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
+    (row,) = json.loads(run("-m", "batchinfer", "report", str(tmp_path / PLAIN), "--json", "--sql", sql))
+    assert (row["hits"] > 0) == (dtype == "float32")
+    if dtype == "float32":
+        assert answers(tmp_path / PLAIN) == answers(tmp_path / "avx2")
+
+
+def test_the_instructions_themselves_are_compiled(tmp_path):
+    if shutil.which("objdump") is None:
+        pytest.skip("there is no objdump to look into the objects with")
+    (amx,) = [known for known in build.INSTRUCTION_SETS if known.name == AMX]
+    sources = [build.SOURCES / f"{name}.cpp" for name in ("linear", "expert_mlp", "attention", "tile_check")]
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    build._run(
+        [
+            [*build._compiler(), *build._FLAGS, *amx.flags, "-c", str(source), "-o", str(target)]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+    )
+    for target in objects:
+        said = subprocess.run(["objdump", "-d", str(target)], capture_output=True, text=True, check=True).stdout
+        for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+            assert instruction in said, (target.name, instruction)
+        assert ("tdpbusd" in said) == (target.stem != "attention")
+
+
+@pytest.fixture
+def plain_is_best(tmp_path, monkeypatch):
+    """The plain tiles are what a processor has best, in an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(build.CHOICE, raising=False)
+    sets = {known.name: known for known in build.INSTRUCTION_SETS}
+    best, others = replace(sets[PLAIN], name=AMX, for_tests=False), replace(sets["avx2"], name="others")
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", (best, others))
+    monkeypatch.setattr(build, "_compile", lambda compiler, folder: written(folder / "kernels.so"))
+    build.instructions.cache_clear()
+    yield
+    build.instructions.cache_clear()
+
+
+def written(path):
+    path.write_bytes(b"a library")
+    return path
+
+
+def test_tiles_that_go_wrong_are_left_for_good_and_it_is_said(plain_is_best, monkeypatch, capfd):
+    monkeypatch.setattr(build, "_ASK_TILES", "import sys; sys.exit('their sums are odd')")
+    first = build.library()
+    assert first.exists()
+    assert "not used for amx here: their sums are odd" in capfd.readouterr().err
+    assert build.instructions().name == "others"
+    build.instructions.cache_clear()  # as another process finds it
+    monkeypatch.setattr(build, "_ASK_TILES", "raise AssertionError('asked again')")
+    assert build.library() == first
+    assert "not amx: it has no tiles that can be relied on (their sums are odd" in build.explain_choice()
+
+
+def test_tiles_that_bring_their_process_down_are_left_too(plain_is_best, monkeypatch):
+    monkeypatch.setattr(build, "_ASK_TILES", "import os; os.kill(os.getpid(), 4)")
+    build.library()
+    assert build.instructions().name == "others"
+    assert "ended with -4" in build.explain_choice()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "g++: error: unrecognized command-line option '-mamx-tile'; did you mean '-mavx5124vnniw'?",
+        "clang++: error: unknown argument: '-mamx-tile'",
+        "{standard input}:2603: Error: no such instruction: `ldtilecfg 16(%rsp)'",
+    ],
+)
+def test_instructions_that_came_after_the_compiler_are_left_and_asked_of_a_newer_one(plain_is_best, monkeypatch, said):
+    def compiled(compiler, folder):
+        if build.instructions().tiles:
+            raise build.BuildError(f"g++ failed with code 1: {said}")
+        return written(folder / "kernels.so")
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    monkeypatch.setattr(build, "_UNKNOWN_TO_COMPILER", {})
+    assert build.library().exists()
+    assert build.instructions().name == "others"
+    assert f"not amx: it has no compiler that knows its instructions (g++ failed with code 1: {said})" in (
+        build.explain_choice()
+    )
+    monkeypatch.setenv(build.CHOICE, AMX)  # by name nothing else is taken
+    build.instructions.cache_clear()
+    monkeypatch.setattr(build, "_UNKNOWN_TO_COMPILER", {})
+    with pytest.raises(build.BuildError, match="failed with code 1"):
+        build.library()
+
+
+def test_a_compiler_that_fails_for_another_reason_is_the_reason(plain_is_best, monkeypatch):
+    def failing(compiler, folder):
+        raise build.BuildError("g++ failed with code 1: expected ';'")
+
+    monkeypatch.setattr(build, "_compile", failing)
+    with pytest.raises(build.BuildError, match="expected ';'"):
+        build.library()
+
+
+def test_tiles_that_are_right_are_used(plain_is_best, monkeypatch):
+    monkeypatch.setattr(build, "_ASK_TILES", "pass")
+    build.library()
+    assert build.instructions().name == AMX

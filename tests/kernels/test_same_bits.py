@@ -1,0 +1,158 @@
+"""A row has the same bits whatever it is computed with: models of random shapes, all dtypes, all instruction sets."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.model.transformer import Transformer
+from batchinfer_kernels.cpu import build, ops
+from support.random_shapes import DTYPES, computed, make_model, make_prompts
+
+TESTS = Path(__file__).parents[1]
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
+PROCESS_SEEDS = range(6)
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_row_alone_is_the_row_among_others_at_every_place_in_chunks_of_any_size(seed, dtype, folder, threads):
+    model = Transformer.load(make_model(folder, seed), backend="cpu", **DTYPES[dtype])
+    draw, prompts = random.Random(seed), make_prompts(seed)
+    order = draw.sample(range(len(prompts)), len(prompts))
+    threads(draw.choice([2, 3, 4]))
+    together = computed(model, prompts, order, [draw.choice([1, 5, 48, 64, 100, 1000]) for _ in range(5)])
+    turned = computed(model, prompts, order[1:] + order[:1], [1000])
+    threads(1)
+    for i, prompt in enumerate(prompts):
+        alone = computed(model, [prompt], [0], [1000]).all_logits(0)
+        assert alone.isfinite().all()
+        assert torch.equal(together.all_logits(i), alone), f"prompt {i} of {order}"
+        assert torch.equal(turned.all_logits(i), alone), f"prompt {i}, one place on"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype, threads):
+    draw, generator = random.Random(7), torch.Generator().manual_seed(7)
+    eight_bit = "eight_bit" in DTYPES[dtype]
+    for num_in, num_out in [(draw.randrange(64, 1025), draw.randrange(1, 300)) for _ in range(4)]:
+        values = [torch.randn(shape, generator=generator) for shape in ((71, num_in), (num_out, num_in))]
+        x, weight = (value.to(DTYPES[dtype]["dtype"]) for value in values)
+        weight = ops.pack(weight, eight_bit=eight_bit)
+        row, others = x[:1], x[1:]
+        threads(1)
+        alone = ops.linear(row, weight)
+        threads(draw.choice([2, 3, 4]))
+        for num_others in (2, 7, 31, 70):
+            for place in range(num_others + 1):
+                rows = torch.cat([others[:place], row, others[place:num_others]])
+                assert torch.equal(ops.linear(rows, weight)[place : place + 1], alone), (place, num_others)
+
+
+def results_of_a_process(folder, seeds=PROCESS_SEEDS, **environment):
+    """What random_shapes.py prints with these variables."""
+    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
+    ended = subprocess.run(
+        [sys.executable, str(TESTS / "support" / "random_shapes.py"), str(folder), *map(str, seeds)],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """What is computed with some instructions, or without a name with this processor's best ones."""
+    for seed in PROCESS_SEEDS:
+        make_model(folder, seed)
+
+    @functools.cache
+    def get(name=""):
+        return results_of_a_process(folder, **{build.CHOICE: name})
+
+    return get
+
+
+BUILT_ANYWAY = ("amx", "avx512", "amx-plain")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(known.name, marks=() if known.name in BUILT_ANYWAY else pytest.mark.slow)
+        for known in build.INSTRUCTION_SETS
+    ],
+)
+def test_all_instruction_sets_compute_the_same_bits(name, folder, results):
+    (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
+    missing = chosen.missing(build._processor_features())
+    if missing:
+        pytest.skip(f"this processor has no {missing}")
+    found = results(name)
+    assert found["finite"]
+    if chosen.tiles:  # a family of its own, which plain C++ computes, too; but for float32
+        assert found == results("amx-plain")
+        assert {key: found[key] for key in found if "float32" in key} == {
+            key: value for key, value in results("avx2").items() if "float32" in key
+        }
+    else:
+        assert found == results("avx2")
+
+
+# Every byte that is handed out is 255, so that float32 and bfloat16 values that nobody has written are no numbers.
+FILL = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+void *malloc(size_t size) {
+  static void *(*next)(size_t);
+  if (!next) next = dlsym(RTLD_NEXT, "malloc");
+  void *found = next(size);
+  return found ? memset(found, 255, size) : found;
+}
+int posix_memalign(void **found, size_t alignment, size_t size) {
+  static int (*next)(void **, size_t, size_t);
+  if (!next) next = dlsym(RTLD_NEXT, "posix_memalign");
+  const int code = next(found, alignment, size);
+  if (!code) memset(*found, 255, size);
+  return code;
+}
+void *aligned_alloc(size_t alignment, size_t size) {
+  static void *(*next)(size_t, size_t);
+  if (!next) next = dlsym(RTLD_NEXT, "aligned_alloc");
+  void *found = next(alignment, size);
+  return found ? memset(found, 255, size) : found;
+}
+"""
+FILLED = "import torch; assert all(torch.empty(size).isnan().all() for size in (7, 1000, 10**6)); print('filled')"
+
+
+@pytest.mark.parametrize("name", ["", "amx-plain"], ids=["best instructions", "tiles"])
+def test_memory_that_nobody_has_written_changes_no_bit(name, folder, results, tmp_path):
+    source, library = tmp_path / "fill.c", tmp_path / "fill.so"
+    source.write_text(FILL)
+    command = [*build._compiler(), "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True)
+    filled = {"LD_PRELOAD": str(library)}
+    said = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, **filled}, capture_output=True, check=True)
+    assert said.stdout == b"filled\n"
+    assert results_of_a_process(folder, **filled, **{build.CHOICE: name}) == results(name)

@@ -1,0 +1,151 @@
+"""Attention in Triton, both forms, against softmax written out in float64: page borders, cuts, company, garbage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels.triton import decode, ops, prefill
+from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
+
+pytestmark = needs_triton
+
+
+def paged(kv_tokens, width):
+    """Pages of requests in any order, with infinities and worse wherever nobody may look."""
+    num_pages = [-(-tokens // 64) for tokens in kv_tokens]
+    ids = torch.randperm(sum(num_pages) + 1, generator=torch.Generator().manual_seed(0))
+    pages = random(len(ids), 64, width)
+    table = torch.full((len(kv_tokens), max(num_pages)), int(ids[-1]))
+    pages[ids[-1]] = torch.nan
+    for request, (tokens, count) in enumerate(zip(kv_tokens, num_pages, strict=True)):
+        table[request, :count] = ids[sum(num_pages[:request]) :][:count]
+        if count:
+            pages[table[request, count - 1], tokens - 64 * (count - 1) :] = torch.inf
+    return pages, table.to(DEVICE), torch.tensor(kv_tokens, device=DEVICE)
+
+
+def exact_decode(q, pages, table, positions, *, latent_dim, scale):
+    num_queries = len(q) // len(table)
+    rows = []
+    for row, position in enumerate(positions.tolist()):
+        keys = pages[table[row // num_queries]].flatten(0, 1)[: position + 1].double()
+        rows.append(torch.softmax(q[row].double() @ keys.T * scale, dim=-1) @ keys[:, :latent_dim])
+    return torch.stack(rows)
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Keys cut every 128 tokens, so that short requests have several parts."""
+    monkeypatch.setattr(decode, "SPLIT_TOKENS", 128)
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize(("heads", "latent_dim", "rotary"), [(1, 16, 6), (3, 64, 16), (22, 80, 64), (33, 16, 0)])
+@pytest.mark.parametrize("num_queries", [1, 2])
+def test_decode_attention_is_close_to_float64_and_a_request_keeps_its_bits(heads, latent_dim, rotary, num_queries):
+    pages, table, kv_tokens = paged([num_queries, 63, 64, 65, 128, 129, 300], latent_dim + rotary)
+    q = random(7 * num_queries, heads, latent_dim + rotary, seed=1)
+    positions = kv_tokens[:, None] - num_queries + torch.arange(num_queries, device=DEVICE)
+    options = {"latent_dim": latent_dim, "scale": (latent_dim + rotary) ** -0.5}
+    whole = ops.mla_decode(q, pages, table, kv_tokens, positions.flatten(), **options)
+    assert relative_error(whole, exact_decode(q, pages, table, positions.flatten(), **options)) < TOLERANCE["bf16"]
+    q_BQ, whole_BQ = q.unflatten(0, (7, -1)), whole.unflatten(0, (7, -1))
+    for requests, columns in [([0], 1), ([6, 2], 5)]:
+        alone = ops.mla_decode(
+            q_BQ[requests].flatten(0, 1), pages, table[requests, :columns], kv_tokens[requests],
+            positions[requests].flatten(), **options,
+        )  # fmt: skip
+        assert torch.equal(alone, whole_BQ[requests].flatten(0, 1))
+    # queries one by one: each is the last token when its turn comes
+    for request, query in [(5, 0), (6, num_queries - 1)]:
+        at = positions[request, query][None]
+        one = ops.mla_decode(q_BQ[request, query][None], pages, table[request][None], at + 1, at, **options)
+        assert torch.equal(one[0], whole_BQ[request, query])
+
+
+def test_decode_attention_in_pieces_and_over_long_parts_is_the_same(monkeypatch):
+    pages, table, kv_tokens = paged([1030, 5, 70], 48)
+    q, options = random(3, 2, 48, seed=1), {"latent_dim": 32, "scale": 0.2}
+    whole = ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, **options)
+    assert relative_error(whole, exact_decode(q, pages, table, kv_tokens - 1, **options)) < TOLERANCE["bf16"]
+    monkeypatch.setattr(decode, "_MAX_PART_BYTES", 1)
+    assert torch.equal(ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, **options), whole)
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_decode_attention_follows_a_peak_that_comes_late_and_takes_requests_without_tokens():
+    # key 150, in the second part, outweighs all before it: their sums must shrink to nothing
+    pages, table, kv_tokens = paged([151, 0], 32)
+    q = (30 * pages[table[0, 2], 22])[None, None].expand(2, 1, -1)
+    result = ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, latent_dim=16, scale=1.0)
+    assert torch.equal(result[0, 0], pages[table[0, 2], 22, :16])
+    assert not result[1].any()
+    none = ops.mla_decode(q[:0], pages, table[:0], kv_tokens[:0], kv_tokens[:0], latent_dim=16, scale=1.0)
+    assert none.shape == (0, 1, 16)
+
+
+def exact_prefill(q, latents, positions, kv_b, nope, scale):
+    latent_dim = kv_b.shape[-1]
+    kv = torch.einsum("xc,hzc->xhz", latents[:, :latent_dim].double(), kv_b.double())
+    rotary = latents[:, None, latent_dim:].double().expand(-1, kv.shape[1], -1)
+    scores = torch.einsum("tha,xha->htx", q.double(), torch.cat([kv[..., :nope], rotary], -1)) * scale
+    is_seen = torch.arange(len(latents), device=DEVICE) <= positions[:, None]
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return torch.einsum("htx,xhv->thv", weights, kv[..., nope:])
+
+
+@pytest.mark.parametrize(("heads", "nope", "rotary", "v_dim"), [(1, 5, 1, 16), (3, 16, 8, 32), (2, 6, 4, 11)])
+@pytest.mark.parametrize("context", [1, 64, 150])
+def test_prefill_attention_is_close_to_float64_and_cut_anywhere_gives_the_same_bits(
+    heads, nope, rotary, v_dim, context, monkeypatch
+):
+    pages, table, _ = paged([context], 48 + rotary)
+    q, kv_b = random(context, heads, nope + rotary, seed=1), random(heads, nope + v_dim, 48, seed=2) / 7
+    options = {"v_dim": v_dim, "scale": (nope + rotary) ** -0.5}
+
+    def attend(start, stop):
+        counts = torch.tensor([stop - start]), torch.tensor([stop])
+        positions = torch.arange(start, stop, device=DEVICE)
+        return ops.mla_prefill(q[start:stop], pages, table, *counts, positions, kv_b, **options)
+
+    whole = attend(0, context)
+    latents = pages[table[0]].flatten(0, 1)[:context]
+    exact = exact_prefill(q, latents, torch.arange(context, device=DEVICE), kv_b, nope, options["scale"])
+    assert relative_error(whole, exact) < TOLERANCE["bf16"]
+    for start, stop in [(0, 1), (context // 3, context), (context // 5, 70)]:
+        if start < stop <= context:
+            assert torch.equal(attend(start, stop), whole[start:stop])
+    monkeypatch.setattr(prefill, "_MAX_KEY_BYTES", 1)  # one head at a time
+    assert torch.equal(attend(0, context), whole)
+
+
+def test_chunks_of_several_requests_do_not_meet():
+    pages, table, _ = paged([150, 70, 64], 24)
+    num_tokens, context = [90, 0, 3], [150, 70, 64]  # the first and the last continue earlier chunks
+    q, kv_b = random(93, 2, 12, seed=1), random(2, 12, 16, seed=2)
+    positions = torch.cat([torch.arange(60, 150), torch.arange(61, 64)]).to(DEVICE)
+    options = {"v_dim": 8, "scale": 0.3}
+    lengths = torch.tensor(num_tokens), torch.tensor(context)
+    whole = ops.mla_prefill(q, pages, table, *lengths, positions, kv_b, **options)
+    for request, rows in ((0, slice(0, 90)), (2, slice(90, 93))):
+        latents = pages[table[request]].flatten(0, 1)[: context[request]]
+        exact = exact_prefill(q[rows], latents, positions[rows], kv_b, 4, 0.3)
+        assert relative_error(whole[rows], exact) < TOLERANCE["bf16"]
+        alone = ops.mla_prefill(
+            q[rows], pages, table[request][None], lengths[0][request][None], lengths[1][request][None],
+            positions[rows], kv_b, **options,
+        )  # fmt: skip
+        assert torch.equal(alone, whole[rows])
+    # the work is cut once per step: a second layer finds it, another step must not
+    schedule = {}
+    again = [
+        ops.mla_prefill(q, pages, table, *lengths, positions, kv_b, **options, schedule=schedule) for _ in range(2)
+    ]
+    assert torch.equal(again[0], whole)
+    assert torch.equal(again[1], whole)
+    assert list(schedule) == [prefill.SCHEDULE]
+    with pytest.raises(AssertionError, match="serves one step"):
+        ops.mla_prefill(q, pages, table, lengths[0].clone(), lengths[1], positions, kv_b, **options, schedule=schedule)
+    none = ops.mla_prefill(q[:0], pages, table[:0], *(part[:0] for part in lengths), positions[:0], kv_b, **options)
+    assert none.shape == (0, 2, 8)

@@ -1,0 +1,121 @@
+"""Triton operations between the products against the reference: norm, positions, gates, order and sums of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels.triton import ops
+from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
+
+pytestmark = needs_triton
+
+PARTS = [(0, 1), (3, 10), (36, 37), (0, 0)]  # first row, behind the last row
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 1100])
+def test_norm_and_activation_follow_their_formulas_and_keep_their_bits(width):
+    x, up, weight = 3 * random(37, width), random(37, width, seed=1), random(width, seed=2)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert relative_error(ops.rms_norm(x, weight, 1e-6), normed) < TOLERANCE["bf16"]
+    active = torch.nn.functional.silu(x.double()) * up.double()
+    assert relative_error(ops.silu_mul(x, up), active) < TOLERANCE["bf16"]
+    beside = torch.cat([x, up], dim=-1)
+    assert torch.equal(ops.silu_mul(*beside.chunk(2, dim=-1)), ops.silu_mul(x, up))
+    assert torch.equal(ops.rms_norm(x[:, None], weight, 1e-6)[:, 0], ops.rms_norm(x, weight, 1e-6))
+    for operation in (lambda rows: ops.rms_norm(rows, weight, 1e-6), lambda rows: ops.silu_mul(rows, rows)):
+        for start, stop in PARTS:
+            assert torch.equal(operation(x[start:stop]), operation(x)[start:stop])
+
+
+def test_the_activation_of_extreme_values():
+    gate = torch.tensor([[-torch.inf, -200.0, -88.9, 0.0, 88.9, 200.0, torch.inf, torch.nan]]).bfloat16().to(DEVICE)
+    expected, y = reference.silu_mul(gate, torch.ones_like(gate))[0], ops.silu_mul(gate, torch.ones_like(gate))[0]
+    assert torch.allclose(y[1:7], expected[1:7], atol=1e-30)
+    assert torch.isnan(y[7])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "nope", "rotary", "latent"), [(1, 6, 2, 16), (20, 8, 16, 64), (3, 10, 70, 48)])
+def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, latent, interleaved):
+    q, latents, norm = random(37, heads, nope + rotary), random(37, latent + rotary, seed=1), random(latent, seed=2)
+    angles = random(37, rotary // 2, seed=3, dtype=torch.float32)
+    slots = torch.randperm(4 * 64, generator=torch.Generator().manual_seed(4))[:37].to(DEVICE)
+
+    def run(function, rows):
+        pages = random(4, 64, latent + rotary, seed=5)
+        turned = function(
+            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
+            interleaved=interleaved,
+        )  # fmt: skip
+        return turned, pages.view(-1, latent + rotary)
+
+    turned, pages = run(ops.rope_and_cache, slice(None))
+    expected, expected_pages = run(reference_rows.rope_and_cache, slice(None))
+    for ours, theirs in ((turned, expected), (pages, expected_pages)):
+        # sums and fused products may differ in the last bit
+        assert relative_error(ours, theirs.double()) < TOLERANCE["bf16"]
+        assert (ours != theirs).float().mean() < 0.01
+    others = torch.ones(256, dtype=torch.bool, device=DEVICE)
+    others[slots] = False
+    assert torch.equal(pages[others], random(4, 64, latent + rotary, seed=5).view(-1, latent + rotary)[others])
+    for start, stop in PARTS:
+        part, part_pages = run(ops.rope_and_cache, slice(start, stop))
+        assert torch.equal(part, turned[start:stop])
+        assert torch.equal(part_pages[slots[start:stop]], pages[slots[start:stop]])
+
+
+@pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy", "greedy"])
+@pytest.mark.parametrize(("experts", "groups", "topk_groups", "topk"), [(16, 4, 2, 4), (160, 8, 3, 6), (6, 1, 1, 6)])
+def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_groups, topk, method):
+    logits = 2 * random(37, experts, dtype=torch.float32)
+    logits[3], logits[4, 1:], logits[5] = 0, logits[4, 0], logits[5].round()  # equals, also in other groups
+    bias = 0.3 * random(experts, seed=1, dtype=torch.float32)
+    options = {"method": method, "topk": topk, "num_groups": groups, "topk_groups": topk_groups, "scale": 2.5}
+    for normalize, added in ((False, bias), (True, bias), (True, None)):
+        ids, weights = ops.gate(logits, added, normalize=normalize, **options)
+        expected_ids, expected_weights = reference.gate(logits, added, normalize=normalize, **options)
+        assert torch.equal(ids, expected_ids)
+        assert torch.allclose(weights, expected_weights, rtol=1e-6)
+        for start, stop in PARTS:
+            part_ids, part_weights = ops.gate(logits[start:stop], added, normalize=normalize, **options)
+            assert torch.equal(part_ids, ids[start:stop])
+            assert torch.equal(part_weights, weights[start:stop])
+
+
+def test_the_gate_takes_different_experts_of_nonsense():
+    options = {"method": "noaux_tc", "topk": 3, "num_groups": 2, "topk_groups": 1, "normalize": True, "scale": 1.0}
+    logits = torch.zeros(3, 8, device=DEVICE)
+    logits[1], logits[2, 5] = torch.nan, torch.nan
+    ids, _ = ops.gate(logits, None, **options)
+    assert ids[[0, 2]].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert len(set(ids[1].tolist())) == 3
+    assert 0 <= ids.min() <= ids.max() < 8
+
+
+@pytest.mark.parametrize("num_entries", [0, 1, 128, 300])
+def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num_entries):
+    ids = torch.randint(0, 9, (num_entries,), generator=torch.Generator().manual_seed(0)).to(DEVICE)  # none of the last
+    sorting = ops.sort_by_expert(ids, 10)
+    for ours, theirs in zip(sorting, reference_rows.sort_by_expert(ids, 10), strict=True):
+        assert ours.dtype == torch.int64
+        assert torch.equal(ours, theirs)
+    weights = random(num_entries // 4, 4, dtype=torch.float32)
+    place, rows = sorting[1][: weights.numel()], random(num_entries, 37)
+    sums = ops.sum_per_token(rows, place, weights)
+    assert torch.allclose(sums, reference_rows.sum_per_token(rows, place, weights), rtol=1e-5, atol=1e-6)
+    hidden, shared = random(len(weights), 37, seed=1), random(len(weights), 37, seed=2)
+    for added in (None, shared):
+        assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))
+
+
+@pytest.mark.parametrize("width", [1, 33, 9000])
+def test_the_largest_logit_is_the_first_among_equals(width):
+    logits = torch.randint(-3, 3, (20, width), generator=torch.Generator().manual_seed(0)).float()
+    logits[1, width // 2], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
+    tokens, is_finite = ops.argmax(logits.to(DEVICE))
+    assert is_finite.tolist() == [row not in (1, 2, 3) for row in range(20)]
+    assert tokens[4:].tolist() == [row.tolist().index(max(row.tolist())) for row in logits[4:]]
+    assert 0 <= tokens.min() <= tokens.max() < width
+    assert len(ops.argmax(logits[:0].to(DEVICE))[0]) == 0

@@ -1,0 +1,111 @@
+"""Workers that come while others hold everything, results finished while a group works, units that open again."""
+
+import os
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.controller.claims import Claims
+from batchinfer.rundir import RunDir
+from support.faults import descendants, ended, fail_some, plan_units, wait_until
+from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
+
+SLOW = tuple(f"--set=cluster.{key}" for key in ("decode_requests=3", "commit_seconds=0.05", "backend=reference"))
+LONG = {"max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A job of several units, and its outputs."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    job = write_job(folder, sampling=LONG)
+    plan_units(job, folder / "run")
+    assert batchinfer("run", job).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+@pytest.fixture
+def planned(reference, tmp_path):
+    """The same job, only planned."""
+    return RunDir(plan_units(reference[0] / "job.toml", tmp_path / "run"))
+
+
+def unit_numbers(run):
+    return pq.read_table(run.units)["unit"].to_pylist()
+
+
+def waiting_worker(run):
+    """A worker that has said that it waits for others."""
+    worker = start("work", run.root)
+    said = ""
+    while "held by other workers; waiting for them" not in said:
+        line = worker.stderr.readline()
+        assert line, f"the worker ended: {said}"
+        said += line
+    return worker
+
+
+def test_a_worker_waits_without_ranks_until_it_gets_a_unit(reference, planned):
+    with Claims(planned) as others:
+        held = [others.try_claim(unit) for unit in unit_numbers(planned)]
+        assert None not in held
+        worker, called_back = waiting_worker(planned), waiting_worker(planned)
+        assert descendants(worker.pid) == []
+        called_back.send_signal(signal.SIGTERM)
+        assert ended(called_back).code == 75
+    found = ended(worker)
+    assert found.code == 0, found.err
+    assert batchinfer("finish", planned.root).code == 0
+    assert output_bytes(planned.root) == reference[1]
+    prefills = batchinfer("report", planned.root, "--json", "--sql", "SELECT first_prefill_s FROM nodes").out
+    assert "null" in prefills, "the one that was called back never had ranks"
+
+
+def test_a_worker_that_waited_in_vain_ends_well_without_ever_loading(planned):
+    with Claims(planned) as others:
+        held = [others.try_claim(unit) for unit in unit_numbers(planned)]
+        worker = waiting_worker(planned)
+        for claim in held:
+            others.complete(claim)
+        found = ended(worker)
+    assert found.code == 0, found.err
+    assert not list(planned.stats.glob("steps/*"))
+
+
+def test_partial_results_while_a_group_works_leave_its_files_alone(reference, planned):
+    worker = start("work", planned.root, *SLOW)
+    wait_until(lambda: list(planned.root.glob("units/*/[0-9]*/part-*.parquet")), worker)
+    ranks = descendants(worker.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)  # the group cannot end before finish looks at it
+    parcel = planned.parcels("of-a-living-session") / "kv"
+    parcel.parent.mkdir(parents=True)
+    parcel.write_bytes(b"on its way")
+    assert batchinfer("finish", planned.root, "--allow-partial").code == 3
+    assert parcel.read_bytes() == b"on its way"
+    assert not planned.finish_scratch.exists()
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    found = ended(worker)
+    assert found.code == 0, found.err
+    assert batchinfer("finish", planned.root).code == 0
+    assert output_bytes(planned.root) == reference[1]
+    assert not planned.work.exists(), "nobody works any more: what is left there belongs to nobody"
+
+
+def test_a_living_worker_takes_up_units_that_are_opened_again(reference, planned):
+    units = unit_numbers(planned)
+    with Claims(planned) as others:
+        assert others.try_claim(units[-1]) is not None
+        worker = waiting_worker(planned)
+        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), worker)
+        assert len(fail_some(planned.root, 1)) == 1
+        retried = batchinfer("retry", planned.root)
+        assert "1 failed requests in 1 units" in retried.out
+        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), worker)
+    found = ended(worker)
+    assert found.code == 0, found.err
+    assert batchinfer("finish", planned.root).code == 0
+    assert output_bytes(planned.root) == reference[1]

@@ -1,0 +1,147 @@
+"""Ranks over several processes, as srun and torchrun start them; hosts of other names stand for other nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from batchinfer.launch.nodes import this_node
+from batchinfer.records import ConfigError
+from support.jobs import batchinfer, output_bytes, write_job, write_questions
+
+COMMAND = "from batchinfer.cli import main; main()"
+CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
+NEEDS_ROOT = pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
+APART = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    assert batchinfer("run", write_job(folder, sampling={"max_tokens": 24, "ignore_eos": True})).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+def planned(reference, name, cluster):
+    folder, _ = reference
+    slow = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
+    sampling = {"max_tokens": 24, "ignore_eos": True}
+    job = write_job(folder, name=f"{name}.toml", output={"dir": name}, cluster=slow | cluster, sampling=sampling)
+    assert batchinfer("plan", job).code == 0
+    return folder / name
+
+
+def start_nodes(run, num_nodes, *, other_hosts):
+    """What srun does: the same command once per node, with its number."""
+    processes = []
+    for index in range(num_nodes):
+        slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_nodes)}
+        command = [sys.executable, "-c", COMMAND, "work", str(run)]
+        if other_hosts:
+            rename = f'hostname node{index}; exec "$@"'
+            command = ["unshare", "--uts", "sh", "-c", rename, "sh", *command]
+        environment = {**os.environ, **slurm, "SLURM_PROCID": str(index)}
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+def ended(processes):
+    texts = [process.communicate(timeout=180)[1] for process in processes]
+    return [process.returncode for process in processes], "\n".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "other_hosts"),
+    [
+        pytest.param({"prefill_ranks": 2}, False, marks=pytest.mark.slow),  # as where a rank dies
+        pytest.param({"prefill_ranks": 2}, True, marks=[NEEDS_ROOT, pytest.mark.slow]),
+        pytest.param(APART, True, marks=NEEDS_ROOT),
+    ],
+    ids=["same host", "two hosts", "two hosts, prefill apart from decode"],
+)
+def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts):
+    name = f"nodes-{len(cluster)}-{other_hosts}"
+    run = planned(reference, name, cluster)
+    codes, err = ended(start_nodes(run, 2, other_hosts=other_hosts))
+    assert codes == [0, 0], err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+    assert not list((run / "work").glob("*"))
+    rows = json.loads(batchinfer("report", run, "--json", "--sql", "SELECT * FROM nodes WHERE command = 'work'").out)
+    assert [row["num_ranks"] for row in rows] == [sum(cluster[k] for k in cluster if k != "mode") // 2] * 2
+    assert {row["node"] for row in rows} == ({"node0", "node1"} if other_hosts else {rows[0]["node"]})
+    assert all(row["first_prefill_s"] is not None for row in rows)
+
+
+def wait_for_parts(run, processes):
+    deadline = time.monotonic() + 90
+    while not list(run.glob("units/*/[0-9]*/part-*.parquet")):
+        assert all(process.poll() is None for process in processes), ended(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(pid):
+    listed = subprocess.run(["pgrep", "-P", str(pid)], check=False, capture_output=True, text=True)
+    return [int(line) for line in listed.stdout.split()]
+
+
+def test_a_rank_of_the_other_node_dies(reference):
+    run = planned(reference, "other-dies", {"prefill_ranks": 2})
+    processes = start_nodes(run, 2, other_hosts=False)
+    wait_for_parts(run, processes)
+    os.kill(children(processes[1].pid)[0], signal.SIGKILL)
+    codes, err = ended(processes)
+    assert codes == [0, 0], err
+    assert "starting this node's ranks again" in err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
+    run = planned(reference, "stopped", {"prefill_ranks": 2})
+    processes = start_nodes(run, 2, other_hosts=False)
+    wait_for_parts(run, processes)
+    for process in processes:
+        process.send_signal(signal.SIGUSR1)
+    codes, err = ended(processes)
+    assert codes == [75, 75], err
+    codes, err = ended(start_nodes(run, 2, other_hosts=False))
+    assert codes == [0, 0], err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_torchrun_starts_the_ranks(reference):
+    run = planned(reference, "torchrun", {"prefill_ranks": 2})
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work", run]
+    done = subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+def test_shares_of_nodes(monkeypatch):
+    assert this_node(4).ranks == range(4)
+    for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    share = this_node(4)
+    assert (share.index, share.count, share.ranks, share.is_one_host) == (1, 2, range(2, 4), False)
+    with pytest.raises(ConfigError, match="3 ranks do not spread evenly over 2 tasks"):
+        this_node(3)
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "finish"])
+def test_commands_for_one_process_say_so_under_srun(reference, monkeypatch, command):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    refused = batchinfer(command, reference[0] / "job.toml")
+    assert refused.code == 2
+    assert "under srun or torchrun" in refused.err

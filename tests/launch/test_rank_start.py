@@ -1,0 +1,155 @@
+"""How ranks are started: with which settings, when, and with a torch that leaves out what nobody uses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.launch import local_ranks
+from batchinfer.rank.torch_import import PUT_OFF
+from support.faults import ended, wait_until
+from support.jobs import start, write_job, write_questions
+
+START = "import sys; from batchinfer.rank.torch_import import put_off_compilers; put_off_compilers(); import torch; "
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", START + code], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_rank_never_executes_what_was_put_off():
+    code = "import batchinfer.rank.main; print([type(sys.modules[n]).__name__ for n in sys.argv[1:]])"
+    program = [sys.executable, "-c", START + code, *PUT_OFF]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == str(["_LateModule"] * len(PUT_OFF))
+
+
+@pytest.mark.parametrize(
+    ("use", "prints"),
+    [
+        (
+            "torch._meta_registrations.meta_mm; a = torch.ones(2, 3, device='meta'); print(a @ a.T)",
+            "tensor(..., device='meta', size=(2, 2))",
+        ),
+        ("print(float(torch.distributions.Normal(0.0, 1.0).mean))", "0.0"),
+        ("print(callable(torch.export.export))", "True"),
+        ("from torch.quantization import QConfig; print(QConfig.__name__)", "QConfig"),
+        ("print(hasattr(torch.export, 'no such name'))", "False"),
+    ],
+)
+def test_what_was_put_off_is_whole_when_it_is_used(use, prints):
+    assert run(use).strip() == prints
+
+
+def test_a_product_has_its_bits_without_them():
+    code = "torch.manual_seed(0); print(torch.nn.functional.linear(torch.randn(4, 8), torch.randn(3, 8)).sum().item())"
+    plain = [sys.executable, "-c", f"import torch; {code}"]
+    assert run(code) == subprocess.run(plain, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """Ranks that start from now on leave a line each; a function that reads them: (pid, started as a spare, spins)."""
+    line = 'f\'{os.getpid()} {os.environ.get("BATCHINFER_RANK_SPARE", 0)} {os.environ["GOMP_SPINCOUNT"]}\\n\''
+    trap = f"import os\nif 'BATCHINFER_RANK_NUMBER' in os.environ: open(os.environ['SEEN'], 'a').write({line})"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(trap)
+    paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    path = tmp_path / "seen"
+
+    def read() -> list[tuple[int, bool, int]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(pid), spare == "1", int(spins)) for pid, spare, spins in map(str.split, lines)]
+
+    return read
+
+
+def test_a_lone_rank_is_started_before_its_job_is_read(tmp_path, seen):
+    write_questions(tmp_path / "prompts", (3,))
+    done = ended(start("run", write_job(tmp_path)))
+    assert done.code == 0, done.err
+    ((_, is_spare, spins),) = seen()
+    assert is_spare
+    assert spins == 1000  # torch's threads do not stay in the way of others
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="on one core it is as each of several should be")
+def test_several_ranks_do_without_the_one_that_was_started_early(tmp_path, monkeypatch, seen):
+    monkeypatch.delenv("OMP_NUM_THREADS")  # it has all cores, they have a part each
+    write_questions(tmp_path / "prompts", (3,))
+    done = ended(start("run", write_job(tmp_path, cluster={"decode_ranks": 2})))
+    assert done.code == 0, done.err
+    assert sorted(spins for _, is_spare, spins in seen() if not is_spare) == [1000, 1000]
+    assert not any(is_alive(pid) for pid, *_ in seen())
+
+
+def test_what_the_user_sets_counts(tmp_path, monkeypatch, seen):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    write_questions(tmp_path / "prompts", (3,))
+    done = ended(start("run", write_job(tmp_path)))
+    assert done.code == 0, done.err
+    assert [spins for *_, spins in seen()] == [77]
+
+
+def test_a_bad_job_leaves_no_rank_behind(tmp_path, seen):
+    os.mkfifo(tmp_path / "job.toml")
+    process = start("run", tmp_path / "job.toml")
+    wait_until(seen, process)
+    (tmp_path / "job.toml").write_text("[input]\nfiles = []\n")
+    assert ended(process).code == 2
+    ((pid, *_),) = seen()
+    assert not is_alive(pid)
+
+
+def test_a_killed_command_leaves_no_rank_behind(tmp_path, seen):
+    os.mkfifo(tmp_path / "job.toml")  # reading the job never ends
+    process = start("run", tmp_path / "job.toml")
+    wait_until(seen, process)
+    process.kill()
+    process.communicate()
+    ((pid, *_),) = seen()
+    deadline = time.monotonic() + 60
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_rank_that_was_killed_before_its_job_was_read_is_replaced(tmp_path, seen):
+    write_questions(tmp_path / "prompts", (3,))
+    job = write_job(tmp_path)
+    text = job.read_text()
+    job.unlink()
+    os.mkfifo(job)
+    process = start("run", job)
+    wait_until(seen, process)
+    ((pid, *_),) = seen()
+    os.kill(pid, signal.SIGKILL)
+    job.write_text(text)
+    done = ended(process)
+    assert done.code == 0, done.err
+    assert [is_spare for _, is_spare, _ in seen()] == [True, False]
+
+
+def test_a_command_that_cannot_start_its_rank_early_goes_on(monkeypatch):
+    def refuse(*arguments, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(local_ranks, "start_rank", refuse)
+    local_ranks.start_spare()
+    local_ranks.end_spare()

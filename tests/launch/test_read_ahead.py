@@ -1,0 +1,62 @@
+"""Weights come into the page cache before a rank asks for them, if there is room; nothing is said of bad folders."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.launch import read_ahead
+
+PAGE = mmap.PAGESIZE
+
+
+def resident_share(path: Path) -> float:
+    """The share of a file's pages that are in the page cache (mincore)."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        num_pages = -(-len(mapped) // PAGE)
+        found = (ctypes.c_ubyte * num_pages)()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), found) == 0
+        return sum(byte & 1 for byte in found) / num_pages
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with two files of weights that are on disk only."""
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(bytes(24 << 20))
+    for path in tmp_path.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+    if max(map(resident_share, tmp_path.iterdir())) > 0.1:
+        pytest.skip("this file system keeps files in memory")
+    return tmp_path
+
+
+def test_the_kernel_reads_all_of_a_model(model):
+    read_ahead.read_ahead(model).join()
+    deadline = time.monotonic() + 60
+    while min(map(resident_share, model.iterdir())) < 0.99:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_model_that_fills_the_memory_is_not_read_twice(model, monkeypatch):
+    monkeypatch.setattr(read_ahead, "free_memory_bytes", lambda: 64 << 20)
+    read_ahead.read_ahead(model).join()
+    time.sleep(0.5)
+    assert max(map(resident_share, model.iterdir())) < 0.1
+
+
+def test_a_missing_or_unreadable_folder_is_left_to_the_ranks(tmp_path, capfd):
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "nowhere")
+    read_ahead.read_ahead(tmp_path).join()
+    read_ahead.read_ahead(tmp_path / "none").join()
+    assert capfd.readouterr() == ("", "")

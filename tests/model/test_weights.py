@@ -1,0 +1,400 @@
+"""Reading checkpoints: what is found, what is left alone, and what is refused before any data is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
+from batchinfer.model.config import load_model_config
+from batchinfer.model.moe import swiglu
+from batchinfer.model.ops import Ops
+from batchinfer.model.weights import _memory, exchange_experts, load_weights
+from batchinfer.records import ModelError
+from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.cpu import build
+from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
+from support.checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
+
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+# larger than a block in some dims and never a multiple of it
+RAGGED = {"hidden_size": 144, "intermediate_size": 200, "moe_intermediate_size": 40, "kv_lora_rank": 136}
+
+
+def load(folder, **options):
+    return load_weights(folder, load_model_config(folder), **{"dtype": torch.float32} | options)
+
+
+def all_tensors(value):
+    """Every tensor inside nested weights, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or isinstance(value, int):
+        return []
+    parts = value if isinstance(value, tuple) else [getattr(value, name) for name in value.__slots__]
+    return [tensor for part in parts for tensor in all_tensors(part)]
+
+
+def same(left, right):
+    left, right = all_tensors(left), all_tensors(right)
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def quantise(folder):
+    """Turn the linear weights of a checkpoint into FP8 with scales; return its tensors multiplied out again."""
+    tensors = read_tensors(folder)
+    stored, plain = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight"):
+            stored[name], scale = quantize_fp8_block(tensor)
+            stored[f"{name}_scale_inv"] = scale
+            plain[name] = dequantize_fp8_block(stored[name], scale, torch.float32)
+    write_tensors(folder, stored)
+    edit_config(folder, quantization_config=FP8)
+    return plain
+
+
+def change(folder, **changes):
+    """Replace tensors by name ("__" for "."); None removes one."""
+    tensors = read_tensors(folder)
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    write_tensors(folder, tensors)
+
+
+def test_tensors_arrive_where_they_belong(tmp_path):
+    make_checkpoint(tmp_path, "v3-groups")
+    stored, weights = read_tensors(tmp_path), load(tmp_path)
+    moe, prefix = weights.layers[1].mlp, "model.layers.1.mlp"
+    assert torch.equal(moe.gate_up_EFD[5, :24], stored[f"{prefix}.experts.5.gate_proj.weight"])
+    assert torch.equal(moe.gate_up_EFD[5, 24:], stored[f"{prefix}.experts.5.up_proj.weight"])
+    assert torch.equal(moe.down_EDF[5], stored[f"{prefix}.experts.5.down_proj.weight"])
+    assert torch.equal(moe.router_bias_E, stored[f"{prefix}.gate.e_score_correction_bias"])
+    kv_up = weights.layers[2].attention.kv_up_HZC
+    assert kv_up.shape == (2, 24, 16)
+    assert torch.equal(kv_up.flatten(0, 1), stored["model.layers.2.self_attn.kv_b_proj.weight"])
+    assert weights.expert_ids == (tuple(range(16)),) * 2
+
+
+def test_an_fp8_checkpoint_equals_its_dequantised_twin_exactly(tmp_path):
+    quantised, twin = tmp_path / "fp8", tmp_path / "plain"
+    for folder in (quantised, twin):
+        make_checkpoint(folder, "v3", **RAGGED)
+    write_tensors(twin, quantise(quantised))
+    assert same(load(quantised), load(twin))
+    assert same(load(quantised, dtype=torch.bfloat16), load(twin, dtype=torch.bfloat16))
+
+
+def test_shards_and_their_index_equal_a_single_file(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    single = load(tmp_path)
+    split_into_shards(tmp_path, 3)
+    assert same(load(tmp_path), single)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert same(load(tmp_path), single)  # without an index every *.safetensors is read
+
+
+def test_router_stays_float32_in_bfloat16(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    weights, stored = load(tmp_path, dtype=torch.bfloat16), read_tensors(tmp_path)
+    moe = weights.layers[1].mlp
+    assert torch.equal(moe.router_bias_E, stored["model.layers.1.mlp.gate.e_score_correction_bias"])
+    assert torch.equal(moe.router_ED, stored["model.layers.1.mlp.gate.weight"])
+    dtypes = {tensor.dtype for tensor in all_tensors(weights.layers[0])}
+    assert dtypes == {torch.bfloat16}
+
+
+def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "v3")
+    everything, read = load(tmp_path), []
+    original = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: read.append(name) or original(self, name))
+    part = load(tmp_path, expert_ids=[(6, 2), (2, 2, 0)])  # per layer; a redundant slot repeats an expert
+    kept = {tuple(name.split(".")[2:6:3]) for name in read if ".mlp.experts." in name}
+    assert kept == {("1", "2"), ("1", "6"), ("2", "2"), ("2", "0")}
+    assert part.expert_ids == ((6, 2), (2, 2, 0))
+    assert torch.equal(part.layers[1].mlp.down_EDF, everything.layers[1].mlp.down_EDF[[6, 2]])
+    assert torch.equal(part.layers[2].mlp.down_EDF, everything.layers[2].mlp.down_EDF[[2, 2, 0]])
+    assert torch.equal(part.layers[1].mlp.router_ED, everything.layers[1].mlp.router_ED)
+    with pytest.raises(ModelError, match="expert_ids"):
+        load(tmp_path, expert_ids=[(0,), (8,)])
+
+
+EIGHT_BITS = Ops.select("reference", torch.bfloat16, eight_bit=True)
+IN_BFLOAT16 = {"dtype": torch.bfloat16, "ops": EIGHT_BITS}
+# whole blocks everywhere but in the latent; and MLPs that end within a block
+SIZES = {
+    "whole": {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "kv_lora_rank": 136},
+    "ragged": RAGGED,
+}
+
+
+def stored_bits(folder, *names):
+    """Values and scales of FP8 weights as they are in the file, each [1, ...]."""
+    tensors = read_tensors(folder)
+    return [(tensors[name].view(torch.uint8)[None], tensors[f"{name}_scale_inv"][None]) for name in names]
+
+
+def held_bits(weight, num_parts=1):
+    """The same of a weight in memory that is several above each other."""
+    values, scales = weight.values.view(torch.uint8), weight.scales
+    return list(zip(values.unflatten(0, (num_parts, -1)), scales.unflatten(0, (num_parts, -1)), strict=True))
+
+
+def assert_holds(weight, stored):
+    """Bit for bit what is stored, and zeros where the last block is not full."""
+    held = held_bits(weight, len(stored))
+    for (values, scales), (stored_values, stored_scales) in zip(held, stored, strict=True):
+        rows, columns = stored_values.shape[1:]
+        assert torch.equal(values[:rows, :columns], stored_values[0])
+        assert torch.equal(scales, stored_scales[0])
+        assert not values[rows:].any()
+        assert not values[:, columns:].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_fp8_checkpoint_is_held_in_fp8_bit_for_bit(tmp_path, sizes):
+    make_checkpoint(tmp_path, "v3", **SIZES[sizes])
+    plain = quantise(tmp_path)
+    weights = load(tmp_path, **IN_BFLOAT16)
+    for index, layer in enumerate(weights.layers):
+        attention, prefix = layer.attention, f"model.layers.{index}.self_attn"
+        for held, name in [
+            (attention.q_down, "q_a_proj"),
+            (attention.q, "q_b_proj"),
+            (attention.kv_down, "kv_a_proj_with_mqa"),
+            (attention.out, "o_proj"),
+        ]:
+            assert_holds(held.weight, stored_bits(tmp_path, f"{prefix}.{name}.weight"))
+        kv_up = plain[f"{prefix}.kv_b_proj.weight"].bfloat16()
+        assert torch.equal(attention.kv_up_HZC.flatten(0, 1), kv_up)
+    dense, shared = weights.layers[0].mlp, weights.layers[2].mlp.shared
+    for mlp, prefix in [(dense, "model.layers.0.mlp"), (shared, "model.layers.2.mlp.shared_experts")]:
+        names = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        assert_holds(mlp.gate_up.weight, stored_bits(tmp_path, *names[:2]))
+        assert_holds(mlp.down.weight, stored_bits(tmp_path, *names[2:]))
+    moe = weights.layers[1].mlp
+    for expert in range(8):
+        names = [f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        assert_holds(moe.gate_up_EFD[expert], stored_bits(tmp_path, *names[:2]))
+        assert_holds(moe.down_EDF[expert], stored_bits(tmp_path, *names[2:]))
+    others = [weights.embedding, weights.norm, weights.lm_head, weights.layers[0].attention.kv_norm]
+    assert {tensor.dtype for tensor in others} == {torch.bfloat16}
+    assert moe.router_ED.dtype == torch.float32
+
+
+def test_a_wider_checkpoint_is_rounded_once_each_half_for_itself(tmp_path):
+    make_checkpoint(tmp_path, "v2-groups", **RAGGED)  # its MLPs have biases
+    stored, weights = read_tensors(tmp_path), load(tmp_path, **IN_BFLOAT16)
+    out = stored["model.layers.1.self_attn.o_proj.weight"].bfloat16()
+    expected = BlockScaled(*quantize_fp8_block(out))
+    assert_holds(
+        weights.layers[1].attention.out.weight, [(expected.values.view(torch.uint8)[None], expected.scales[None])]
+    )
+    gate_up, x = weights.layers[0].mlp.gate_up, torch.randn(3, 144).bfloat16()
+    assert gate_up.weight.values.shape == (2 * 256, 144)  # 200 rows in whole blocks
+    gate_TF, up_TF = linear(x, *gate_up).chunk(2, dim=-1)
+    for half, part in ((gate_TF, "gate"), (up_TF, "up")):
+        plain = stored[f"model.layers.0.mlp.{part}_proj.weight"].bfloat16()
+        bias = stored[f"model.layers.0.mlp.{part}_proj.bias"].bfloat16()
+        alone = linear(x, BlockScaled(*quantize_fp8_block(plain)), bias)
+        assert torch.equal(half[:, :200], alone)
+        assert not half[:, 200:].any()
+
+
+def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    stored, weights, x = read_tensors(tmp_path), load(tmp_path, **IN_BFLOAT16), torch.randn(5, 144).bfloat16()
+
+    def alone(prefix):
+        gate, up, down = (
+            BlockScaled(stored[f"{prefix}.{part}_proj.weight"], stored[f"{prefix}.{part}_proj.weight_scale_inv"])
+            for part in ("gate", "up", "down")
+        )
+        return linear(silu_mul(linear(x, gate), linear(x, up)), down)
+
+    assert torch.equal(swiglu(EIGHT_BITS, x, weights.layers[0].mlp), alone("model.layers.0.mlp"))
+    moe = weights.layers[1].mlp
+    y = grouped_mlp(x, torch.tensor([0, 0, 5, 0, 0, 0, 0, 0]), moe.gate_up_EFD, moe.down_EDF)
+    assert torch.equal(y, alone("model.layers.1.mlp.experts.2"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True), ("reference", True)]
+)
+def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, tmp_path):
+    if backend == "cpu" and build.why_not() is not None:
+        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
+    make_checkpoint(tmp_path, "v3")
+    config = load_model_config(tmp_path)
+    options = {"dtype": torch.bfloat16, "ops": Ops.select(backend, torch.bfloat16, eight_bit=eight_bit)}
+    before, after = [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
+    moved = exchange_experts(load(tmp_path, expert_ids=before, **options), tmp_path, config, after)
+    expected = load(tmp_path, expert_ids=after, **options)
+    assert moved.expert_ids == expected.expert_ids
+    for layer in (1, 2):
+        for name in ("gate_up_EFD", "down_EDF"):
+            ours, wanted = getattr(moved.layers[layer].mlp, name), getattr(expected.layers[layer].mlp, name)
+            assert type(ours) is type(wanted)
+            for left, right in zip(_memory(ours), _memory(wanted), strict=True):
+                assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
+    make_checkpoint(tmp_path, "v3", **SIZES[sizes])
+    quantise(tmp_path)
+    config, before, after = load_model_config(tmp_path), [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
+    moved = exchange_experts(load(tmp_path, expert_ids=before, **IN_BFLOAT16), tmp_path, config, after)
+    for layer, experts in zip((1, 2), after, strict=True):
+        for slot, expert in enumerate(experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            stored = stored_bits(tmp_path, *(f"{prefix}.{part}_proj.weight" for part in ("gate", "up")))
+            assert_holds(moved.layers[layer].mlp.gate_up_EFD[slot], stored)
+            assert_holds(moved.layers[layer].mlp.down_EDF[slot], stored_bits(tmp_path, f"{prefix}.down_proj.weight"))
+
+
+def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):
+    make_checkpoint(tmp_path, "v3")  # 3 layers, num_nextn_predict_layers 1
+    plain = load(tmp_path)
+    change(
+        tmp_path,
+        model__layers__3__eh_proj__weight=torch.ones(2, 4),
+        model__layers__3__mlp__experts__0__up_proj__weight=torch.ones(1),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+    )
+    assert same(load(tmp_path), plain)
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ModelError, match=r"2 unknown: model\.layers\.3\.eh_proj\.weight, model\.layers\.3"):
+        load(tmp_path)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    make_checkpoint(tmp_path, "v3-odd-sizes")
+    assert "lm_head.weight" not in read_tensors(tmp_path)
+    weights = load(tmp_path)
+    assert weights.lm_head is weights.embedding
+    change(tmp_path, lm_head__weight=torch.zeros(96, 45))  # some tools write it all the same
+    assert load(tmp_path).lm_head.abs().sum() > 0
+
+
+def test_missing_and_unknown_tensors_are_listed(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    tensors = read_tensors(tmp_path)
+    for expert in range(8):
+        for part in ("gate", "up"):
+            del tensors[f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"]
+    tensors["model.layers.0.extra.weight"] = torch.ones(1)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ModelError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "16 missing: model.layers.2.mlp.experts.0.gate_proj.weight, " in message
+    assert " and 6 more" in message
+    assert "1 unknown: model.layers.0.extra.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__norm__weight": torch.ones(31)}, r"model\.norm\.weight is \[31\] instead of \[32\]"),
+        ({"model__norm__weight": torch.ones(32, dtype=torch.int64)}, r"model\.norm\.weight is I64"),
+        ({"model__norm__weight": None}, r"1 missing: model\.norm\.weight"),
+    ],
+)
+def test_wrong_shapes_and_formats(tmp_path, changes, words):
+    make_checkpoint(tmp_path, "v3")
+    change(tmp_path, **changes)
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+O_PROJ = "model__layers__0__self_attn__o_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({f"{O_PROJ}_scale_inv": None}, "is FP8, but there is no"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] instead of F32 \[2, 1\]"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(2, 1).bfloat16()}, r"BF16 \[2, 1\] instead of F32 \[2, 1\]"),
+        ({O_PROJ: None}, r"1 missing: model\.layers\.0\.self_attn\.o_proj\.weight"),
+        ({O_PROJ: torch.ones(144, 16)}, "is a scale, but"),
+    ],
+)
+def test_fp8_weights_and_scales_that_do_not_fit(tmp_path, changes, words):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    change(tmp_path, **changes)
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+def test_fp8_weights_without_a_quantization_config(tmp_path):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    edit_config(tmp_path, quantization_config=None)
+    with pytest.raises(ModelError, match=r"is FP8, but config\.json has no quantization_config"):
+        load(tmp_path)
+
+
+def test_pickle_formats_are_not_opened(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin but no \*\.safetensors; only safetensors is read"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match="only safetensors is read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_damaged_file_is_named(tmp_path, keep):
+    make_checkpoint(tmp_path, "v3")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda index: index["weight_map"].update({"a": "model-9.safetensors"}), r"names model-9\.safetensors, which"),
+        (lambda index: index["weight_map"].update({"a": "../x.safetensors"}), "not to a .safetensors file beside it"),
+        (lambda index: index["weight_map"].update({"a": 3}), "not to a .safetensors file beside it"),
+        (
+            lambda index: index["weight_map"].update({"a": "model-00001-of-00002.safetensors"}),
+            "holds a, but it does not",
+        ),
+        (lambda index: index.pop("weight_map"), "weight_map must be an object"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards(tmp_path, edit, words):
+    make_checkpoint(tmp_path, "v3")
+    split_into_shards(tmp_path, 2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=words):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(data)
+    (tmp_path / "model.safetensors").rename(tmp_path / "b.safetensors")
+    with pytest.raises(ModelError, match=r"is in a\.safetensors and in b\.safetensors"):
+        load(tmp_path)

@@ -1,0 +1,188 @@
+"""Planning: the prefix order, merged duplicates, samples, units, keys, and bounded memory at a million rows."""
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.plan import packing
+from batchinfer.plan.packing import MIN_UNIT_TOKENS, cut_units
+from batchinfer.plan.prefix.in_memory import last_uses, plan_prefixes
+from batchinfer.records import sampling_key
+from support.jobs import batchinfer, question, write_job, write_shard
+
+
+def plan_of(prompts):
+    offsets = np.cumsum([0, *map(len, prompts)])
+    flat = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
+    return plan_prefixes(flat, offsets, block_tokens=64)
+
+
+def test_the_trie_is_walked_depth_first():
+    #        1 2 ── 3        prompts 0 and 2
+    #          └─── 4 5      prompt 3
+    #        9               prompt 1
+    plan = plan_of([[1, 2, 3], [9], [1, 2, 3], [1, 2, 4, 5]])
+    assert plan.order.tolist() == [0, 2, 3, 1]
+    assert plan.shared_tokens.tolist() == [0, 0, 3, 2]
+    assert plan.cached_tokens.tolist() == [0, 0, 2, 2]  # the last token of a repeated prompt runs again
+    assert plan.distinct_tokens == 6
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_prompt_finds_all_it_shares_with_any_earlier_one(seed):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3) for _ in range(rng.randrange(9))] for _ in range(rng.randrange(30))]
+    plan = plan_of(prompts)
+    seen = set()
+    for index in plan.order:
+        prompt = prompts[index]
+        known = max((length for length in range(len(prompt) + 1) if tuple(prompt[:length]) in seen | {()}), default=0)
+        assert plan.shared_tokens[index] == known
+        assert plan.cached_tokens[index] == min(known, max(len(prompt) - 1, 0))
+        seen |= {tuple(prompt[:length]) for length in range(1, len(prompt) + 1)}
+    assert plan.distinct_tokens == len(seen)
+    assert sorted(plan.order.tolist()) == list(range(len(prompts)))
+
+
+def test_the_input_order_changes_neither_the_sharing_nor_the_order_of_prompts():
+    rng = random.Random(0)
+    prompts = [[rng.randrange(4) for _ in range(rng.randrange(1, 12))] for _ in range(50)]
+    shuffled = rng.sample(prompts, len(prompts))
+    first, second = plan_of(prompts), plan_of(shuffled)
+    assert [prompts[i] for i in first.order] == [shuffled[i] for i in second.order]
+    assert first.distinct_tokens == second.distinct_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("block_tokens", [1, 3, 8])
+def test_the_last_use_of_a_block_is_the_last_prompt_that_begins_with_it(seed, block_tokens):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(rng.integers(1, 60))]
+    plan = plan_of(prompts)
+    ordered = [prompts[place] for place in plan.order]
+    lengths = np.array([len(prompt) for prompt in ordered])
+    found, offsets = last_uses(plan.shared_tokens[plan.order], lengths, block_tokens=block_tokens)
+    expected, seen = [], set()
+    for prompt in ordered:
+        mine = []
+        for end in range(block_tokens, len(prompt) + 1, block_tokens):
+            start = tuple(prompt[:end])
+            if start not in seen:
+                seen.add(start)
+                mine.append(max(k for k, other in enumerate(ordered) if tuple(other[:end]) == start))
+        expected.append(mine)
+    assert [found[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offsets", "block_tokens"), [([1, 2], [0, 1], 64), ([1, 2], [0, 2], 0), ([1, -2], [0, 2], 64)]
+)
+def test_impossible_input_is_refused(tokens, offsets, block_tokens):
+    with pytest.raises(ValueError, match=r"offsets|block_tokens|token ids"):
+        plan_prefixes(np.array(tokens), np.array(offsets), block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_units_keep_the_order_and_stay_near_the_target(seed):
+    rng = np.random.default_rng(seed)
+    new, most = rng.integers(1, 500, 5000), rng.integers(1, 100, 5000)
+    starts = cut_units(new, most)
+    assert starts[0] == 0
+    assert starts[-1] == 5000
+    assert (np.diff(starts) > 0).all()
+    work = [int((new + most)[a:b].sum()) for a, b in itertools.pairwise(starts)]
+    assert max(work) <= MIN_UNIT_TOKENS + 600
+    assert min(work[:-1]) >= MIN_UNIT_TOKENS
+    assert cut_units(new[:0], most[:0]).tolist() == [0]
+
+
+def test_units_of_a_large_group_hold_more_work():
+    new, most = np.full(50_000, 100), np.full(50_000, 10)
+    num_units = {ranks: len(cut_units(new, most, num_ranks=ranks)) - 1 for ranks in (1, 2, 8, 32)}
+    assert num_units[1] == num_units[2] > 3 * num_units[8] > 9 * num_units[32] > 0
+
+
+def test_the_plan_of_a_job_merges_equal_greedy_rows_and_predicts_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 50)
+    kind = pa.struct([("temperature", pa.float64()), ("max_tokens", pa.int64())])
+    how = [None, None, {"max_tokens": 3}, None, {"temperature": 1.0}, {"temperature": 1.0}]
+    prompts = [question(0), question(1), question(0), question(0), question(0), question(0)]
+    columns = {"id": ["a", "b", "c", "d", "same", "same"], "prompt": prompts, "how": pa.array(how, kind)}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    job = write_job(tmp_path, input={"sampling": "how"}, sampling={"n": 2, "seed": 4})
+    assert batchinfer("plan", job).code == 0
+    run = tmp_path / "run"
+    duplicates = pq.read_table(run / "plan" / "duplicates.parquet").to_pylist()
+    # greedy: rows 0 and 3 are equal, rows 1 and 2 stand alone; each is computed once for its samples
+    assert {(item["row"], item["sample"]): item["of_row"] for item in duplicates} == {
+        (0, 1): 0,
+        (1, 1): 1,
+        (2, 1): 2,
+        (3, 0): 0,
+        (3, 1): 0,
+    }
+    requests = pq.read_table(run / "plan" / "requests.parquet").to_pylist()
+    assert sorted((item["row"], item["sample"]) for item in requests) == [
+        (0, 0), (1, 0), (2, 0), (4, 0), (4, 1), (5, 0), (5, 1)
+    ]  # fmt: skip
+    keys = {(item["row"], item["sample"]): item["sampling_key"] for item in requests}
+    assert keys[0, 0] == 0  # greedy draws nothing
+    assert keys[4, 1] == sampling_key(4, "same", 0, 1)
+    assert keys[5, 0] == sampling_key(4, "same", 1, 0)  # the second row with this id
+    (summary,) = pq.read_table(run / "plan" / "summary.parquet").to_pylist()
+    assert (summary["requests"], summary["duplicates"], summary["rows"]) == (7, 5, 12)
+    lengths = {item["row"]: len(item["token_ids"]) for item in requests}
+    assert summary["input_tokens"] == 2 * sum(lengths.get(row, lengths[0]) for row in range(6))
+    assert summary["computed_tokens"] == sum(len(item["token_ids"]) - item["cached_tokens"] for item in requests)
+    # two prompts, and the last token of the one that six requests share runs again for five of them
+    assert summary["computed_tokens"] == summary["distinct_tokens"] + 5
+    units = pq.read_table(run / "plan" / "units.parquet").to_pylist()
+    assert len(units) > 1
+    assert sum(unit["num_requests"] for unit in units) == 7
+
+
+def test_the_same_inputs_give_the_same_plan(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(i % 7) for i in range(20)]})
+    for name in ("one", "two"):
+        job = write_job(tmp_path, output={"dir": name}, sampling={"temperature": 1.0})
+        assert batchinfer("plan", job).code == 0
+    for table in ("requests", "units", "duplicates"):
+        one, two = ((tmp_path / name / "plan" / f"{table}.parquet").read_bytes() for name in ("one", "two"))
+        assert one == two
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most_bytes"), [(200_000, 0.5e9), pytest.param(1_000_000, 2e9, marks=pytest.mark.slow)]
+)
+def test_many_short_rows_are_planned_in_little_memory(tmp_path, capsys, num_rows, most_bytes):
+    num_shards = 4
+    for shard in range(num_shards):
+        numbers = range(shard, num_rows, num_shards)
+        columns = {"id": list(numbers), "prompt": [f"Row {i % 9973}: {i}" for i in numbers]}
+        write_shard(tmp_path / "prompts" / f"{shard}.parquet", columns, row_group_size=100_000)
+    job = write_job(tmp_path)
+    code = (
+        "import sys; from batchinfer import cli\n"
+        "try: cli.main()\n"
+        # not getrusage: its maximum begins with that of the process that started this one
+        "finally: print(open('/proc/self/status').read(), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "plan", job], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    peak_bytes = int(re.search(r"VmHWM:\s+(\d+) kB", ended.stderr)[1]) * 1024
+    (summary,) = pq.read_table(tmp_path / "run" / "plan" / "summary.parquet").to_pylist()
+    assert summary["requests"] == num_rows
+    speed = f"{summary['rows_per_s']:,.0f} rows/s"
+    with capsys.disabled():
+        print(f"\n{num_rows:,} rows planned at {speed}, {peak_bytes / 2**20:,.0f} MiB at most")
+    assert speed in ended.stdout
+    assert peak_bytes < most_bytes
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "planned"

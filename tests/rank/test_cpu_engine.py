@@ -1,0 +1,155 @@
+"""Whole jobs on the C++ operations, in every dtype: a row's output depends on the row alone."""
+
+from __future__ import annotations
+
+import json
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.config import load_model_config
+from batchinfer_kernels.cpu import build
+from support.jobs import answers, batchinfer, output_bytes, write_job, write_questions, write_shard
+from support.paths import DEMO_JOB, RANDOM_MODEL
+
+REASON = build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
+
+DTYPES = ("float32", "bfloat16", "fp8")
+CONFIG = load_model_config(RANDOM_MODEL)
+FEW_PAGES = 9  # of a rank, where the largest request needs 6: two at a time at most
+
+VARIANTS = {
+    "small steps": {"prefill_tokens": 48, "decode_requests": 3},
+    "tiny steps": {"prefill_tokens": 5, "decode_requests": 2},
+    "two ranks": {"prefill_ranks": 2},
+    "two ranks, prefill apart": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
+    "four ranks, redundant experts": {"prefill_ranks": 4, "redundant_experts": 4},
+    "without overlap": {"prefill_ranks": 2, "overlap": False},
+}
+MORE = pytest.mark.slow  # what others show, too
+OFTEN = {
+    "float32": {"tiny steps", "two ranks", "two ranks, prefill apart", "four ranks, redundant experts"},
+    "bfloat16": {"small steps", "two ranks, prefill apart", "four ranks, redundant experts", "without overlap"},
+    "fp8": {"small steps", "two ranks, prefill apart"},
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Per dtype a folder with prompts, and their answers from one rank with all requests at once."""
+    folders = {}
+    for dtype in DTYPES:
+        folders[dtype] = tmp_path_factory.mktemp(dtype)
+        write_questions(folders[dtype] / "prompts", (12, 5, 9))
+        run(folders[dtype], "one", dtype=dtype)
+    return folders
+
+
+def run(folder, name, *, dtype, cluster=None, **parts):
+    job = write_job(
+        folder,
+        name=f"{name}.toml",
+        output={"dir": name},
+        model={"path": str(RANDOM_MODEL), "dtype": dtype},
+        sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 2, "temperature": 0.7, "top_p": 0.9},
+        cluster={"backend": "cpu", **(cluster or {})},
+        **parts,
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    return folder / name
+
+
+def most_at_once(folder):
+    """The most requests and the most pages that a decode step had."""
+    steps = f"read_parquet('{folder}/stats/steps/*.parquet')"
+    sql = f"SELECT max(num_requests), max(pages_used) FROM {steps} WHERE kind = 'decode'"
+    return duckdb.execute(sql).fetchall()[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [
+        pytest.param(dtype, variant, marks=() if variant in OFTEN[dtype] else MORE)
+        for dtype in DTYPES
+        for variant in VARIANTS
+    ],
+)
+def test_how_a_job_is_run_changes_no_byte(jobs, dtype, variant):
+    folder = jobs[dtype]
+    other = run(folder, variant.replace(" ", "-"), dtype=dtype, cluster=VARIANTS[variant])
+    assert output_bytes(other) == output_bytes(folder / "one")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_requests_that_wait_for_pages_get_the_same_bytes(jobs, dtype):
+    folder = jobs[dtype]
+    item_bytes = 4 if dtype == "float32" else 2
+    page_bytes = FEW_PAGES * PAGE_TOKENS * CONFIG.kv_bytes_per_token(item_bytes)
+    tight = run(folder, "tight", dtype=dtype, cluster={"page_bytes": page_bytes})
+    (most_tight, pages), (most_ample, _) = most_at_once(tight), most_at_once(folder / "one")
+    assert pages <= FEW_PAGES
+    assert most_tight < most_ample == 26  # they did wait
+    assert output_bytes(tight) == output_bytes(folder / "one")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_the_input_changes_no_answer(jobs, dtype, tmp_path):
+    folder = jobs[dtype]
+    for number, path in enumerate(sorted((folder / "prompts").iterdir(), reverse=True)):
+        rows = pq.read_table(path)
+        turned = rows.take(list(reversed(range(len(rows)))))
+        write_shard(tmp_path / "prompts" / f"{number}.parquet", turned.to_pydict())
+    by_id = [
+        {row["id"]: row | {"row": None} for row in answers(done)}
+        for done in (run(tmp_path, "turned", dtype=dtype), folder / "one")
+    ]
+    assert by_id[0] == by_id[1]
+    assert list(by_id[0]) != list(by_id[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_store_changes_no_answer(jobs, dtype, tmp_path):
+    folder = jobs[dtype]
+    for state in ("cold", "warm"):
+        done = run(folder, state, dtype=dtype, kv={"dir": str(tmp_path / "kv"), "persist": "all"})
+        assert answers(done) == answers(folder / "one")
+    assert hits(folder / "warm") > 0
+
+
+def hits(folder):
+    sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
+    return json.loads(batchinfer("report", folder, "--json", "--sql", sql).out)[0]["hits"]
+
+
+def test_a_run_names_the_family_that_its_bits_belong_to(jobs):
+    for dtype, folder in jobs.items():
+        state = json.loads((folder / "one" / "run.json").read_text())
+        family = build.numerics(torch.float32 if dtype == "float32" else torch.bfloat16)
+        assert state["numerics"] == family + (", 8-bit products" if dtype == "fp8" else "")
+        assert state["bit_equal"] is True
+
+
+def test_each_dtype_is_another_computation(jobs):
+    assert len({str(answers(folder / "one")) for folder in jobs.values()}) == len(DTYPES)
+
+
+def test_a_store_is_not_shared_with_other_kernels(jobs, tmp_path):
+    store = {"dir": str(tmp_path / "kv"), "persist": "all"}
+    folder = jobs["bfloat16"]
+    run(folder, "cpu", dtype="bfloat16", kv=store)
+    assert hits(run(folder, "reference", dtype="bfloat16", kv=store, cluster={"backend": "reference"})) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sample_model_answers_as_well_as_ever(dtype, tmp_path):
+    settings = {"output.dir": tmp_path / "run", "model.dtype": dtype, "cluster.backend": "cpu"}
+    options = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]
+    assert batchinfer("run", DEMO_JOB, *options).code == 3  # its bad rows
+    report = batchinfer("report", tmp_path / "run", "--json", "--sql", f"@{DEMO_JOB.parent / 'accuracy.sql'}")
+    (every,) = [row for row in json.loads(report.out) if row["task"] == "all tasks"]
+    assert every["right_answers"] >= 0.99 * every["prompts"]

@@ -1,0 +1,182 @@
+"""Where tensors are: a rank's device, steps on it, and what travels between it and the host.
+
+Torch's "meta" device has shapes and no values: a step that runs there reads nothing on the host, and takes nothing from
+the host that was not put on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
+from batchinfer.launch.local_ranks import LocalRanks, RankEnvironment
+from batchinfer.model.mla import PrefillSpan
+from batchinfer.model.step import StepInput, StepTensors
+from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.dispatch import count_rows
+from batchinfer.parallel.mesh import Mesh, Seat
+from batchinfer.rank.batch import prefill_step
+from batchinfer.rank.device import device_name, rank_device
+from batchinfer.rank.load import _numerics as numerics
+from batchinfer.records import ConfigError
+from batchinfer_kernels.transfer import in_one_copy, put_pages, take_pages
+from support.paths import RANDOM_MODEL
+
+META = torch.device("meta")
+
+
+def mlp_that_reads_nothing(x, num_rows_E, gate_up, down, tokens_M=None, scales=None):
+    """The shape of a grouped MLP's result; the reference looks at the counts, the versions for GPUs do not."""
+    return x.new_empty(len(x) if tokens_M is None else len(tokens_M), x.shape[-1])
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "fp8"])
+def meta_model(request):
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, eight_bit=request.param, device=META)
+    return Transformer(
+        model.config,
+        model.weights,
+        [layer.mlp.dispatcher for layer in model._layers if hasattr(layer.mlp, "dispatcher")],
+        replace(model._ops, grouped_mlp=mlp_that_reads_nothing),
+    )
+
+
+def decode_input(count=3):
+    kv_tokens = torch.arange(count) + 70
+    return StepInput(
+        tokens=torch.arange(count),
+        positions=kv_tokens - 1,
+        slots=torch.arange(count) * 64 + 5,
+        logit_rows=torch.arange(count),
+        page_table=torch.arange(4 * count).view(count, 4)[:, :2],
+        kv_tokens=kv_tokens,
+    )
+
+
+def prefill_input():
+    return StepInput(
+        tokens=torch.arange(80) % 50,
+        positions=torch.cat([torch.arange(70), torch.arange(5, 15)]),
+        slots=torch.arange(80),
+        logit_rows=torch.tensor([69, 79]),
+        prefill=(PrefillSpan(0, 70, 70, torch.tensor([0, 1])), PrefillSpan(70, 10, 15, torch.tensor([2]))),
+        copy_from=torch.arange(5) + 128,
+        copy_to=torch.arange(5) + 192,
+    )
+
+
+@pytest.mark.parametrize("step", [decode_input(), prefill_input()], ids=["decode", "prefill"])
+def test_a_step_runs_on_its_device_from_tokens_to_logits(meta_model, step):
+    pages = meta_model.new_pages(12)
+    output = meta_model.forward(step, pages)
+    assert output.logits.device == output.expert_counts.device == pages.device == META
+    assert output.logits.shape == (len(step.logit_rows), meta_model.config.vocab_size)
+
+
+def test_the_plain_reference_would_read_on_the_host():
+    """What the test above rests on: reading a value of this device is an error."""
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device=META)
+    assert model._ops.reads_on_host
+    with pytest.raises(RuntimeError, match="meta"):
+        model.forward(decode_input(), model.new_pages(12))
+
+
+def test_a_step_s_tensors_are_moved_but_for_the_lengths_of_chunks():
+    step = prefill_input()
+    moved, here = StepTensors.of(step, META), StepTensors.of(step, torch.device("cpu"))
+    for name in StepTensors.__slots__:
+        there, value = getattr(moved, name), getattr(here, name)
+        assert (there is None) == (value is None), name
+        if value is not None:
+            assert there.shape == value.shape, name
+            assert there.device.type == ("cpu" if name in ("kv_tokens", "chunk_tokens") else "meta"), name
+    assert here.tokens is step.tokens, "on the CPU nothing is copied"
+    assert here.page_table.tolist() == [[0, 1], [2, 0]]
+    assert here.chunk_of_row.tolist() == [0, 1]
+    assert StepTensors.of(decode_input(), META).kv_tokens.device == META
+
+
+def test_a_step_without_tokens_can_be_moved():
+    moved = StepTensors.of(prefill_step([], {}), META)
+    assert (len(moved.tokens), len(moved.page_table)) == (0, 0)
+
+
+def test_what_goes_in_one_copy_comes_apart_as_it_was():
+    parts = [torch.arange(6).view(2, 3), torch.zeros(0, dtype=torch.int64), torch.tensor(7), torch.arange(4)[::2]]
+    for moved, part in zip(in_one_copy(parts, torch.device("cpu")), parts, strict=True):
+        assert torch.equal(moved, part)
+        assert moved.shape == part.shape
+
+
+def test_pages_come_back_from_the_host_as_they_were():
+    pages = torch.randn(3, 10, 64, 8, generator=torch.Generator().manual_seed(0))
+    taken, other = take_pages(pages, [7, 2, 5]), torch.zeros_like(pages)
+    assert torch.equal(taken[1], pages[:, 2])
+    put_pages(other, [1, 0, 9], taken)
+    assert torch.equal(other[:, [1, 0, 9]], pages[:, [7, 2, 5]])
+    assert not other[:, 2:9].any()
+    blocks = blocks_from_pages(pages, [7, 2, 5], 3)
+    blocks_to_pages(blocks, other, [4, 3], skip_pages=1)
+    assert torch.equal(other[:, [4, 3]], pages[:, [2, 5]])
+
+
+def test_rows_that_fill_a_batch_up_are_not_counted():
+    ids = torch.tensor([[0, 2], [1, 2], [0, 1]])
+    counted = torch.tensor([1, 1, 0])[:, None].expand_as(ids).flatten()
+    assert count_rows(ids.flatten(), 4, counted).tolist() == [1, 1, 2, 0]
+    assert count_rows(ids.flatten(), 4).tolist() == [2, 2, 2, 0]
+
+
+def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for backend in ("auto", "hopper", "triton"):
+        assert rank_device(backend, 1) == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 1)] * 3
+    for backend in ("cpu", "reference"):
+        assert rank_device(backend, 1) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="rank 2 of this host has no GPU of its own, as there are 2"):
+        rank_device("auto", 2)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert rank_device("triton", 0) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rank_device("auto", 0) == rank_device("hopper", 0) == torch.device("cpu")
+
+
+def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
+
+    def places():
+        return [one.place for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
+
+    assert places() == [0, 1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert places()[0] == 3
+    environment = RankEnvironment(5, "host", 1, "token", 3, weight_bytes=7)
+    for name, value in environment.variables([0]).items():
+        monkeypatch.setenv(name, value)
+    assert RankEnvironment.read() == environment
+
+
+def test_stored_kv_names_the_gpu_that_computed_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU X {device.index}")
+    model = SimpleNamespace(device=torch.device("cuda", 1), kernels="kernels of some version")
+    assert numerics(model).startswith(f"GPU X 1, CUDA {torch.version.cuda}, torch ")
+    assert numerics(model).endswith("kernels of some version")
+    assert device_name(model.device) == "GPU X 1"
+    assert device_name(torch.device("cpu")) == "cpu"
+
+
+def test_exchanges_between_cpus_are_refused_for_ranks_on_gpus():
+    for kind in ("gloo", "shared"):
+        with pytest.raises(ConfigError, match=f"cluster.exchange is '{kind}', which moves rows between CPUs"):
+            Mesh.join(Seat(0, 2, kind, one_host=True, timeout_s=1.0), None, torch.device("cuda", 0))

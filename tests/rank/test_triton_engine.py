@@ -1,0 +1,172 @@
+"""Triton operations in a model, in the choice of operations, and compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchinfer.model.ops import Ops
+from batchinfer.model.transformer import Transformer
+from batchinfer_kernels import backend
+from batchinfer_kernels.triton import ops, probe
+from support.jobs import answers, batchinfer, write_job, write_shard
+from support.paged_steps import PagedRequests
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL
+from support.triton_device import DEVICE, needs_triton
+
+COMPILE = Path(__file__).parents[1] / "support" / "compile_triton.py"
+SHARED_BYTES = 227 * 1024  # of one Hopper multiprocessor for one block of threads
+MATRIX_KERNELS = {"_product", "_attend_part", "_attend_tile", "_part_of_logits"}
+
+interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not interpreted: it runs on the GPU here")
+
+
+@needs_triton
+@interpreted
+def test_the_sample_model_answers_as_with_the_reference(tmp_path):
+    write_shard(tmp_path / "prompts" / "part-0.parquet", {"prompt": ["What is 2 plus 3?"]})
+    for name in ("triton", "reference"):
+        job = write_job(
+            tmp_path,
+            name=f"{name}.toml",
+            output={"dir": name},
+            model={"path": str(SAMPLE_MODEL), "dtype": "bfloat16"},
+            sampling={"max_tokens": 2},
+            cluster={"backend": name},
+        )
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+    assert answers(tmp_path / "triton") == answers(tmp_path / "reference")
+
+
+@needs_triton
+@interpreted
+def test_a_request_has_the_same_logits_alone_as_among_others():
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="triton")
+    prompts = [
+        torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(length)) for length in (1, 65, 7)
+    ]
+    together = PagedRequests(model, prompts, max_new_tokens=1, garbage=1e10)
+    together.prefill([2, 0, 1], (64, 7, 64))
+    together.decode_greedily([2, 0, 1], 1)
+    alone = PagedRequests(model, [prompts[1]], max_new_tokens=1)
+    alone.prefill([0], [1000])
+    alone.decode_greedily([0], 1)
+    assert torch.equal(together.all_logits(1), alone.all_logits(0))
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("eight_bit", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_logits_are_as_good_as_those_of_the_reference(eight_bit):
+    prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(0))
+    exact = logits_of(prompt, dtype=torch.float32, backend="reference")
+    ours, plain = (
+        logits_of(prompt, dtype=torch.bfloat16, eight_bit=eight_bit, backend=name) for name in ("triton", "reference")
+    )
+    # both round at other places than float32 does, neither much more than the other
+    assert (ours - exact).abs().mean() < 1.25 * (plain - exact).abs().mean()
+
+
+def logits_of(prompt, **options):
+    """The logits of a prompt alone."""
+    requests = PagedRequests(Transformer.load(RANDOM_MODEL, **options), [prompt], max_new_tokens=0)
+    requests.prefill([0], [1000])
+    return requests.all_logits(0)
+
+
+PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # no kernels of their own on GPUs
+
+
+@needs_triton
+def test_triton_by_name_is_triton_for_every_operation():
+    chosen = Ops.select("triton", torch.bfloat16, device=DEVICE)
+    runs = [getattr(chosen, field.name) for field in fields(Ops) if field.name not in {"eight_bit", *PLAIN}]
+    assert all(run.__module__ == ops.__name__ for run in runs)
+    assert f"triton.ops-{probe.version()}" in chosen.names()
+
+
+@needs_triton
+@interpreted
+def test_auto_never_takes_the_interpreter():
+    rows = [row for row in backend.explain() if row.candidate == "triton"]
+    assert {row.op for row in rows} == set(backend.ops()) - PLAIN
+    assert not any(row.chosen for row in rows)
+    assert all("interpreter" in row.reason for row in rows)
+    assert backend.select("linear", dtype=torch.bfloat16).name != "triton"
+
+
+def test_without_a_gpu_triton_is_refused_with_the_reason_and_never_imported():
+    code = (
+        "import sys, torch\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "from batchinfer_kernels import backend\n"
+        "backend.explain()\n"
+        "assert 'triton' not in sys.modules\n"
+        "backend.select('linear', 'triton', device='cuda')\n"
+    )
+    ended = run_python("-c", code)
+    assert ended.returncode == 1
+    assert "linear: triton cannot run here: no CUDA GPU that this torch can use" in ended.stderr
+
+
+def test_it_says_when_triton_is_not_installed(monkeypatch):
+    monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in probe.why_not.__wrapped__()
+
+
+def test_it_says_what_a_gpu_lacks(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    for capability, shared_kb, reason, fp8_reason in (
+        ((7, 5), 64, "7.5, bfloat16 needs 8.0", "7.5, E4M3 needs 8.9"),
+        ((8, 9), 99, "99 KB of shared memory", None),
+        ((8, 0), 164, None, "8.0, E4M3 needs 8.9"),
+        ((9, 0), 228, None, None),
+    ):
+        gpu.shared_memory_per_multiprocessor = shared_kb * 1024
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        for found, expected in ((probe.why_not.__wrapped__(), reason), (probe.why_no_fp8(), fp8_reason)):
+            assert found is None if expected is None else expected in found
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(ops, "_runs_on", lambda x: True)
+    with pytest.raises(RuntimeError, match=r"E4M3 needs 8\.9; use bfloat16"):
+        ops.pack(torch.zeros(1, 1), eight_bit=True)
+
+
+@needs_triton
+def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(tmp_path):
+    ended = run_python(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    kernels = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len({kernel["name"] for kernel in kernels}) >= 20
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
+        # products on Hopper's own matrix unit, not on the older one or on none
+        assert bool(kernel["matrix_instructions"]) == (kernel["name"] in MATRIX_KERNELS), kernel
+    # experts' rows meet the same instruction in tiles of 64 and of 128 rows: both layouts give the same bits
+    of_products = {word for kernel in kernels if kernel["name"] == "_product" for word in kernel["matrix_instructions"]}
+    assert {word.split(".")[4] for word in of_products} <= {"m64n64k16", "m64n128k16", "m64n64k32", "m64n128k32"}
+
+
+def run_python(*args, **environment):
+    """A process without the interpreter."""
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )

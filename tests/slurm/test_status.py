@@ -1,0 +1,172 @@
+"""`status` and `retry` on run folders, without Slurm."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.controller.claims import Claims
+from batchinfer.rundir import RunDir
+from support.faults import fail_some, plan_units
+from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
+
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
+LONG = {"max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A job of several units, and its outputs."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_questions(folder / "prompts", (12, 9, 6))
+    write_shard(folder / "prompts" / "part-3.parquet", {"id": ["bad"], "prompt": [""], "extra": [0]})
+    job = write_job(folder, cluster=SLOW, sampling=LONG)
+    plan_units(job, folder / "run")
+    assert batchinfer("run", job).code == 3
+    return folder, output_bytes(folder / "run")
+
+
+@pytest.fixture
+def planned(reference, tmp_path):
+    """The same job, only planned."""
+    return plan_units(reference[0] / "job.toml", tmp_path / "run")
+
+
+def status(run):
+    done = batchinfer("status", run, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_before_and_after_the_work(reference, planned):
+    before = status(planned)
+    assert before["units"] > 3
+    assert (before["units_done"], before["units_running"], before["units_waiting"]) == (0, 0, before["units"])
+    assert (before["requests"], before["requests_done"], before["rows"], before["rows_bad"]) == (27, 0, 28, 1)
+    assert before["tokens_per_s"] is before["left_s"] is before["tasks_running"] is None
+    after = status(reference[0] / "run")
+    assert after["state"] == "finished"
+    assert (after["units_done"], after["units_waiting"], after["units_failed"]) == (before["units"], 0, 0)
+    assert (after["requests_done"], after["requests_failed"]) == (27, 0)
+    assert "27 of 27 (100.0%)" in batchinfer("status", reference[0] / "run").out
+    assert "finished" in batchinfer("status", reference[0] / "run", "--watch").out
+
+
+def test_while_somebody_works(planned, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    worker = start("work", planned)
+    try:
+        deadline = time.monotonic() + 90
+        while not (list(planned.glob("units/*/[0-9]*/part-*.parquet")) and list(planned.glob("stats/steps/*.parquet"))):
+            assert worker.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        worker.send_signal(signal.SIGSTOP)  # so that it still works when we look
+        found = status(planned)
+        assert found["units_running"] >= 1
+        assert 0 < found["requests_done"] < 27
+        assert found["tokens_per_s"] > 0
+        assert found["left_s"] > 0
+        holder = found["running"][0]
+        assert (holder["node"], holder["task"], holder["restarts"]) == ("node7", "12_3", 2)
+        assert "node7, task 12_3, restart 2" in batchinfer("status", planned).out
+    finally:
+        worker.send_signal(signal.SIGCONT)
+        worker.terminate()
+        _, err = worker.communicate(timeout=60)
+    assert worker.returncode == 75, err
+    assert "Slurm task 12_3 on node7, restart 2" in err
+    assert status(planned)["units_running"] == 0
+
+
+def test_a_worker_that_is_silent_is_a_problem(planned):
+    with Claims(RunDir(planned)) as claims:
+        claim = claims.try_claim(0)
+        lease = claim.folder / "lease.json"
+        assert status(planned)["units_running"] == 1
+        os.utime(lease, (lease.stat().st_mtime - 300,) * 2)
+        found = status(planned)
+    assert found["units_running"] == 0
+    assert any("unit 0" in problem and "silent for 5 min" in problem for problem in found["problems"])
+
+
+def test_no_plan_and_no_run_are_sentences(tmp_path):
+    assert "not a run folder" in batchinfer("status", tmp_path).err
+    assert batchinfer("status", tmp_path / "nothing.toml").code == 2
+    assert batchinfer("status", tmp_path, "--watch", "--json").code == 2
+
+
+def test_status_retry_and_cancel_start_without_torch(reference):
+    code = (
+        "import sys\nfrom batchinfer.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for command in ("status", "retry", "cancel"):
+        done = subprocess.run([sys.executable, "-c", code, command, reference[0] / "run"], check=False)
+        assert done.returncode == 0, command
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
+    assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
+    failed = fail_some(planned, 3)
+    if finished:
+        assert batchinfer("finish", planned).code == 3
+        assert sum(row["error"] == "the rank died" for rows in outputs(planned).values() for row in rows) == 3
+    found = status(planned)
+    assert (found["requests_failed"], found["units_failed"]) == (3, 3)
+    assert any("3 x the rank died" in problem for problem in found["problems"])
+
+    again = batchinfer("retry", planned)
+    assert again.code == 0
+    assert "3 failed requests in 3 units" in again.out
+    assert "1 rows are bad in the input" in again.out
+    found = status(planned)
+    assert (found["requests_failed"], found["requests_done"], found["units_waiting"]) == (0, 24, 3)
+    assert "0 failed requests" in batchinfer("retry", planned).out
+
+    before = set(planned.glob("units/*/[0-9]*/part-*.parquet"))
+    assert batchinfer("work", planned).code == 0
+    new = [pq.read_table(path) for path in set(planned.glob("units/*/[0-9]*/part-*.parquet")) - before]
+    assert sorted((row["shard"], row["row"]) for table in new for row in table.to_pylist()) == sorted(failed)
+    assert all(pc.all(pc.equal(table["status"], "ok")).as_py() for table in new)
+    assert batchinfer("finish", planned).code == 3  # the bad row of the input
+    assert output_bytes(planned) == reference[1]
+
+
+def test_retry_leaves_units_alone_that_somebody_works_on(planned):
+    assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
+    fail_some(planned, 1)
+    run = RunDir(planned)
+    unit = next(iter(unit for unit in range(10) if status(planned)["units_failed"] and _has_failed(planned, unit)))
+    run.done(unit).unlink()
+    with Claims(run) as claims:
+        assert claims.try_claim(unit) is not None
+        assert "1 more units" in batchinfer("retry", planned).out
+    assert "1 failed requests in 1 units" in batchinfer("retry", planned).out
+
+
+def test_retry_waits_for_a_finish(planned):
+    with open(planned / "plan.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        refused = batchinfer("retry", planned)
+    assert refused.code == 2
+    assert "another process plans or finishes" in refused.err
+
+
+def _has_failed(run, unit):
+    files = sorted((run / "units" / f"{unit:06d}").glob("*/part-*.parquet"))
+    return any("error" in pq.read_table(path)["status"].to_pylist() for path in files)

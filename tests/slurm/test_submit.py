@@ -1,0 +1,186 @@
+"""Sending a run to Slurm: what is checked before anything is sent, and the commands; a real Slurm is in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir
+from batchinfer.slurm import client
+from batchinfer.slurm.client import ArraySize, check_extra_argument, log_pattern, parse_size, slices
+from batchinfer.slurm.schedule import parse_schedule, size_at
+from batchinfer.slurm.submit import Shape, submissions
+from support.jobs import batchinfer, write_job, write_questions
+from support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("submit")
+    write_questions(folder / "prompts", (4,))
+    return write_job(folder, cluster={"prefill_ranks": 4})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8", ArraySize(8)), ("8%3", ArraySize(8, 3)), ("0", ArraySize(0)), ("1000000", ArraySize(10**6))],
+)
+def test_sizes_of_arrays(text, size):
+    assert parse_size(text) == size
+    assert str(size) == text
+
+
+@pytest.mark.parametrize("text", ["", "-1", "8%", "8%0", "%2", "0-7", "8 ", "8;ls", "1000001", "8\n"])
+def test_what_is_no_size_of_an_array(text):
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+def test_arrays_beyond_the_clusters_limit():
+    assert slices(8, 1001) == [8]
+    assert slices(2500, 1001) == [1001, 1001, 498]
+    assert slices(2002, 1001) == [1001, 1001]
+
+
+def dry_run(job, *options):
+    done = batchinfer("submit", job, "--dry-run", *options)
+    assert done.code == 0, done.err
+    return [shlex.split(line) for line in done.out.splitlines()]
+
+
+def test_a_dry_run_prints_the_commands_and_leaves_no_trace(job):
+    array, finish = dry_run(
+        job,
+        "--array",
+        "8%2",
+        "--nodes-per-group",
+        "2",
+        "--gpus-per-node",
+        "2",
+        "--time",
+        "1:00:00",
+        "--partition",
+        "main",
+        "--qos",
+        "low",
+        "--account",
+        "me",
+        "--sbatch-arg=--mem=0",
+    )
+    run = str(job.parent / "run")
+    assert array[:2] == finish[:2] == ["sbatch", "--parsable"]
+    wanted = {"--array=0-7%2", "--nodes=2", "--gpus-per-node=2", "--time=1:00:00", "--partition=main", "--qos=low"}
+    assert wanted | {"--account=me", "--mem=0", f"--output={run}/slurm/%A_%a.log", f"--chdir={run}"} <= set(array)
+    assert {"--dependency=afterany:ARRAY1", "--partition=main", "--qos=low", "--account=me"} <= set(finish)
+    assert array[array.index(str(ROOT / "jobs" / "array.sbatch")) + 1] == run
+    assert not (job.parent / "run").exists()
+
+
+def test_an_array_too_large_is_cut_and_the_limit_holds_over_all(job, monkeypatch):
+    monkeypatch.setattr(client, "is_here", lambda: True)
+    monkeypatch.setattr(client, "max_array_size", lambda: 3)
+    first, second, third, finish = dry_run(job, "--array", "8%2")
+    assert [command[3] for command in (first, second, third)] == ["--array=0-2%2", "--array=0-2%2", "--array=0-1%2"]
+    assert "--dependency=afterany:ARRAY1" in second
+    assert "--dependency=afterany:ARRAY2" in third
+    assert "--dependency=afterany:ARRAY1:ARRAY2:ARRAY3" in finish
+    without_limit = dry_run(job, "--array", "8")
+    assert not any("afterany" in word for command in without_limit[:3] for word in command)
+
+
+def test_own_templates(job, tmp_path):
+    own = tmp_path / "my array.sbatch"
+    own.write_text("#!/bin/bash\n")
+    array, finish = dry_run(job, "--array", "1", "--template", own)
+    assert str(own) in array
+    assert str(ROOT / "jobs" / "finish.sbatch") in finish
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--array", "8%0"), "'8%0'"),
+        (("--array", "1", "--partition", "main;ls"), "--partition is 'main;ls'"),
+        (("--array", "1", "--account", ""), "--account is ''"),
+        (("--array", "1", "--time", "soon"), "--time is 'soon'"),
+        (("--array", "1", "--sbatch-arg", "script.sh"), "one whole option"),
+        (("--array", "1", "--sbatch-arg=--array=1"), "submit sets itself"),
+        (("--array", "1", "--sbatch-arg=--depend=singleton"), "submit sets itself"),
+        (("--array", "1", "--sbatch-arg=-N4"), "submit sets itself"),
+        (("--array", "1", "--template", "nowhere.sbatch"), "no Slurm template"),
+        (("--array", "1", "--nodes-per-group", "3"), "4 ranks do not spread evenly over 3 nodes"),
+        (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
+        (("--array", "0"), "would send nothing"),
+        ((), "needs a JOB and --array"),
+        (("--array", "1", "--resize", "run", "3"), "stand alone"),
+        (("--follow", "run"), "stand alone"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_planned(job, options, sentence):
+    refused = batchinfer("submit", job, *options)
+    assert refused.code == 2
+    assert sentence in refused.err
+    assert not (job.parent / "run").exists()
+
+
+def test_sizes_by_time_of_day():
+    #       06:00 ─────── 22:00 ─────── 06:00
+    #         4            32%16 (past midnight)
+    schedule = parse_schedule(["22:00 32%16", "06:00 4"])
+    sizes = {minute: size_at(schedule, minute) for minute in range(24 * 60)}
+    assert {minute for minute, size in sizes.items() if size == ArraySize(4)} == set(range(6 * 60, 22 * 60))
+    assert set(sizes.values()) == {ArraySize(4), ArraySize(32, 16)}
+
+
+@pytest.mark.parametrize("entries", [["8:00 4"], ["24:00 4"], ["08:00"], ["08:00 x"], ["08:00 4", "08:00 5"]])
+def test_wrong_schedules_are_refused_before_anything_is_planned(job, entries):
+    refused = batchinfer("submit", job, "--array", "1", "--set", f"client.schedule={json.dumps(entries)}")
+    assert refused.code == 2
+    assert "08:00" in refused.err or "client.schedule" in refused.err or "number of tasks" in refused.err
+    assert not (job.parent / "run").exists()
+
+
+@pytest.mark.parametrize("argument", ["--mem=0", "--exclusive", "-C", "-Cskylake", "--nodelist=a[1-3]", "--no-kill"])
+def test_other_options_of_sbatch_pass(argument):
+    assert check_extra_argument(argument) == argument
+
+
+def test_log_folders_of_any_name():
+    assert log_pattern(Path("/runs/50% of it"), "%A_%a.log") == "/runs/50%% of it/%A_%a.log"
+    for name in ("a\\b", "a\nb"):
+        with pytest.raises(ConfigError, match="backslash"):
+            log_pattern(Path("/runs") / name, "%A.log")
+
+
+def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = batchinfer("submit", job, "--set", f"output.dir={tmp_path / 'run'}", "--array", "2")
+    assert refused.code == 2
+    assert "cannot run scontrol" in refused.err
+    assert not (tmp_path / "run").exists()
+    assert batchinfer("plan", job, "--set", f"output.dir={tmp_path / 'run'}").code == 0
+    assert batchinfer("status", tmp_path / "run").code == 0
+    assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
+    assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
+    assert "no client.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
+
+
+def test_the_record_of_a_submission(tmp_path):
+    run = RunDir(tmp_path)
+    run.slurm.mkdir()
+    shape = {"nodes_per_group": 2, "sbatch_args": ["--mem=0"], "partition": "main"}
+    record = {"submitted_s": 1.0, "shape": shape, "size": {"tasks": 8, "at_once": None}, "arrays": ["5"], "finish": "6"}
+    (run.slurm / "0000.json").write_text(json.dumps(record))
+    (found,) = submissions(run)
+    assert found.shape == Shape(nodes_per_group=2, partition="main", sbatch_args=("--mem=0",))
+    assert (found.size, found.arrays, found.finish) == (ArraySize(8), ["5"], "6")
+
+
+@pytest.mark.parametrize("name", ["array.sbatch", "finish.sbatch"])
+def test_the_templates_are_sound_shell(name):
+    assert subprocess.run(["bash", "-n", ROOT / "jobs" / name], check=False).returncode == 0

@@ -1,0 +1,159 @@
+"""Simulated workers that claim units of a plan by real leases on a real file system, and what that costs there.
+
+Every worker has its own OpenUnits and Claims, as a process would; they take turns in an order drawn by chance. The time
+that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the file
+system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
+minute old, as clients of a network file system give it (and as otherwise this would take hours).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import heapq
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.controller import open_units
+from batchinfer.controller.claims import Claims
+from batchinfer.controller.open_units import OpenUnits
+from batchinfer.rundir import RunDir
+
+NAMES_PER_CALL = 1000
+LISTING_S = 60.0  # how old it may be
+# what Python tells an audit hook of, and what it means here; stat calls are not among them
+CHANGES = ("mkdir", "rename", "remove", "rmdir", "link", "chmod", "utime", "scandir")
+AUDITED = {"open"} | {f"os.{name}" for name in CHANGES}
+BESIDES = ("stat", "lstat", "fsync", "fstat")
+
+
+class Counter:
+    """Calls to the file system since the last reset, by name."""
+
+    def __init__(self) -> None:
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.is_on = False
+        sys.addaudithook(self._audit)  # for ever: a hook cannot be taken back
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on or event not in AUDITED:
+            return
+        if not str(arguments[0]).startswith("/proc/"):
+            self.calls[event.removeprefix("os.")] += 1
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count within; functions that no hook tells of are wrapped meanwhile."""
+        plain = {name: getattr(os, name) for name in BESIDES}
+
+        def counted(name: str) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                self.calls[name] += 1
+                return plain[name](*args, **options)
+
+            return call
+
+        for name in BESIDES:
+            setattr(os, name, counted(name))
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+            for name, function in plain.items():
+                setattr(os, name, function)
+
+
+@dataclass
+class Cost:
+    """What claiming all units has cost."""
+
+    units: int
+    workers: int
+    seconds: float  # of one processor and disk that did it all
+    calls: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def calls_per_unit(self) -> float:
+        return sum(self.calls.values()) / self.units
+
+
+class _Clock:
+    """Simulated seconds for the pauses between looks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def claim_all(folder: Path, num_units: int, num_workers: int, counter: Counter, *, seed: int = 0) -> Cost:
+    """Have so many simulated workers claim and complete all units of an empty run folder.
+
+    A unit takes 100 to 300 simulated seconds. Workers come within the first minute, as tasks of an array do.
+    """
+    run, rng, clock = RunDir(folder), random.Random(seed), _Clock()
+    rows = [{"unit": unit, "num_requests": 1} for unit in range(num_units)]
+    counter.calls.clear()
+    begun_s = time.perf_counter()
+    # (when, number, worker): what each does next
+    turns = [(rng.uniform(0, 60), number, None) for number in range(num_workers)]
+    heapq.heapify(turns)
+    with counter.counting(), _simulated(clock, counter):
+        while turns:
+            clock.now_s, number, worker = heapq.heappop(turns)
+            if worker is None:
+                worker = _Worker(run, rows, rng)
+            pause_s = worker.turn()
+            if pause_s is not None:
+                heapq.heappush(turns, (clock.now_s + pause_s, number, worker))
+    return Cost(num_units, num_workers, time.perf_counter() - begun_s, dict(counter.calls))
+
+
+@contextlib.contextmanager
+def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
+    """Pauses by the simulated clock, listings shared by those who ask within a while and counted for each."""
+    listings: dict[Path, tuple[float, np.ndarray]] = {}
+
+    def named(folder: Path, num_units: int) -> np.ndarray:
+        listed_s, found = listings.get(folder, (-LISTING_S, None))
+        if found is None or clock.now_s >= listed_s + LISTING_S:
+            found = plain_named(folder, num_units)
+            listings[folder] = clock.now_s, found
+        counter.calls["list"] += 1 + int(found.sum()) // NAMES_PER_CALL
+        return found
+
+    plain_time, plain_named = open_units.time, open_units._named
+    open_units.time, open_units._named = clock, named  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        open_units.time, open_units._named = plain_time, plain_named
+
+
+class _Worker:
+    def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random) -> None:
+        self._claims, self._rng = Claims(run), rng
+        self._units = OpenUnits(run, rows, start=None)
+        self._units._random = rng  # the same every time
+        self._claim: Any = None
+
+    def turn(self) -> float | None:
+        """End a unit and take another one; the simulated seconds until its next turn, None when all are done."""
+        if self._claim is not None:
+            self._claims.complete(self._claim)
+            self._claim = None
+        found = self._units.claim(self._claims.try_claim, set())
+        if found is not None:
+            self._claim = found[1]
+            return self._rng.uniform(100, 300)
+        return None if self._units.are_all_done(self._claims.completed) else 1.0

@@ -1,0 +1,94 @@
+"""Stand-ins for CUDA's events and graphs and for Hopper's libraries on a CPU, so that what is around them can run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer_kernels import hopper
+from batchinfer_kernels import hopper_libraries as libraries
+from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels.triton import probe
+from support import hopper_stand_ins as stand_ins
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+import candidates
+from accelerator import Accelerator
+
+needs_interpreter = pytest.mark.skipif(
+    probe.why_not() is not None or not probe.interprets(), reason="rehearsals need Triton's interpreter on the CPU"
+)
+
+
+class CpuAsCard(Accelerator):
+    """A CPU that does not count as a rehearsal."""
+
+    @property
+    def is_rehearsal(self):
+        return False
+
+
+class HostEvent:
+    """Times are the host's."""
+
+    def __init__(self, enable_timing=False, external=False):
+        assert enable_timing, "an event without a time"
+        assert external == Capture.is_under_way, "inside a capture an event must be external, outside it must not"
+        self.at_s = None
+
+    def record(self):
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class Capture:
+    """A graph that holds nothing: what is captured has run already, and a replay takes as long."""
+
+    is_under_way = False
+    seconds = 0.0
+
+    def replay(self):
+        assert not Capture.is_under_way
+        time.sleep(self.seconds)
+
+
+@contextmanager
+def capture(graph):
+    start_s = time.perf_counter()
+    Capture.is_under_way = True
+    yield
+    Capture.is_under_way = False
+    graph.seconds = time.perf_counter() - start_s
+
+
+def events_on_the_cpu(monkeypatch):
+    """Puts the stand-ins in the places of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
+
+
+def hopper_on_the_cpu(monkeypatch, behind):
+    """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's.
+
+    Args:
+        behind: gives what runs where a library does not take the operands.
+    """
+    for module in (stand_ins.deep_gemm_sgl(), stand_ins.flash_mla_sgl()):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    libraries.decode_parameters.cache_clear()
+    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "_other", lambda op: getattr(triton_ops, op))
+    monkeypatch.setattr(hopper, "_behind", behind)
+    monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

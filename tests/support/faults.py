@@ -1,0 +1,133 @@
+"""Faults on purpose: a job worth disturbing, failed rows, ranks killed at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.plan import packing
+from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
+
+# many small steps and commits, in plain PyTorch: in C++ all is done before it can be disturbed
+SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
+MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
+TWO = ("--set", "cluster.prefill_ranks=2")
+_APART = ("--set", "cluster.mode=disaggregated")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "two": TWO,
+    "four": ("--set", "cluster.prefill_ranks=4"),
+    "apart": (*_APART, "--set", "cluster.prefill_ranks=1", "--set", "cluster.decode_ranks=1"),
+    "apart 2 + 2": (*_APART, "--set", "cluster.prefill_ranks=2", "--set", "cluster.decode_ranks=2"),
+    "gloo": (*TWO, "--set", "cluster.exchange=gloo"),
+}
+
+
+def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[Path, dict[str, bytes]]:
+    """A folder with job.toml, and the job's output files from one rank that nothing disturbed."""
+    write_questions(folder / "prompts", counts)
+    job = write_job(folder, cluster=SLOW, sampling=MIXED)
+    assert batchinfer("run", job).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+def plan_units(job: Path, run: Path) -> Path:
+    """The job planned into more units than one, in this run folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+        assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+    return run
+
+
+def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
+    """Make error rows of some results, as if these requests had brought the ranks down; their (shard, row)."""
+    failed = []
+    for path in sorted(run.glob("units/*/*/part-*.parquet")):
+        table = pq.read_table(path)
+        if len(failed) == num_failed or len(table) < 2:
+            continue
+        rows = table.to_pylist()
+        rows[0] |= {"status": "error", "error": "the rank died", "text": "", "token_ids": [], "finish_reason": "error"}
+        failed.append((rows[0]["shard"], rows[0]["row"]))
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    assert len(failed) == num_failed
+    return failed
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, as /proc shows them now."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if fields[0] not in "ZX":
+            parents[int(stat.parent.name)] = int(fields[1])
+    found, frontier = [], {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found += sorted(frontier)
+    return found
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 200.0) -> Any:
+    """Wait for something to become true while the process runs."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    """How the process ends."""
+    out, err = process.communicate(timeout=400)
+    return Ended(process.returncode, out, err)
+
+
+def kill_the_command(
+    job: Path, options: tuple[str, ...], rng: random.Random, *, num_kills: int, longest_s: float
+) -> None:
+    """Start the whole command so many times and kill each after a while, unless it has ended."""
+    for _ in range(num_kills):
+        process = start("run", job, *options)
+        try:
+            process.wait(timeout=rng.uniform(0.3, longest_s))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+
+
+def run_while_killing(
+    job: Path, run: Path, options: tuple[str, ...], *, num_kills: int, seed: int
+) -> tuple[Ended, int]:
+    """Run the job and kill a descendant of its controller at random moments.
+
+    Returns:
+        How the job ended, and how often somebody was killed.
+    """
+    rng, num_killed = random.Random(seed), 0
+    process = start("run", job, "--set", f"output.dir={run}", *options)
+    for _ in range(num_kills):
+        try:
+            process.wait(timeout=rng.uniform(0.2, 6.0 if num_killed else 1.5))
+            break
+        except subprocess.TimeoutExpired:  # it is still running: kill something
+            pass
+        below = descendants(process.pid)
+        if below:
+            os.kill(rng.choice(below), signal.SIGKILL)
+            num_killed += 1
+    return ended(process), num_killed
