@@ -16,7 +16,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.finish.finish import Finished
+    from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_group import RankGroup
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
@@ -194,7 +194,7 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
     return result.exit_code
 
 
-def _finished_text(run_dir: RunDir, result: Finished) -> str:
+def _finished_text(run_dir: RunDir, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
