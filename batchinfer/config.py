@@ -1,4 +1,4 @@
-"""The job file: its schema, every default and every check. Called by the commands; nothing changes a config later."""
+"""The job file: its schema, every default and every check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere. Called by plan, work and finish."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

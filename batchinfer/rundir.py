@@ -1,4 +1,4 @@
-"""Every path in a run folder, and how files are published in it. Called by plan, engine, finish and report."""
+"""Every path in a run folder, and how files are published in it."""
 
 from __future__ import annotations
 

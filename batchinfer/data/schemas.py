@@ -1,6 +1,6 @@
 """The columns of every Parquet table in a run folder, with what they mean: the contract that `schema --stats` prints.
 
-Written by plan, engine and finish; read by report and by people with DuckDB.
+Written by plan, engine and finish.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every row of a shard tokenised and checked before any accelerator is used. Called by plan, once per shard.
+"""Every row of a shard tokenised and checked before any accelerator is used.
 
 A bad row becomes a sentence, never a crash. One row in gives one row of tokens/<shard>.parquet (schemas.TOKENS).
 """

@@ -1,4 +1,4 @@
-"""Expert exchange: send each token to its experts, bring the results back; used by every mixture-of-experts layer.
+"""Expert exchange: send each token to its experts, bring the results back.
 
     handle = dispatcher.dispatch(x, topk_ids, topk_weights)     rows start to travel
     received = handle.wait()                                    rows for the experts of this rank

@@ -1,4 +1,4 @@
-"""What a plan learns from an earlier run: tokens per expert, answer lengths, speeds. Called by the planner."""
+"""What a plan learns from an earlier run: tokens per expert, answer lengths, speeds."""
 
 # L mixture-of-experts layers, E experts
 

@@ -1,4 +1,4 @@
-"""Where experts are to stand, from the tokens per expert that an earlier run counted. Called by the planner.
+"""Where experts are to stand, from the tokens per expert that an earlier run counted.
 
 A planner has a minute, so it searches longer than the engine does after a first unit.
 """

@@ -1,4 +1,4 @@
-"""Writes the plan's tables, requests with their token ids in the order of execution. Called by the planner."""
+"""Writes the plan's tables, requests with their token ids in the order of execution."""
 
 from __future__ import annotations
 

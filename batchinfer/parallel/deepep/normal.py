@@ -1,4 +1,4 @@
-"""DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1; opened by deepep.py.
+"""DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1.
 
 Both run on a stream of their own beside the computation; `wait` makes the current stream wait for them, not the host.
 Only `dispatch` holds the host up, until the other ranks have said how many rows will come.
