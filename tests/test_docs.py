@@ -78,3 +78,11 @@ def comments_of(source):
     if source.suffix == ".py":
         return "\n".join([*re.findall(r'"""(.*?)"""', text, re.S), *re.findall(r"#(.*)$", text, re.M)])
     return "\n".join([*re.findall(r"(?://|--)(.*)$", text, re.M), *re.findall(r"/\*(.*?)\*/", text, re.S)])
+
+
+def test_the_architecture_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {
+        f"{path.parent.relative_to(ROOT / 'batchinfer')}/" for path in (ROOT / "batchinfer").glob("*/**/__init__.py")
+    }
+    assert {room for room in rooms if room not in text} == set()
