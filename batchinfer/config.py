@@ -110,6 +110,11 @@ class ModelPart(_Part):
         "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
     )
 
+    @property
+    def kv_value_bytes(self) -> int:
+        """Of one value in a KV page."""
+        return 4 if self.dtype == "float32" else 2
+
 
 class SamplingConfig(_Part):
     """How tokens are picked; a row may override each key."""
