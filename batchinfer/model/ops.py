@@ -37,7 +37,7 @@ class Ops:
     mla_decode: TensorOp
     cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    draw: TensorOp
     log_sum_exp: TensorOp
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 

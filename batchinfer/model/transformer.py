@@ -196,7 +196,7 @@ class Transformer:
     @property
     def logit_ops(self) -> LogitOps:
         """What `sample` asks about logits."""
-        return LogitOps(self._ops.argmax, self._ops.exponentials, self._ops.log_sum_exp)
+        return LogitOps(self._ops.argmax, self._ops.draw, self._ops.log_sum_exp)
 
     @property
     def kernels(self) -> str:

@@ -14,6 +14,9 @@ import torch
 
 from batchinfer_kernels.reference import rms_norm, rope
 
+WEIGHT_UNIT = 2**44  # the largest weight of a draw
+MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
+
 
 def rope_and_cache(
     q_THA: torch.Tensor,
@@ -95,14 +98,63 @@ def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Ten
     return (wide.cos() * scale).float(), (wide.sin() * scale).float()
 
 
-def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, V] float64, e to (logit - largest) / temperature, and their sums [S].
+def draw(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+    uniform_S: torch.Tensor,
+) -> torch.Tensor:
+    """[S] int64, a token of each row, drawn after temperature, top_k, top_p and min_p in this order.
 
-    The largest logit is taken off first, so that no temperature, however small, makes infinity out of it.
+    Of the tokens that stay (`kept_weights`) it is the first in vocabulary order up to which the weights are more than
+    `uniform` of their sum. All sums are exact, so tokens depend on no order of sums, on any device.
+
+    Args:
+        logits_SV: float32, finite.
+        temperature_S: float64, above 0.
+        top_k_S: int64, 0: all.
+        top_p_S: float64; all tokens stay from 1 on.
+        min_p_S: float64, at most 1.
+        uniform_S: float64 in [0, 1).
+
+    Raises:
+        ValueError: the vocabulary is larger than MAX_TOKENS, so that sums might not fit.
+    """
+    if logits_SV.shape[-1] > MAX_TOKENS:
+        raise ValueError(f"a vocabulary of {logits_SV.shape[-1]} tokens, more than {MAX_TOKENS}")
+    running_SV = kept_weights(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S).cumsum(dim=-1)
+    total_S = running_SV[:, -1]
+    target_S = torch.minimum((uniform_S * total_S.double()).long(), total_S - 1)
+    return torch.searchsorted(running_SV, target_S[:, None], right=True)[:, 0]
+
+
+def kept_weights(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+) -> torch.Tensor:
+    """[S, V] int64, what `draw` draws by: probabilities in units of 2^-44 of the largest, 0 where a filter drops one.
+
+    Tokens are ordered by their weights, equal ones by their ids. top_k keeps the first k; top_p those with less before
+    them than its share of what top_k left, and always the first; min_p those with its share of the largest weight.
     """
     wide = logits_SV.double()
     powers = ((wide - wide.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
-    return powers, powers.sum(dim=-1)
+    weights = (powers * WEIGHT_UNIT).round().long()
+    if ((top_k_S > 0) | (top_p_S < 1)).any():
+        ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
+        rank_V = torch.arange(weights.shape[-1], device=weights.device)
+        ordered = ordered * ((rank_V < top_k_S[:, None]) | (top_k_S <= 0)[:, None])
+        until = ordered.cumsum(dim=-1)
+        limit_S = (top_p_S * until[:, -1].double()).ceil().long()
+        inside = (until - ordered < limit_S[:, None]) | (rank_V == 0) | (top_p_S >= 1)[:, None]
+        weights = torch.zeros_like(weights).scatter_(1, order, ordered * inside)
+    floor_S = (min_p_S * WEIGHT_UNIT).ceil().long()
+    return weights * (weights >= floor_S[:, None])
 
 
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:

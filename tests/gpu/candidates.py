@@ -21,7 +21,7 @@ from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
-PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # a few values per token: plain PyTorch on GPUs, too
+PLAIN = {"cos_sin", "draw", "log_sum_exp"}  # a few values per token: plain PyTorch on GPUs, too
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

@@ -505,7 +505,7 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
         backend.select("linear", "hopper", torch.bfloat16, "cuda")
 
 
-PLAIN = ("cos_sin", "exponentials", "log_sum_exp")  # no kernels of their own on GPUs
+PLAIN = ("cos_sin", "draw", "log_sum_exp")  # no kernels of their own on GPUs
 
 
 def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):

@@ -83,7 +83,7 @@ def logits_of(prompt, **options):
     return requests.all_logits(0)
 
 
-PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # no kernels of their own on GPUs
+PLAIN = {"cos_sin", "draw", "log_sum_exp"}  # no kernels of their own on GPUs
 
 
 @needs_triton

@@ -237,11 +237,19 @@ def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Ten
     return library().cos_sin(angles.contiguous(), scale)
 
 
-def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, V] float64, e to (logit - largest) / temperature, and their sums [S], each in one order."""
+def draw(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+    uniform_S: torch.Tensor,
+) -> torch.Tensor:
+    """[S] int64, a token of each row, drawn after the filters, with the sums of the reference."""
+    settings = temperature_S, top_k_S, top_p_S, min_p_S, uniform_S
     if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
-        return reference_rows.exponentials(logits_SV, temperature_S)
-    return library().exponentials(logits_SV.contiguous(), temperature_S.contiguous())
+        return reference_rows.draw(logits_SV, *settings)
+    return library().draw(logits_SV.contiguous(), *(values.contiguous() for values in settings))
 
 
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:

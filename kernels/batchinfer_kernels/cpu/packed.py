@@ -42,7 +42,7 @@ _OPERATIONS = (
     "rms_norm",
     "silu_mul",
     "argmax",
-    "exponentials",
+    "draw",
     "log_sum_exp",
     "cos_sin",
 )
