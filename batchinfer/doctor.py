@@ -19,7 +19,7 @@ from batchinfer.engine.core_bench import measure_core_use
 from batchinfer.engine.free_memory import free_memory_bytes
 from batchinfer.parallel.mesh import explain_exchanges
 from batchinfer.processor import processor_name
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.row_survey import DTYPES, Surveyed, survey_rows
 
@@ -91,7 +91,7 @@ def _row_line(found: Surveyed) -> str:
 def _kernel_lines(device: str) -> list[str]:
     return [
         f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason or ''}".rstrip()
-        for row in backend.explain(device=device)
+        for row in registry.explain(device=device)
     ]
 
 
@@ -99,11 +99,11 @@ def _kernel_summary(device: str) -> list[str]:
     """What is chosen for each dtype, then why the implementations that nothing is chosen of are not."""
     lines, used = [], set()
     for name, dtype in DTYPES.items():
-        chosen = Counter(backend.select(op, dtype=dtype, device=device).name for op in backend.ops())
+        chosen = Counter(registry.select(op, dtype=dtype, device=device).name for op in registry.ops())
         lines.append(f"    {name:<22} {', '.join(f'{kind} {count}' for kind, count in chosen.most_common())}")
         used |= set(chosen)
     reasons: dict[str, dict[str, None]] = {}
-    for row in backend.explain(device=device):
+    for row in registry.explain(device=device):
         if row.candidate not in used:
             reasons.setdefault(row.candidate, {})[row.reason] = None
     return lines + [f"    not {name:<18} {'; '.join(why)}" for name, why in reasons.items()]

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import decode, ops, prefill
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hopper_stand_ins as stand_ins
-from batchinfer_kernels import hopper
-from batchinfer_kernels import hopper_libraries as libraries
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe
 

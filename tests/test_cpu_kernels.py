@@ -9,8 +9,9 @@ import torch
 
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
-from batchinfer_kernels import backend, reference, reference_mla
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build, ops, packed
+from batchinfer_kernels.reference import mla as reference_mla
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL
 
@@ -390,7 +391,7 @@ def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
     assert chosen.linear is ops.linear
     assert chosen.mla_decode is ops.mla_decode
     assert chosen.silu_mul is ops.silu_mul
-    rows = backend.explain("cpu")
+    rows = registry.explain("cpu")
     assert {row.op for row in rows if row.chosen and row.candidate == "cpu"} >= {"linear", "grouped_mlp", "masked_mlp"}
 
 
@@ -400,5 +401,5 @@ def test_auto_takes_them_for_all_operations_of_a_model(dtype):
     chosen = Ops.select("auto", dtype)
     assert chosen.linear is ops.linear
     assert chosen.names(dtype) == build.numerics(dtype)
-    (row,) = [row for row in backend.explain() if (row.op, row.candidate) == ("linear", "cpu")]
+    (row,) = [row for row in registry.explain() if (row.op, row.candidate) == ("linear", "cpu")]
     assert (row.chosen, row.reason) == (True, "in use")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
+from batchinfer_kernels.reference import rows as reference_rows
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")

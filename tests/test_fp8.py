@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu import ops as cpu_ops
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK, block_product
+from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product
 
 TOLERANCE = {"float32": 1e-6}
 GRID = sorted(

@@ -17,9 +17,9 @@ from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer_kernels import backend, reference
-from batchinfer_kernels.block_scaled import to_blocks
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.reference.block_scaled import to_blocks
 from checkpoints import edit_config, read_tensors, write_tensors
 from exchanges import ThreadedMesh
 from jobs import answers, batchinfer, write_job, write_questions
@@ -83,8 +83,8 @@ def test_an_fp8_checkpoint_runs_on_one_rank_and_on_two_that_send_fp8(tmp_path):
 
 
 def test_integers_are_not_asked_for_where_the_processor_has_none(monkeypatch):
-    with_cpp = [candidate for candidate in backend._CANDIDATES["pack"] if candidate.name != "cpu"]
-    monkeypatch.setitem(backend._CANDIDATES, "pack", tuple(with_cpp))
+    with_cpp = [candidate for candidate in registry._CANDIDATES["pack"] if candidate.name != "cpu"]
+    monkeypatch.setitem(registry._CANDIDATES, "pack", tuple(with_cpp))
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True)
     assert ops.holds_fp8("cpu")
     assert not Ops.select("auto", torch.bfloat16).holds_fp8("cpu")

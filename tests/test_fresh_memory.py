@@ -25,8 +25,8 @@ from batchinfer.model.weights import ModelWeights, MoeWeights
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from batchinfer.model.ops import Ops
-from batchinfer_kernels import hopper, reference, reference_rows
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
+from batchinfer_kernels import reference
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, dequantize_fp8_rows
 from batchinfer_kernels.triton import ops as triton_ops
 from cuda_stand_ins import CpuAsCard, events_on_the_cpu, hopper_on_the_cpu, needs_interpreter
 from paths import ROOT

@@ -21,10 +21,12 @@ from batchinfer.model.weights import load_weights
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend, hopper, reference, reference_mla
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import to_blocks
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.triton import probe as triton_probe
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
@@ -69,7 +71,7 @@ def gpu(monkeypatch, install):
     """Tensors here count as those of a GPU; what is behind or beside the libraries is the reference."""
     monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
     monkeypatch.setattr(hopper, "_behind", behind_is_called)
-    monkeypatch.setattr(hopper, "_other", lambda op: backend.select(op, "reference").run)
+    monkeypatch.setattr(hopper, "_other", lambda op: registry.select(op, "reference").run)
     stand_ins.COPIED.clear()
     return install
 
@@ -180,7 +182,7 @@ def test_what_stands_between_the_products_skips_rows_of_nobody(gpu, monkeypatch)
     def other(op):
         def run(x, num_rows_E=None, **options):
             asked.append((op, x.shape, num_rows_E, options))
-            return backend.select(op, "reference").run(x, num_rows_E, **options)
+            return registry.select(op, "reference").run(x, num_rows_E, **options)
 
         return run
 
@@ -268,7 +270,7 @@ def test_what_the_library_does_not_take_goes_to_the_implementation_behind(instal
 def test_bfloat16_experts_go_on_where_the_library_has_no_product_for_them(gpu, monkeypatch):
     library = gpu(stand_ins.deep_gemm_upstream())
     del library.m_grouped_bf16_gemm_nt_contiguous
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
+    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     x, num_rows = random(8, 256), torch.tensor([3, 0, 4, 0, 1])
     assert torch.equal(hopper.grouped_mlp(x, num_rows, *experts()), reference.grouped_mlp(x, num_rows, *experts()))
 
@@ -318,7 +320,7 @@ def test_metadata_is_made_once_per_schedule_and_never_used_for_other_lengths(gpu
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
 def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, monkeypatch, change):
     gpu(stand_ins.flash_mla_sgl())
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
+    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     (q, pages, *rest), options = decode_case()
     if change == "width":
         q, pages = q[..., :560].contiguous(), pages[..., :560].contiguous()
@@ -359,7 +361,7 @@ def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
         return run
 
     # the head is not in FP8
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
+    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     ours = replace(plain, **{name: counted(name) for name in OPS})
     weights = load_weights(tmp_path, config, dtype=torch.bfloat16, ops=plain)
     logits = []
@@ -450,7 +452,7 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
             assert reason is None
         else:
             assert re.search(expected, reason), reason
-    rows = {row.op: row for row in backend.explain(device="cuda") if row.candidate == "hopper"}
+    rows = {row.op: row for row in registry.explain(device="cuda") if row.candidate == "hopper"}
     assert set(rows) == set(OPS)
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op == "mla_decode" else deep_gemm) is None)
@@ -497,12 +499,12 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
     assert "hopper-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
     assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
-    assert backend.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
-        backend.select("linear", "hopper", torch.bfloat16)
+    assert registry.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
+        registry.select("linear", "hopper", torch.bfloat16)
     machine(available=False)
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU that this torch can use"):
-        backend.select("linear", "hopper", torch.bfloat16, "cuda")
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: no GPU that this torch can use"):
+        registry.select("linear", "hopper", torch.bfloat16, "cuda")
 
 
 PLAIN = ("cos_sin", "exponentials", "log_sum_exp")  # no kernels of their own on GPUs
@@ -518,13 +520,13 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
             replace(candidate, probe=lambda: None, probe_auto=lambda: None) if candidate.name == "triton" else candidate
             for candidate in candidates
         )
-        for op, candidates in backend._CANDIDATES.items()
+        for op, candidates in registry._CANDIDATES.items()
     }
-    monkeypatch.setattr(backend, "_CANDIDATES", listed)
+    monkeypatch.setattr(registry, "_CANDIDATES", listed)
     for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", {"hopper", "triton"}), ("meta", {"reference"})):
-        chosen = {op: backend.select(op, dtype=torch.bfloat16, device=device).name for op in backend.ops()}
+        chosen = {op: registry.select(op, dtype=torch.bfloat16, device=device).name for op in registry.ops()}
         assert {name for op, name in chosen.items() if op not in PLAIN} <= names, device
-        assert {row.candidate for row in backend.explain(device=device) if row.chosen} <= names | {"reference"}
+        assert {row.candidate for row in registry.explain(device=device) if row.chosen} <= names | {"reference"}
     assert not Ops.select("auto", torch.bfloat16, device="cuda").reads_on_host
     assert Ops.select("reference", torch.bfloat16, device="cuda").reads_on_host
     for choice, device in (("cpu", "cuda"), ("triton", "cpu"), ("hopper", "cpu")):
@@ -536,7 +538,7 @@ def test_all_implementations_take_what_the_reference_takes():
     def parameters(run):
         return [(name.rstrip("ABCDEFHKMNPTW_"), it.kind) for name, it in inspect.signature(run).parameters.items()]
 
-    for op, listed in backend._CANDIDATES.items():
+    for op, listed in registry._CANDIDATES.items():
         for candidate in listed:
             assert parameters(candidate.run) == parameters(listed[-1].run), (op, candidate.name)
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer_kernels import backend, reference, reference_mla, row_check
+from batchinfer_kernels import reference, registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.reference import mla as reference_mla
 from plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
-KERNELS = Path(reference.__file__).parent
+KERNELS = Path(registry.__file__).parent
 
 
 def random(*shape, seed=0):
@@ -205,30 +206,30 @@ def test_fp8_blocks_keep_three_bits_after_the_leading_one(shape):
 
 
 def test_every_operation_has_a_candidate_and_a_reason():
-    rows = backend.explain()
-    assert {row.op for row in rows} == set(backend.ops())
-    for op in backend.ops():
+    rows = registry.explain()
+    assert {row.op for row in rows} == set(registry.ops())
+    for op in registry.ops():
         assert [row.chosen for row in rows if (row.op, row.reason) == (op, "in use")] == [True]
     assert all(row.reason for row in rows)
-    assert backend.select("linear").name == ("cpu" if cpu_build.why_not() is None else "reference")
-    assert backend.select("linear", "reference").run is reference.linear
+    assert registry.select("linear").name == ("cpu" if cpu_build.why_not() is None else "reference")
+    assert registry.select("linear", "reference").run is reference.linear
 
 
 def test_a_named_candidate_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     broken = [
-        backend.Candidate("linear", name, reference.linear, lambda: "no GPU of compute capability 9.0")
+        registry.Candidate("linear", name, reference.linear, lambda: "no GPU of compute capability 9.0")
         for name in ("hopper", "triton", "cpu")
     ]
-    listed = {**backend._CANDIDATES, "linear": (*broken, backend._CANDIDATES["linear"][-1])}
-    monkeypatch.setattr(backend, "_CANDIDATES", listed)
-    assert backend.select("linear").name == "reference"  # auto goes on to the next one
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU of compute capability 9"):
-        backend.select("linear", "hopper")
-    with pytest.raises(backend.BackendError, match="use one of auto, hopper, triton, cpu, reference"):
-        backend.select("linear", "cuda")
-    with pytest.raises(backend.BackendError, match="no operation 'matmul'"):
-        backend.select("matmul")
-    rows = {row.candidate: row for row in backend.explain() if row.op == "linear"}
+    listed = {**registry._CANDIDATES, "linear": (*broken, registry._CANDIDATES["linear"][-1])}
+    monkeypatch.setattr(registry, "_CANDIDATES", listed)
+    assert registry.select("linear").name == "reference"  # auto goes on to the next one
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: no GPU of compute capability 9"):
+        registry.select("linear", "hopper")
+    with pytest.raises(registry.BackendError, match="use one of auto, hopper, triton, cpu, reference"):
+        registry.select("linear", "cuda")
+    with pytest.raises(registry.BackendError, match="no operation 'matmul'"):
+        registry.select("matmul")
+    rows = {row.candidate: row for row in registry.explain() if row.op == "linear"}
     assert list(rows) == ["hopper", "triton", "cpu", "reference"]
     assert (rows["hopper"].chosen, rows["reference"].chosen) == (False, True)
 

@@ -10,7 +10,8 @@ import torch
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend, reference_mla, sdpa
+from batchinfer_kernels import registry, sdpa
+from batchinfer_kernels.reference import mla as reference_mla
 from paged_steps import PagedRequests
 from paths import RANDOM_MODEL
 
@@ -55,7 +56,7 @@ def test_a_model_prefills_with_it():
 
 
 def test_it_is_for_gpus_and_taken_only_by_name():
-    rows = {row.candidate: row for row in backend.explain(device="cuda") if row.op == "mla_prefill"}
+    rows = {row.candidate: row for row in registry.explain(device="cuda") if row.op == "mla_prefill"}
     assert not rows["sdpa"].chosen
     assert "where its prompt was cut, so only by name" in rows["sdpa"].reason
     chosen = Ops.select("sdpa", torch.bfloat16, device="cuda")

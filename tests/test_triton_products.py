@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.triton import ops
 from triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 

@@ -12,7 +12,7 @@ from batchinfer.engine.warm_up import warm_up
 from batchinfer.model.config import load_model_config
 from batchinfer.model.mla import RotaryAngles, rope_cos_sin, rope_frequencies
 from batchinfer.model.transformer import Transformer
-from batchinfer_kernels import reference_rows
+from batchinfer_kernels.reference import rows as reference_rows
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
 

@@ -13,9 +13,9 @@ from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import _memory, exchange_experts, load_weights
 from batchinfer.records import ModelError
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 FP8 = {

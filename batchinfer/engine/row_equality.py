@@ -11,8 +11,8 @@ from batchinfer.engine.device import device_name
 from batchinfer.equal_rows import EqualRows
 from batchinfer.model.transformer import Transformer
 from batchinfer.processor import matrix_library_mode, matrix_library_settings, processor_kind, processor_name
-from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.registry import AUTO
 from batchinfer_kernels.row_check import why_rows_differ
 
 _PLAIN = "reference"  # a backend, and how the names of its operations' modules begin

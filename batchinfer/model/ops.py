@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 
 TensorOp = Callable[..., torch.Tensor]
 Weight = torch.Tensor | Packed | BlockScaled  # as `pack` gives it
@@ -44,21 +44,21 @@ class Ops:
     @property
     def reads_on_host(self) -> bool:
         """Whether an operation of a decode step waits for values of the device: a CUDA graph cannot hold it then."""
-        return backend.reads_on_host(self.grouped_mlp) or backend.reads_on_host(self.masked_mlp)
+        return registry.reads_on_host(self.grouped_mlp) or registry.reads_on_host(self.masked_mlp)
 
     def names(self, dtype: torch.dtype | None = None) -> str:
         """Where the implementations come from: those that give the same bits in this dtype have the same names."""
-        return " ".join(sorted({backend.origin(getattr(self, name), dtype) for name in _op_names()}))
+        return " ".join(sorted({registry.origin(getattr(self, name), dtype) for name in _op_names()}))
 
     @property
     def has_fixed_sums(self) -> bool:
         """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
-        return all(backend.has_fixed_sums(getattr(self, name)) for name in _op_names())
+        return all(registry.has_fixed_sums(getattr(self, name)) for name in _op_names())
 
     @classmethod
     def select(
         cls,
-        choice: str = backend.AUTO,
+        choice: str = registry.AUTO,
         dtype: torch.dtype | None = None,
         *,
         eight_bit: bool = False,
@@ -70,8 +70,8 @@ class Ops:
             ModelError: the named one does not exist or cannot run there, with its reason.
         """
         try:
-            chosen = {name: backend.select(name, choice, dtype, device) for name in _op_names()}
-        except backend.BackendError as error:
+            chosen = {name: registry.select(name, choice, dtype, device) for name in _op_names()}
+        except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
         return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
 

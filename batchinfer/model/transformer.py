@@ -30,7 +30,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 from batchinfer_kernels.row_check import RowComputation
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]

@@ -29,9 +29,9 @@ from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops, Weight
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend
-from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
+from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.packed import Packed, WeightKind
+from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 
 
 class Projection(NamedTuple):
@@ -198,7 +198,7 @@ class _Loader:
         self.dtype = dtype
         self.device = device
         self._expert_ids = iter(expert_ids)
-        self._dequantize = backend.select("dequantize_fp8_block").run
+        self._dequantize = registry.select("dequantize_fp8_block").run
         self._holds_fp8 = ops.holds_fp8(device)
         self._packs = isinstance(ops.pack(torch.zeros(1, 1, dtype=dtype, device=device)), Packed)
 

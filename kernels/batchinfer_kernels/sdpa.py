@@ -3,7 +3,7 @@
 PyTorch has FlashAttention, cuDNN's attention and plainer forms behind this function, and takes the first that knows the
 shapes. They cut the sums over keys by how many queries stand beside each other: a token's last bits may depend on where
 its prompt was cut, which those of Triton's version do not. So "auto" never takes it. Signature and shapes as in
-`reference_mla.mla_prefill`.
+`reference.mla_prefill`.
 """
 
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
 NAME = "sdpa"
 _MAX_KEY_BYTES = 2**30  # keys and values at a time

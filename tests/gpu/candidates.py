@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import hopper, reference_rows, sdpa
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels import sdpa
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe
 

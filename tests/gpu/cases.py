@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from published import Published
 
-from batchinfer_kernels import hopper, sdpa
-from batchinfer_kernels.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels import sdpa
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 
 Function = Callable[..., torch.Tensor]
 ALL = slice(None)

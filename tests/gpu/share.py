@@ -24,7 +24,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, Projection
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 
 # config.json of the release; rope_scaling without keys that change nothing here
 DEEPSEEK_V3: dict[str, Any] = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import hopper, reference, reference_mla
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import to_blocks
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels import reference
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels import reference, reference_mla, reference_rows
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.layers import GATE_METHODS
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library, whole_pairs
-from batchinfer_kernels.reference_fp8 import dequantize_fp8_rows
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 
 Weight = torch.Tensor | Packed | BlockScaled
 
@@ -137,7 +137,7 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
     if not _takes(q_THA, latents_TW, pages) or not q_THA.is_contiguous():
-        return reference_rows.rope_and_cache(
+        return reference.rope_and_cache(
             q_THA, latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved=interleaved
         )
     library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
@@ -203,21 +203,21 @@ def masked_mlp(
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The entries sorted by expert: order [M], its inverse [M], and how many each expert has [E]."""
     if ids_M.device.type != "cpu":
-        return reference_rows.sort_by_expert(ids_M, num_experts)
+        return reference.sort_by_expert(ids_M, num_experts)
     return library().sort_by_expert(ids_M.contiguous(), num_experts)
 
 
 def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum, bit for bit that of the reference."""
     if not _takes(sorted_MD):
-        return reference_rows.sum_per_token(sorted_MD, place_M, weights_TK)
+        return reference.sum_per_token(sorted_MD, place_M, weights_TK)
     return library().sum_per_token(sorted_MD.contiguous(), place_M, weights_TK.contiguous())
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
     """hidden + (sums + added), rounded as in the reference."""
     if not _takes(hidden_TD):
-        return reference_rows.add_sums(hidden_TD, sums_TD, added_TD)
+        return reference.add_sums(hidden_TD, sums_TD, added_TD)
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
     )
@@ -226,28 +226,28 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row the largest of float32 logits, the first among equals, and whether all are finite."""
     if logits_SV.dtype is not torch.float32 or logits_SV.device.type != "cpu":
-        return reference_rows.argmax(logits_SV)
+        return reference.argmax(logits_SV)
     return library().argmax(logits_SV.contiguous())
 
 
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of float32 angles, each times `scale`."""
     if not angles.is_cpu:
-        return reference_rows.cos_sin(angles, scale)
+        return reference.cos_sin(angles, scale)
     return library().cos_sin(angles.contiguous(), scale)
 
 
 def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[S, V] float64, e to (logit - largest) / temperature, and their sums [S], each in one order."""
     if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
-        return reference_rows.exponentials(logits_SV, temperature_S)
+        return reference.exponentials(logits_SV, temperature_S)
     return library().exponentials(logits_SV.contiguous(), temperature_S.contiguous())
 
 
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     """[S] float64, the logarithm of the sum of e to each logit."""
     if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
-        return reference_rows.log_sum_exp(logits_SV)
+        return reference.log_sum_exp(logits_SV)
     return library().log_sum_exp(logits_SV.contiguous())
 
 
@@ -270,7 +270,7 @@ def mla_prefill(
     at a time as fit into 192 MiB.
     """
     if not _takes(q_THA, pages, kv_b_HZC):
-        return reference_mla.mla_prefill(
+        return reference.mla_prefill(
             q_THA,
             pages,
             page_table_BP,
@@ -314,7 +314,7 @@ def mla_decode(
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
     if not _takes(q_THW, pages):
-        return reference_mla.mla_decode(
+        return reference.mla_decode(
             q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
         )
     return library().mla_decode(

@@ -34,7 +34,7 @@ def mla_decode(
     latent_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """[B * Q, H, C] bfloat16; see `reference_mla.mla_decode`. A request without tokens gives zeros.
+    """[B * Q, H, C] bfloat16; see `reference.mla_decode`. A request without tokens gives zeros.
 
     Softmax weights are rounded to bfloat16 before they meet the latents.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.quantize import ROW_BLOCK, dequantize_blocks, new_scales, quantize_rows
 from batchinfer_kernels.triton.silu import silu_mul_tiles

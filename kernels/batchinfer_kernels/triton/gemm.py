@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
 from batchinfer_kernels.triton.numbers import dot, to_bfloat16
 from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import reference, reference_mla, reference_rows
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels import reference
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
 Weight = torch.Tensor | BlockScaled
@@ -154,7 +154,7 @@ def rope_and_cache(
     interleaved: bool,
 ) -> torch.Tensor:
     """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
-    run = reference_rows.rope_and_cache
+    run = reference.rope_and_cache
     if _takes(q_THA, latents_TW, pages):
         from batchinfer_kernels.triton import rows
 
@@ -198,7 +198,7 @@ def masked_mlp(
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The entries sorted by expert: order [M], its inverse [M], and how many each expert has [E]."""
     if not _runs_on(ids_M):
-        return reference_rows.sort_by_expert(ids_M, num_experts)
+        return reference.sort_by_expert(ids_M, num_experts)
     from batchinfer_kernels.triton import sorting
 
     return sorting.sort_by_expert(ids_M, num_experts)
@@ -207,7 +207,7 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum over its experts, one after the other."""
     if not _takes(sorted_MD):
-        return reference_rows.sum_per_token(sorted_MD, place_M, weights_TK)
+        return reference.sum_per_token(sorted_MD, place_M, weights_TK)
     from batchinfer_kernels.triton import rows
 
     return rows.sum_per_token(sorted_MD, place_M, weights_TK)
@@ -216,7 +216,7 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
     """hidden + (sums + added), rounded as in the reference."""
     if not _takes(hidden_TD):
-        return reference_rows.add_sums(hidden_TD, sums_TD, added_TD)
+        return reference.add_sums(hidden_TD, sums_TD, added_TD)
     from batchinfer_kernels.triton import rows
 
     return rows.add_sums(hidden_TD, sums_TD, added_TD)
@@ -225,7 +225,7 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row the largest of float32 logits, the first among equals, and whether all are finite."""
     if logits_SV.dtype is not torch.float32 or not _runs_on(logits_SV):
-        return reference_rows.argmax(logits_SV)
+        return reference.argmax(logits_SV)
     from batchinfer_kernels.triton import argmax as largest
 
     return largest.argmax(logits_SV)
@@ -248,7 +248,7 @@ def mla_prefill(
 
     How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
     """
-    run = reference_mla.mla_prefill
+    run = reference.mla_prefill
     if _takes(q_THA, pages, kv_b_HZC):
         from batchinfer_kernels.triton import prefill
 
@@ -281,7 +281,7 @@ def mla_decode(
     """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C]; keeps no schedule."""
     arguments = (q_THW, pages, page_table_BP, kv_tokens_B, positions_T)
     if not _takes(q_THW, pages):
-        return reference_mla.mla_decode(*arguments, latent_dim=latent_dim, scale=scale)
+        return reference.mla_decode(*arguments, latent_dim=latent_dim, scale=scale)
     from batchinfer_kernels.triton import decode
 
     return decode.mla_decode(*arguments, latent_dim=latent_dim, scale=scale)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.reference_fp8 import empty_row_scales
+from batchinfer_kernels.reference.fp8 import empty_row_scales
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
 ROW_BLOCK = 128

@@ -77,7 +77,7 @@ def rope_and_cache(
 
 
 def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum over its experts in their order; see `reference_rows.sum_per_token`."""
+    """[T, D] float32: each token's weighted sum over its experts in their order; see `reference.sum_per_token`."""
     (num_tokens, topk), width = weights_TK.shape, sorted_MD.shape[-1]
     total = torch.empty(num_tokens, width, dtype=torch.float32, device=sorted_MD.device)
     if total.numel():
@@ -88,7 +88,7 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
-    """hidden + (sums + added), the sum rounded once before; see `reference_rows.add_sums`."""
+    """hidden + (sums + added), the sum rounded once before; see `reference.add_sums`."""
     out = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
     if out.numel():
         _add_sums[(triton.cdiv(out.numel(), _TILE_VALUES),)](

@@ -1,6 +1,6 @@
 """Operations on rows between the products, in plain PyTorch: positions and pages, the order of experts' rows, tokens.
 
-They keep the habits of reference.py: a row's result does not depend on the rows beside it.
+A row's result does not depend on the rows it is computed with.
 """
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from batchinfer_kernels.reference import rms_norm, rope
+from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 
 def rope_and_cache(

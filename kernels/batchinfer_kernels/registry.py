@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import hopper, hopper_libraries, reference, reference_mla, reference_rows, sdpa
+from batchinfer_kernels import reference, sdpa
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import ops as cpu_ops
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe as triton_probe
 
@@ -91,10 +93,10 @@ def _on_cpu() -> tuple[str, ...]:
 _HOPPER = tuple(
     Candidate(function.__name__, hopper.NAME, function, probe, dtype=torch.bfloat16, device_types=_on_gpu)
     for function, probe in (
-        (hopper.linear, hopper_libraries.why_not_deep_gemm),
-        (hopper.grouped_mlp, hopper_libraries.why_not_deep_gemm),
-        (hopper.masked_mlp, hopper_libraries.why_not_deep_gemm),
-        (hopper.mla_decode, hopper_libraries.why_not_flash_mla),
+        (hopper.linear, libraries.why_not_deep_gemm),
+        (hopper.grouped_mlp, libraries.why_not_deep_gemm),
+        (hopper.masked_mlp, libraries.why_not_deep_gemm),
+        (hopper.mla_decode, libraries.why_not_flash_mla),
     )
 )
 
@@ -184,18 +186,18 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         reference.silu_mul,
         reference.silu_mul_blocks,
         reference.gate,
-        reference_rows.rope_and_cache,
+        reference.rope_and_cache,
         reference.grouped_mlp,
         reference.masked_mlp,
-        reference_rows.sort_by_expert,
-        reference_rows.sum_per_token,
-        reference_rows.add_sums,
-        reference_rows.cos_sin,
-        reference_rows.argmax,
-        reference_rows.exponentials,
-        reference_rows.log_sum_exp,
-        reference_mla.mla_prefill,
-        reference_mla.mla_decode,
+        reference.sort_by_expert,
+        reference.sum_per_token,
+        reference.add_sums,
+        reference.cos_sin,
+        reference.argmax,
+        reference.exponentials,
+        reference.log_sum_exp,
+        reference.mla_prefill,
+        reference.mla_decode,
         reference.quantize_fp8_block,
         reference.quantize_fp8_rows,
         reference.dequantize_fp8_block,
@@ -260,14 +262,25 @@ def has_fixed_sums(run: Callable) -> bool:
     return run.__module__ == cpu_ops.__name__
 
 
+# Stored KV blocks are kept under these names: whoever changes one takes the blocks from their users.
+_ORIGINS = {
+    "batchinfer_kernels.reference.mla": "reference_mla",
+    "batchinfer_kernels.reference.rows": "reference_rows",
+    **{
+        f"batchinfer_kernels.reference.{module}": "reference"
+        for module in ("experts", "fp8", "gating", "pointwise", "products")
+    },
+}
+
+
 def origin(run: Callable, dtype: torch.dtype | None = None) -> str:
     """Where an implementation comes from: with the same origin it gives the same bits in a dtype, else it may not."""
-    module = run.__module__.removeprefix("batchinfer_kernels.")
+    module = _ORIGINS.get(run.__module__, run.__module__).removeprefix("batchinfer_kernels.")
     if run.__module__ == cpu_ops.__name__:
         return cpu_build.numerics(dtype)
     if run.__module__ == hopper.__name__:
         library = "flash_mla" if run is hopper.mla_decode else "deep_gemm"
-        return f"{module}-{library}-{hopper_libraries.version(library)}"
+        return f"{hopper.NAME}-{library}-{libraries.version(library)}"
     if run.__module__ == triton_ops.__name__:
         return f"{module}-{triton_probe.version()}"
     return module

@@ -9,10 +9,10 @@ What a library does not take goes to the implementation behind this one (Triton,
 not on a GPU or not in bfloat16, other weights, and shapes that are not whole tiles (columns in multiples of 64, depth
 in multiples of 128; heads of other than 512 + 64 latent values). Nothing here reads a device tensor on the host.
 
-deep_gemm rounds and adds as reference_fp8.py describes, but adds a block's products in the tensor cores' order.
+deep_gemm rounds and adds as reference/fp8.py describes, but adds a block's products in the tensor cores' order.
 flash_mla splits a request's keys by what else is in the step, so that the last bits of a row may depend on its company;
 it has no dense prefill for Hopper.
-Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in hopper_libraries.py.
+Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in libraries.py.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows in the order
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.reference_fp8 import FP8, dequantize_fp8_rows
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
 NAME = "hopper"
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
@@ -290,13 +290,13 @@ def _gemm(names: tuple[str, ...]) -> Callable[..., None]:
 
 def _behind(op: str) -> Callable[..., torch.Tensor]:
     """What runs an operation here when its library does not take the operands."""
-    from batchinfer_kernels import backend
+    from batchinfer_kernels import registry
 
-    return backend.behind(op, NAME, torch.bfloat16, backend.GPU).run
+    return registry.behind(op, NAME, torch.bfloat16, registry.GPU).run
 
 
 def _other(op: str) -> Callable[..., Any]:
     """The best implementation of an operation that is not in here."""
-    from batchinfer_kernels import backend
+    from batchinfer_kernels import registry
 
-    return backend.select(op, dtype=torch.bfloat16, device=backend.GPU).run
+    return registry.select(op, dtype=torch.bfloat16, device=registry.GPU).run

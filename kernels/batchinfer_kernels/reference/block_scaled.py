@@ -1,7 +1,7 @@
 """Weights in FP8 E4M3 with one float32 scale per block of 128 × 128 values, as DeepSeek-V3's checkpoints hold them.
 
 DeepSeek-V3 report section 3.3.2. Products with such a weight round the rows they multiply to E4M3, with one scale per
-128 values of a row, and add in float32 (reference_fp8.py says how exactly).
+128 values of a row, and add in float32 (reference/fp8.py says how exactly).
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in)
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference_fp8 import BLOCK, FP8, quantize_fp8_block
+from batchinfer_kernels.reference.fp8 import BLOCK, FP8, quantize_fp8_block
 
 __all__ = ["BLOCK", "BlockScaled", "stack", "to_blocks", "whole_blocks"]
 
