@@ -103,8 +103,8 @@ def test_bias_stream_and_float32_are_as_with_plain_weights():
     x, bias, stream = random(5, 200), random(7, seed=2), random(5, 7, seed=3)
     blocks = to_blocks(random(7, 200, seed=1))
     y = reference.linear(x, blocks)
-    assert torch.equal(reference.linear(x, blocks, bias, stream=stream), stream + (y + bias))
-    assert torch.equal(reference.linear(x, blocks, wide=True), y.float())
+    assert torch.equal(reference.linear(x, blocks, bias, residual=stream), stream + (y + bias))
+    assert torch.equal(reference.linear(x, blocks, float32_out=True), y.float())
 
 
 @pytest.mark.parametrize("num_in", [5, 128, 300])

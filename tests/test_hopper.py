@@ -92,8 +92,8 @@ def close(y, expected):
 def test_a_product_in_fp8_is_that_of_the_reference(gpu, library, num_rows, num_in, num_out):
     gpu(DEEP_GEMM[library]())
     x, weight, bias = random(num_rows, num_in), to_blocks(random(num_out, num_in, seed=1)), random(num_out, seed=2)
-    stream = random(num_rows, num_out, seed=3)
-    for options in ({}, {"bias": bias}, {"wide": True}, {"stream": stream}, {"bias": bias, "stream": stream}):
+    added = {"residual": random(num_rows, num_out, seed=3)}
+    for options in ({}, {"bias": bias}, {"float32_out": True}, added, {"bias": bias} | added):
         y, expected = hopper.linear(x, weight, **options), reference.linear(x, weight, **options)
         assert torch.equal(y, expected)
         assert y.dtype == expected.dtype

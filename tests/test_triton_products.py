@@ -51,12 +51,12 @@ def test_a_product_is_close_to_float64_and_keeps_its_bits(num_rows, num_in, num_
         assert y.dtype == torch.bfloat16
         assert relative_error(y, exact) < TOLERANCE["bf16"]
         assert calc_diff(y, exact) < TOLERANCE["fp8"]
-        logits = ops.linear(x, held, wide=True)
+        logits = ops.linear(x, held, float32_out=True)
         assert logits.dtype == torch.float32
         assert torch.equal(logits.bfloat16(), y)
         assert torch.equal(ops.linear(x, held, bias), y + bias)
-        assert torch.equal(ops.linear(x, held, bias, stream=stream), stream + (y + bias))
-        assert torch.equal(ops.linear(x, held, stream=stream), stream + y)
+        assert torch.equal(ops.linear(x, held, bias, residual=stream), stream + (y + bias))
+        assert torch.equal(ops.linear(x, held, residual=stream), stream + y)
         for start, stop in PARTS:
             assert torch.equal(ops.linear(x[start:stop], held), y[start:stop])
         assert torch.equal(ops.linear(x.flip(0), held), y.flip(0))

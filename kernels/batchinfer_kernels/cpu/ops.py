@@ -44,22 +44,22 @@ def linear(
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
-    wide: bool = False,
-    stream: torch.Tensor | None = None,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32; `stream`: added to it."""
+    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; see `reference.linear`."""
     if not _takes(x, weight):
-        return reference.linear(x, _unpacked(weight), bias, wide=wide, stream=stream)
+        return reference.linear(x, _unpacked(weight), bias, float32_out=float32_out, residual=residual)
     if not isinstance(weight, Packed):
         assert isinstance(weight, torch.Tensor)
         if x.shape[-1] != weight.shape[-1]:
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
-    added = stream if bias is None else None
-    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, wide, added)
+    added = residual if bias is None else None
+    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, float32_out, added)
     if bias is None:
         return y
-    return y + bias if stream is None else stream + (y + bias)
+    return y + bias if residual is None else residual + (y + bias)
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
@@ -135,7 +135,7 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
+    """Queries rotated, in place; norm and rotary key of the latents are written to the pages."""
     if not _takes(q_THA, latents_TW, pages) or not q_THA.is_contiguous():
         return reference.rope_and_cache(
             q_THA, latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved=interleaved
@@ -144,8 +144,8 @@ def rope_and_cache(
     return q_THA
 
 
-def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, [T, D] to [T, D], the rounded result added to `stream`: what grouped_mlp gives for one expert.
+def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU, [T, D] to [T, D], the rounded result added to `residual`: what grouped_mlp gives for one expert.
 
     Args:
         x: [T, D].
@@ -154,8 +154,8 @@ def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor 
     operation, width, rows = library().mlp, gate_up.num_columns // 2, whole_pairs(x)
     if rows is not x:
         y = operation(rows, gate_up.data, down.data, width, gate_up.kind, None)[..., : x.shape[-1]]
-        return y if stream is None else stream + y
-    return operation(x, gate_up.data, down.data, width, gate_up.kind, stream)
+        return y if residual is None else residual + y
+    return operation(x, gate_up.data, down.data, width, gate_up.kind, residual)
 
 
 def grouped_mlp(
@@ -166,7 +166,7 @@ def grouped_mlp(
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; FP8 rows are multiplied out."""
+    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; FP8 rows are dequantized."""
     if scales is not None and isinstance(gate_up_EFD, Packed):
         x, scales = dequantize_fp8_rows(x, scales, torch.bfloat16), None
     if not _takes(x, gate_up_EFD, down_EDF):
@@ -207,11 +207,11 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return library().sort_by_expert(ids_M.contiguous(), num_experts)
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum, bit for bit that of the reference."""
     if not _takes(sorted_MD):
-        return reference.sum_per_token(sorted_MD, place_M, weights_TK)
-    return library().sum_per_token(sorted_MD.contiguous(), place_M, weights_TK.contiguous())
+        return reference.sum_per_token(sorted_MD, inverse_M, weights_TK)
+    return library().sum_per_token(sorted_MD.contiguous(), inverse_M, weights_TK.contiguous())
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:

@@ -46,19 +46,19 @@ def linear(
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
-    wide: bool = False,
-    stream: torch.Tensor | None = None,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] in FP8 to [T, out]; `wide`: in float32; `stream`: added to it."""
+    """x · weightᵀ + bias: [T, in] and [out, in] in FP8 to [T, out]; see `reference.linear`."""
     if not isinstance(weight, BlockScaled) or x.dtype is not torch.bfloat16 or not _takes(x, weight):
-        return _behind("linear")(x, weight, bias, wide=wide, stream=stream)
+        return _behind("linear")(x, weight, bias, float32_out=float32_out, residual=residual)
     y = x.new_empty(len(x), len(weight.values))
     if len(x):
         gemm = _gemm(libraries.FP8_GEMM)
         gemm(_quantized(x), (weight.values, weight.scales), y, compiled_dims="nk")
     y = y if bias is None else y + bias
-    y = y if stream is None else stream + y
-    return y.float() if wide else y
+    y = y if residual is None else residual + y
+    return y.float() if float32_out else y
 
 
 def grouped_mlp(

@@ -49,7 +49,7 @@ def grouped_mlp(
         down_EDF: [E, D, F].
         tokens_M: [rows] int64, the row of x behind each row.
         scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks meet these rows as
-            they are, with the result of the same rows rounded here; for others they are multiplied out.
+            they are, with the result of the same rows rounded here; for others they are dequantized.
 
     Returns:
         [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
@@ -108,7 +108,7 @@ def masked_mlp(
 def _rows_for(
     weight: torch.Tensor | BlockScaled, x: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows in the form in which they meet this weight: FP8 ones are multiplied out unless it is in FP8, too."""
+    """Rows in the form in which they meet this weight: FP8 ones are dequantized unless it is in FP8, too."""
     if scales is None or isinstance(weight, BlockScaled):
         return x, scales
     return dequantize_fp8_rows(x, scales, weight.dtype), None

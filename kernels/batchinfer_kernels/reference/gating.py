@@ -37,14 +37,14 @@ def gate(
     Returns:
         ids [T, topk] int64 by descending score, weights [T, topk] float32.
     """
-    wide = logits_TE.double()
+    logits64_TE = logits_TE.double()
     if method == "noaux_tc":
-        scores_TE = sigmoid(wide).float()
+        scores_TE = sigmoid(logits64_TE).float()
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         allowed_TE = _groups_allowed(choice_TE, num_groups, topk_groups, best=2)
         choice_TE = choice_TE.masked_fill(~allowed_TE, -torch.inf)
     else:
-        scores_TE = torch.softmax(wide, dim=-1).float()
+        scores_TE = torch.softmax(logits64_TE, dim=-1).float()
         choice_TE = scores_TE
         if method == "group_limited_greedy":
             choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, num_groups, topk_groups, best=1), 0.0)

@@ -13,15 +13,15 @@ import torch
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
-    wide = x.double()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x64 = x.double()
+    normed = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
-    wide = gate.double()
-    return (wide * sigmoid(wide)).to(gate.dtype) * up
+    gate64 = gate.double()
+    return (gate64 * sigmoid(gate64)).to(gate.dtype) * up
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -37,13 +37,13 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
     """
     shape = (x.shape[0], *[1] * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.view(shape), sin.view(shape)
-    wide = x.float()
-    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    x32 = x.float()
+    first, second = (x32[..., 0::2], x32[..., 1::2]) if interleaved else x32.chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return out.to(x.dtype)
 
 
-def sigmoid(wide: torch.Tensor) -> torch.Tensor:
+def sigmoid(x64: torch.Tensor) -> torch.Tensor:
     """Sigmoid of a float64 tensor from exp alone (the library's own differs between body and tail of a tensor)."""
-    return 1.0 / (1.0 + torch.exp(-wide))
+    return 1.0 / (1.0 + torch.exp(-x64))

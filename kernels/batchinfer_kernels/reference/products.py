@@ -39,8 +39,8 @@ def linear(
     weight: torch.Tensor | BlockScaled,
     bias: torch.Tensor | None = None,
     *,
-    wide: bool = False,
-    stream: torch.Tensor | None = None,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x · weightᵀ + bias.
 
@@ -48,8 +48,8 @@ def linear(
         x: [T, in], any T.
         weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values.
         bias: [out] or None.
-        wide: give float32.
-        stream: [T, out], to which the rounded result is added.
+        float32_out: give float32.
+        residual: [T, out], to which the rounded result is added.
 
     Returns:
         [T, out] in the dtype of x.
@@ -60,8 +60,8 @@ def linear(
     else:
         y = F.linear(_aligned(x), weight)[: x.shape[0]]
     y = y if bias is None else y + bias
-    y = y if stream is None else stream + y
-    return y.float() if wide else y
+    y = y if residual is None else residual + y
+    return y.float() if float32_out else y
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

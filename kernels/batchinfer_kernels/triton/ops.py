@@ -48,20 +48,20 @@ def linear(
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
-    wide: bool = False,
-    stream: torch.Tensor | None = None,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32, not rounded; `stream`: added to it."""
+    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `float32_out`: not rounded; `residual`: added to it."""
     if not _takes(x, weight):
-        return reference.linear(x, weight, bias, wide=wide, stream=stream)
+        return reference.linear(x, weight, bias, float32_out=float32_out, residual=residual)
     from batchinfer_kernels.triton import gemm, quantize
 
     num_columns = (weight.values if isinstance(weight, BlockScaled) else weight).shape[0]
-    out = torch.empty(len(x), num_columns, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    out = torch.empty(len(x), num_columns, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
     scales = None
     if isinstance(weight, BlockScaled):
         x, scales = quantize.quantize_rows(_dense(x), by_column=True)
-    return gemm.product(_dense(x), _dense_weight(weight), scales, out=out, bias=bias, stream=stream)
+    return gemm.product(_dense(x), _dense_weight(weight), scales, out=out, bias=bias, residual=residual)
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
+    """Queries rotated, in place; norm and rotary key of the latents are written to the pages."""
     run = reference.rope_and_cache
     if _takes(q_THA, latents_TW, pages):
         from batchinfer_kernels.triton import rows
@@ -204,13 +204,13 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return sorting.sort_by_expert(ids_M, num_experts)
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum over its experts, one after the other."""
     if not _takes(sorted_MD):
-        return reference.sum_per_token(sorted_MD, place_M, weights_TK)
+        return reference.sum_per_token(sorted_MD, inverse_M, weights_TK)
     from batchinfer_kernels.triton import rows
 
-    return rows.sum_per_token(sorted_MD, place_M, weights_TK)
+    return rows.sum_per_token(sorted_MD, inverse_M, weights_TK)
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:

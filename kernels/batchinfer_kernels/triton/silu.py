@@ -78,8 +78,8 @@ def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
 @triton.jit
 def _active(gate, up):
     """silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
-    wide = gate.to(tl.float32)
-    silu = to_bfloat16(wide / (1.0 + tl.exp(-wide))).to(tl.float32)
+    gate32 = gate.to(tl.float32)
+    silu = to_bfloat16(gate32 / (1.0 + tl.exp(-gate32))).to(tl.float32)
     return to_bfloat16(silu * up.to(tl.float32)).to(tl.float32)
 
 
