@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
@@ -183,9 +183,10 @@ def test_rows_in_fp8_are_multiplied_out_for_other_weights(kind):
 def test_the_c_plus_plus_operations_leave_weights_in_fp8_to_the_reference():
     weights = tuple(to_blocks(weight) for weight in experts(40, 24))
     x, num_rows = random(20, 40), torch.tensor([3, 0, 15, 2])
-    assert torch.equal(cpu_ops.linear(x, weights[0][0]), reference.linear(x, weights[0][0]))
-    assert torch.equal(cpu_ops.grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
-    assert isinstance(cpu_ops.pack(random(3, 5).float(), eight_bit=True), BlockScaled)
+    linear, grouped_mlp, pack = (registry.bind(op, ["cpu", "reference"]) for op in ("linear", "grouped_mlp", "pack"))
+    assert torch.equal(linear(x, weights[0][0]), reference.linear(x, weights[0][0]))
+    assert torch.equal(grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
+    assert isinstance(pack(random(3, 5).float(), eight_bit=True), BlockScaled)
 
 
 def test_places_hold_what_is_put_there():

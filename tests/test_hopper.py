@@ -28,9 +28,11 @@ from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.triton import probe as triton_probe
+from batchinfer_kernels.triton.ops import Kernel
 from checkpoints import make_checkpoint
 from paged_steps import PagedRequests
 from paths import ROOT
+from triton_device import needs_triton
 
 TOLERANCE = {"bfloat16": 2**-7}  # of the largest value
 DEEP_GEMM = {"upstream": stand_ins.deep_gemm_upstream, "sgl": stand_ins.deep_gemm_sgl}
@@ -68,16 +70,14 @@ def install(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, install):
-    """Tensors here count as those of a GPU; what is behind or beside the libraries is the reference."""
+    """Tensors here count as those of a GPU; what the libraries use is the reference."""
     monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
-    monkeypatch.setattr(hopper, "_behind", behind_is_called)
-    monkeypatch.setattr(hopper, "_other", lambda op: registry.select(op, "reference").run)
     stand_ins.COPIED.clear()
     return install
 
 
-def behind_is_called(op):
-    raise AssertionError(f"{op} went to another implementation")
+def with_reference(op):
+    return registry.bind(op, ["hopper", "reference"])
 
 
 def close(y, expected):
@@ -175,22 +175,22 @@ def test_experts_in_blocks_are_those_of_the_reference(gpu, library, room):
     assert nothing.shape == (5, 0, 256)
 
 
-def test_what_stands_between_the_products_skips_rows_of_nobody(gpu, monkeypatch):
+def test_what_stands_between_the_products_skips_rows_of_nobody(gpu):
     gpu(stand_ins.deep_gemm_sgl())
     asked = []
 
     def other(op):
         def run(x, num_rows_E=None, **options):
             asked.append((op, x.shape, num_rows_E, options))
-            return registry.select(op, "reference").run(x, num_rows_E, **options)
+            return getattr(reference, op)(x, num_rows_E, **options)
 
         return run
 
-    monkeypatch.setattr(hopper, "_other", other)
+    uses = {op: other(op) for op in hopper.masked_mlp.uses}
     blocks, _ = blocks_of([3, 0, 128, 64, 1], 128)
     num_rows = torch.tensor([3, 0, 128, 64, 1])
-    hopper.masked_mlp(blocks, num_rows, *(to_blocks(weight) for weight in experts()))
-    hopper.masked_mlp(blocks, num_rows, *experts())
+    hopper.masked_mlp(blocks, num_rows, *(to_blocks(weight) for weight in experts()), **uses)
+    hopper.masked_mlp(blocks, num_rows, *experts(), **uses)
     assert [(op, shape, options) for op, shape, _, options in asked] == [
         ("quantize_fp8_rows", (5, 128, 256), {}),
         ("silu_mul_blocks", (5, 128, 256), {"fp8": True}),
@@ -257,22 +257,27 @@ def test_what_the_library_does_not_take_goes_to_the_implementation_behind(instal
         monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
     weight = weight()
     x = random(3, 130 if what == "depth" else 128)
-    assert close(hopper.linear(x, weight), reference.linear(x, weight))
+    before = registry.num_fallbacks()
+    assert close(with_reference("linear")(x, weight), reference.linear(x, weight))
+    assert registry.num_fallbacks() == before + 1
     if what in ("columns", "not in FP8"):
         return
     weights, num_rows = tuple(to_blocks(weight) for weight in experts(2, x.shape[1], 128)), torch.tensor([1, 2])
-    assert torch.equal(hopper.grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
+    y = with_reference("grouped_mlp")(x, num_rows, *weights)
+    assert torch.equal(y, reference.grouped_mlp(x, num_rows, *weights))
     blocks = random(2, 4, x.shape[1])
-    y = hopper.masked_mlp(blocks, num_rows, *weights, expected_rows=1)
+    y = with_reference("masked_mlp")(blocks, num_rows, *weights, expected_rows=1)
     assert torch.equal(y, reference.masked_mlp(blocks, num_rows, *weights))
 
 
-def test_bfloat16_experts_go_on_where_the_library_has_no_product_for_them(gpu, monkeypatch):
+def test_bfloat16_experts_go_on_where_the_library_has_no_product_for_them(gpu):
     library = gpu(stand_ins.deep_gemm_upstream())
     del library.m_grouped_bf16_gemm_nt_contiguous
-    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     x, num_rows = random(8, 256), torch.tensor([3, 0, 4, 0, 1])
-    assert torch.equal(hopper.grouped_mlp(x, num_rows, *experts()), reference.grouped_mlp(x, num_rows, *experts()))
+    y = with_reference("grouped_mlp")(x, num_rows, *experts())
+    assert torch.equal(y, reference.grouped_mlp(x, num_rows, *experts()))
+    reason = "deep_gemm has no such product in bfloat16"
+    assert registry.fallbacks()["grouped_mlp", "hopper", "reference", reason] > 0
 
 
 # ---- decode attention
@@ -318,9 +323,8 @@ def test_metadata_is_made_once_per_schedule_and_never_used_for_other_lengths(gpu
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
-def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, monkeypatch, change):
+def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, change):
     gpu(stand_ins.flash_mla_sgl())
-    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     (q, pages, *rest), options = decode_case()
     if change == "width":
         q, pages = q[..., :560].contiguous(), pages[..., :560].contiguous()
@@ -328,7 +332,7 @@ def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, mo
         options["latent_dim"] = 448
     else:
         q, pages = q.float(), pages.float()
-    y = hopper.mla_decode(q, pages, *rest, schedule={}, **options)
+    y = with_reference("mla_decode")(q, pages, *rest, schedule={}, **options)
     assert torch.equal(y, reference_mla.mla_decode(q, pages, *rest, **options))
 
 
@@ -347,7 +351,7 @@ SIZES = {
 }
 
 
-def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
+def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path):
     flash_mla = gpu(stand_ins.flash_mla_sgl(), stand_ins.deep_gemm_sgl())
     make_checkpoint(tmp_path, "v3", **SIZES)
     config, plain = load_model_config(tmp_path), Ops.select("reference", torch.bfloat16, eight_bit=True)
@@ -356,12 +360,11 @@ def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
     def counted(name):
         def run(*args, **options):
             calls.append(name)
-            return getattr(hopper, name)(*args, **options)
+            return with_reference(name)(*args, **options)
 
         return run
 
     # the head is not in FP8
-    monkeypatch.setattr(hopper, "_behind", lambda op: registry.select(op, "reference").run)
     ours = replace(plain, **{name: counted(name) for name in OPS})
     weights = load_weights(tmp_path, config, dtype=torch.bfloat16, ops=plain)
     logits = []
@@ -494,12 +497,12 @@ def test_a_cpu_user_pays_nothing(monkeypatch):
 def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
-    assert [getattr(ops, name) for name in OPS] == [getattr(hopper, name) for name in OPS]
+    assert [getattr(ops, name).implementation for name in OPS] == [getattr(hopper, name) for name in OPS]
     assert "hopper-deep_gemm-0.1.2" in ops.names()
     assert "hopper-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
-    assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
-    assert registry.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
+    assert Ops.select("auto", torch.float32, device="cuda").linear.name == "reference"
+    assert [candidate.name for candidate in ops.linear.candidates] == ["hopper", "reference"]
     with pytest.raises(registry.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
         registry.select("linear", "hopper", torch.bfloat16)
     machine(available=False)
@@ -534,13 +537,17 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
             Ops.select(choice, torch.bfloat16, device=device)
 
 
+@needs_triton
 def test_all_implementations_take_what_the_reference_takes():
     def parameters(run):
         return [(name.rstrip("ABCDEFHKMNPTW_"), it.kind) for name, it in inspect.signature(run).parameters.items()]
 
     for op, listed in registry._CANDIDATES.items():
         for candidate in listed:
-            assert parameters(candidate.run) == parameters(listed[-1].run), (op, candidate.name)
+            implementation = candidate.implementation
+            run = implementation.run.function if isinstance(implementation.run, Kernel) else implementation.run
+            found = [it for it in parameters(run) if it[0] not in implementation.uses]
+            assert found == parameters(listed[-1].implementation.run), (op, candidate.name)
 
 
 def test_the_readme_names_the_versions_that_are_installed():

@@ -82,7 +82,7 @@ def _measure(num_processes: int) -> float:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    pack, run = (registry.select(name, dtype=torch.bfloat16).run for name in ("pack", "grouped_mlp"))
+    pack, run = (registry.select(name, dtype=torch.bfloat16) for name in ("pack", "grouped_mlp"))
     gate_up = pack(random(num_experts, 2 * _INTERMEDIATE, _HIDDEN), is_paired=True)
     down = pack(random(num_experts, _HIDDEN, _INTERMEDIATE))
     x, num_rows = random(num_experts * _ROWS_PER_EXPERT, _HIDDEN), torch.full((num_experts,), _ROWS_PER_EXPERT)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
@@ -12,33 +10,33 @@ from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.registry import Operation
 
-TensorOp = Callable[..., torch.Tensor]
 Weight = torch.Tensor | Packed | BlockScaled  # as `pack` gives it
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation per operation; shapes as in the `reference` modules of batchinfer_kernels."""
+    """Every operation of a model, bound to its candidates; shapes as in `reference` of batchinfer_kernels."""
 
-    pack: Callable[..., Weight]
-    pack_router: Callable[..., Any]
-    linear: TensorOp
-    batched_linear: TensorOp
-    router: TensorOp
-    rms_norm: TensorOp
-    silu_mul: TensorOp
-    rope_and_cache: TensorOp
-    gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    grouped_mlp: TensorOp
-    masked_mlp: TensorOp
-    add_sums: TensorOp
-    mla_prefill: TensorOp
-    mla_decode: TensorOp
-    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    log_sum_exp: TensorOp
+    pack: Operation
+    pack_router: Operation
+    linear: Operation
+    batched_linear: Operation
+    router: Operation
+    rms_norm: Operation
+    silu_mul: Operation
+    rope_and_cache: Operation
+    gate: Operation
+    grouped_mlp: Operation
+    masked_mlp: Operation
+    add_sums: Operation
+    mla_prefill: Operation
+    mla_decode: Operation
+    cos_sin: Operation
+    argmax: Operation
+    exponentials: Operation
+    log_sum_exp: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property
@@ -73,7 +71,7 @@ class Ops:
             chosen = {name: registry.select(name, choice, dtype, device) for name in _op_names()}
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
+        return cls(**chosen, eight_bit=eight_bit)
 
     def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
         """A weight of a projection or of experts in the form in which `linear` and the MLPs take it."""

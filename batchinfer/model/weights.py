@@ -198,7 +198,7 @@ class _Loader:
         self.dtype = dtype
         self.device = device
         self._expert_ids = iter(expert_ids)
-        self._dequantize = registry.select("dequantize_fp8_block").run
+        self._dequantize = registry.select("dequantize_fp8_block")
         self._holds_fp8 = ops.holds_fp8(device)
         self._packs = isinstance(ops.pack(torch.zeros(1, 1, dtype=dtype, device=device)), Packed)
 

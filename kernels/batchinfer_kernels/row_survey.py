@@ -52,14 +52,14 @@ def _implementation(dtype: str, choice: str) -> str:
     name = f"C++ for {cpu_build.instructions().name}" if pack.name == registry.CPU else "plain PyTorch"
     if dtype != "fp8":
         return name
-    is_emulated = isinstance(pack.run(torch.zeros(1, 1, dtype=DTYPES[dtype]), eight_bit=True), BlockScaled)
+    is_emulated = isinstance(pack(torch.zeros(1, 1, dtype=DTYPES[dtype]), eight_bit=True), BlockScaled)
     return f"{name}, {'E4M3 by emulation, slow' if is_emulated else '8-bit integers'}"
 
 
 def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
     kind = DTYPES[dtype]
     pack, linear, grouped_mlp, mla_decode, mla_prefill = (
-        registry.select(op, choice, kind).run for op in ("pack", "linear", "grouped_mlp", "mla_decode", "mla_prefill")
+        registry.select(op, choice, kind) for op in ("pack", "linear", "grouped_mlp", "mla_decode", "mla_prefill")
     )
     pack_projection = partial(pack, eight_bit=dtype == "fp8")
     for shape in _PRODUCTS:

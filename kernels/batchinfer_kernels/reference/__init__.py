@@ -10,12 +10,15 @@ stay the same, unless every matrix has a multiple of 16 rows: the CPU library ma
 product, and few columns are summed in another order.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_mul_blocks
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
-from batchinfer_kernels.reference.pointwise import rms_norm, rope, silu_mul
-from batchinfer_kernels.reference.products import batched_linear, batched_matmul, linear, pack, pack_router, router
+from batchinfer_kernels.reference.pointwise import rms_norm, silu_mul
+from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
 from batchinfer_kernels.reference.rows import (
     add_sums,
     argmax,
@@ -27,31 +30,29 @@ from batchinfer_kernels.reference.rows import (
     sum_per_token,
 )
 
-__all__ = [
-    "add_sums",
-    "argmax",
-    "batched_linear",
-    "batched_matmul",
-    "cos_sin",
-    "dequantize_fp8_block",
-    "exponentials",
-    "gate",
-    "grouped_mlp",
-    "linear",
-    "log_sum_exp",
-    "masked_mlp",
-    "mla_decode",
-    "mla_prefill",
-    "pack",
-    "pack_router",
-    "quantize_fp8_block",
-    "quantize_fp8_rows",
-    "rms_norm",
-    "rope",
-    "rope_and_cache",
-    "router",
-    "silu_mul",
-    "silu_mul_blocks",
-    "sort_by_expert",
-    "sum_per_token",
-]
+OPERATIONS: tuple[Callable[..., Any], ...] = (
+    pack,
+    pack_router,
+    linear,
+    batched_linear,
+    router,
+    rms_norm,
+    silu_mul,
+    silu_mul_blocks,
+    gate,
+    rope_and_cache,
+    grouped_mlp,
+    masked_mlp,
+    sort_by_expert,
+    sum_per_token,
+    add_sums,
+    cos_sin,
+    argmax,
+    exponentials,
+    log_sum_exp,
+    mla_prefill,
+    mla_decode,
+    quantize_fp8_block,
+    quantize_fp8_rows,
+    dequantize_fp8_block,
+)

@@ -70,8 +70,8 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def router(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    """Logits of the experts, in float32 for any x: [T, D] and [E, D] to [T, E]."""
-    return linear(x.float(), weight_ED)
+    """Logits of the experts, in float32 for any x: [T, D] and [E, D] (or [P, E, D] that add up to it) to [T, E]."""
+    return linear(x.float(), weight_ED if weight_ED.dim() == 2 else weight_ED.float().sum(0))
 
 
 def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

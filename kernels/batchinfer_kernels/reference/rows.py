@@ -36,7 +36,7 @@ def rope_and_cache(
         cos, sin: [T, R / 2] float32.
         pages: [num_pages, 64, C + R], one layer; rows of the tokens are written.
         slots_T: [T] int64, page id * 64 + offset.
-        interleaved: as in `reference.rope`.
+        interleaved: as in `pointwise.rope`.
 
     Returns:
         [T, H, A], the queries rotated.

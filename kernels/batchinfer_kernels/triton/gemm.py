@@ -14,11 +14,37 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, to_bfloat16
+from batchinfer_kernels.triton.quantize import quantize_rows
 from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
 
 _DENSE_ROWS = 128
 _SWIZZLE = 8  # row tiles that go through the columns together, so that both operands stay in the cache
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """With `float32_out` sums are not rounded to bfloat16 at all."""
+    num_columns, scales = (weight.values if isinstance(weight, BlockScaled) else weight).shape[0], None
+    out = torch.empty(len(x), num_columns, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
+    if isinstance(weight, BlockScaled):
+        x, scales = quantize_rows(dense(x), by_column=True)
+    else:
+        weight = dense(weight)
+    return product(dense(x), weight, scales, out=out, bias=bias, residual=residual)
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The batches of a row follow each other in memory."""
+    out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
+    return product(dense(x), dense(weight), out=out)
 
 
 def product(
@@ -113,7 +139,7 @@ def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
     if not isinstance(weight, BlockScaled):
         return 0, 0
     scales = weight.scales
-    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must stand together"
+    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must be without gaps"
     return scales.stride(0) if scales.dim() == 3 else 0, scales.stride(-2)
 
 

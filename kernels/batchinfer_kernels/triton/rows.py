@@ -19,7 +19,6 @@ _PROGRAM_VALUES = 4096  # narrow rows share a program
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., D] and [D] bfloat16 to [..., D]; see `reference.rms_norm`."""
     width = x.shape[-1]
     flat = x.reshape(-1, width)
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
@@ -45,11 +44,11 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries rotated, in place; the latents' norm and rotary key are written to the pages, all by one kernel."""
+    """One kernel; rotates queries in place."""
     q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
-    assert pages.is_contiguous(), "pages are written where they stand"
+    assert pages.is_contiguous(), "pages are written in place"
     if num_tokens:
         latent_tile = triton.next_power_of_2(latent_dim)
         rows = max(1, _PROGRAM_VALUES // latent_tile)
@@ -77,7 +76,6 @@ def rope_and_cache(
 
 
 def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum over its experts in their order; see `reference.sum_per_token`."""
     (num_tokens, topk), width = weights_TK.shape, sorted_MD.shape[-1]
     total = torch.empty(num_tokens, width, dtype=torch.float32, device=sorted_MD.device)
     if total.numel():
@@ -88,7 +86,6 @@ def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: 
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
-    """hidden + (sums + added), the sum rounded once before; see `reference.add_sums`."""
     out = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
     if out.numel():
         _add_sums[(triton.cdiv(out.numel(), _TILE_VALUES),)](

@@ -1,6 +1,6 @@
 """The order of (token, expert) entries by expert, in Triton: a stable counting sort in two passes.
 
-The first counts each block's entries per expert and how many of its own expert stand before an entry in its block;
+The first counts each block's entries per expert and how many of its own expert come before an entry in its block;
 running sums over the blocks then give every entry its row. Nothing is read on the host.
 """
 
@@ -16,7 +16,6 @@ _BLOCK = 128
 
 
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The entry behind each sorted row [M], the row of each entry [M], entries per expert [E]; all int64."""
     ids_M = ids_M.contiguous()
     num_blocks = triton.cdiv(len(ids_M), _BLOCK)
     order_M, inverse_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
