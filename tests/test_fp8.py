@@ -194,7 +194,7 @@ def test_places_hold_what_is_put_there():
     blocks = to_blocks(plain)
     assert blocks.values.shape == (3, 130, 200)
     assert blocks.scales.shape == (3, 2, 2)
-    room = blocks.room(2)
+    room = BlockScaled.empty(2, 130, 200)
     room.put(1, plain[2])
     room.put(0, BlockScaled(*reference.quantize_fp8_block(plain[1])))
     assert same(room[1], blocks[2])

@@ -19,7 +19,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from checkpoints import edit_config, read_tensors, write_tensors
 from exchanges import ThreadedMesh
 from jobs import answers, batchinfer, write_job, write_questions
@@ -125,7 +125,7 @@ def test_experts_of_many_ranks_give_the_bits_of_one(num_ranks, hidden):
 
     def mlp(received, experts):
         # one after the other, so that an expert's rows do not depend on where it stands
-        weights = tuple(weight.room(len(experts)) for weight in (gate_up, down))
+        weights = tuple(BlockScaled.empty(len(experts), *weight.values.shape[1:]) for weight in (gate_up, down))
         for place, expert in enumerate(experts):
             for room, weight in zip(weights, (gate_up, down), strict=True):
                 room.put(place, weight[expert])

@@ -17,12 +17,13 @@ import torch
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point, Routing
-from batchinfer.model.ops import Ops, Weight
+from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import layers
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.weight_format import Weight
 
 
 @dataclass(frozen=True, slots=True)

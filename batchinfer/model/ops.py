@@ -8,11 +8,8 @@ import torch
 
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
-from batchinfer_kernels.cpu.packed import Packed
-from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.registry import Operation
-
-Weight = torch.Tensor | Packed | BlockScaled  # as `pack` gives it
+from batchinfer_kernels.weight_format import WeightFormat, format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +70,17 @@ class Ops:
             raise ModelError(f"backend {choice!r}: {error}") from error
         return cls(**chosen, eight_bit=eight_bit)
 
-    def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
-        """A weight of a projection or of experts in the form in which `linear` and the MLPs take it."""
-        return self.pack(weight, eight_bit=self.eight_bit, is_paired=is_paired)
+    def weight_format(self, dtype: torch.dtype, device: torch.device | str, *, eight_bit: bool = False) -> WeightFormat:
+        """The form in which products on this device take weights; `eight_bit`: those that are held in 8 bits."""
+        one = torch.zeros(1, 1, dtype=torch.bfloat16 if eight_bit else dtype, device=device)
+        return format_of(self.pack(one, eight_bit=eight_bit))
 
     def holds_fp8(self, device: torch.device | str) -> bool:
-        """Whether projections and experts on this device become BlockScaled: E4M3, as FP8 checkpoints have them.
+        """Whether projections and experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
 
         Otherwise 8 bits are integers (the C++ products on a CPU), or there are no 8-bit products at all.
         """
-        one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
-        return self.eight_bit and isinstance(self.pack_projection(one), BlockScaled)
+        return self.eight_bit and self.weight_format(torch.bfloat16, device, eight_bit=True).keeps_fp8
 
 
 def _op_names() -> list[str]:

@@ -8,6 +8,7 @@ as model/weights.py loads a checkpoint of DeepSeek-V3.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections import Counter
@@ -219,7 +220,9 @@ class Share:
 
     def _blocks(self, count: int, num_rows: int, num_columns: int) -> BlockScaled:
         """Normal values that use most of E4M3's range, with scales that keep the size of what they multiply."""
-        blocks = BlockScaled.empty(count, num_rows, num_columns, self._device)
+        blocks = BlockScaled.empty(
+            count, num_rows, num_columns, memory=functools.partial(torch.empty, device=self._device)
+        )
         for values in blocks.values:
             values.copy_(self._normal(num_rows, num_columns, size=100.0).clamp_(-448, 448))
         blocks.scales.uniform_(0.5, 1.5, generator=self._generator).mul_(0.01 / num_columns**0.5)
