@@ -249,6 +249,11 @@ STATS_STEPS = _table(
     ("expert_rows", pa.int64(), "(token, expert) rows that this rank's experts computed, all layers"),
     ("comm_s", pa.float64(), "seconds in which this step's expert exchange was under way; 0 on one rank"),
     ("hidden_comm_s", pa.float64(), "of these, seconds in which the rank computed"),
+    (
+        "fallback_calls",
+        pa.int32(),
+        "operations that another kernel ran than the chosen one, which did not take them",
+    ),
 )
 STATS_EXPERTS = _table(
     "experts",

@@ -107,7 +107,7 @@ class Attention:
         if len(q_THA) == 0:
             return hidden_TD
         form = self._attend_absorbed if step.is_decode else self._attend_plain
-        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, stream=hidden_TD)
+        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, residual=hidden_TD)
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All chunks with keys and values per head: [T, H, V]."""

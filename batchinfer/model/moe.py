@@ -179,6 +179,6 @@ def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.T
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
-        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, stream=stream)
+        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=stream)
     gate_TF, up_TF = ops.linear(x_TD, *gate_up).chunk(2, dim=-1)
-    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, stream=stream)
+    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=stream)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchinfer.records import Sampling
-from batchinfer_kernels import reference_rows
+from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.transfer import in_one_copy, to_host
 
 # S rows of logits, V vocabulary
@@ -21,7 +21,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class LogitOps:
-    """Operations on logits; shapes as in batchinfer_kernels.reference_rows."""
+    """Operations on logits; shapes as in batchinfer_kernels.reference."""
 
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference_rows.argmax
     draw: Callable[..., torch.Tensor] = reference_rows.draw

@@ -30,7 +30,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 from batchinfer_kernels.row_check import RowComputation
 
 __all__ = ["PAGE_TOKENS", "Point", "PrefillSpan", "StepInput", "StepOutput", "Transformer"]
@@ -293,7 +293,7 @@ class Transformer:
         with spans.compute("LOGITS"):
             hidden_SD = hidden_TD if wanted is not None else hidden_TD[step.logit_rows]
             hidden_SD = self._ops.rms_norm(hidden_SD, self.weights.norm, config.rms_norm_eps)
-            logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head, wide=True)
+            logits_SV = self._ops.linear(hidden_SD, self.weights.lm_head, float32_out=True)
         return StepOutput(logits_SV, expert_counts)
 
     @property

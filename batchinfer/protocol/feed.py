@@ -27,6 +27,7 @@ class StepRecord:
     expert_rows: int
     comm_s: float
     hidden_comm_s: float
+    fallback_calls: int
 
 
 @dataclass(frozen=True, slots=True)

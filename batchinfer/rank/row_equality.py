@@ -11,8 +11,8 @@ from batchinfer.host_info import matrix_library_mode, matrix_library_settings, p
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.device import device_name
 from batchinfer.run.equal_rows import EqualRows
-from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.registry import AUTO
 from batchinfer_kernels.row_check import why_rows_differ
 
 _PLAIN = "reference"  # a backend, and how the names of its operations' modules begin

@@ -30,6 +30,7 @@ from batchinfer.rank.prefill import PrefillQueue
 from batchinfer.rank.sequence import Sequence, pages_needed
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.records import Completion, ConfigError, RequestKey
+from batchinfer_kernels import registry
 from batchinfer_kernels.transfer import wait_for
 
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
@@ -96,6 +97,7 @@ class RankWorker:
         self._decode_requests = decode_requests
         self._num_steps = 0
         self._num_expert_rows = model.num_expert_rows  # after the latest step
+        self._num_fallbacks = registry.num_fallbacks()
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if traced else Counter()
         self._between_steps = SpanLog()
         self._leave = False
@@ -327,6 +329,7 @@ class RankWorker:
     def _record(self, agreed: Agreed, start_s: float, output: StepOutput, log: SpanLog, **counts: int) -> StepRecord:
         kind = agreed.kind.value
         rows_before, self._num_expert_rows = self._num_expert_rows, self._model.num_expert_rows
+        fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
         self.expert_tokens[kind] += output.expert_counts.cpu().numpy()
         self._num_steps += 1
         return StepRecord(
@@ -339,6 +342,7 @@ class RankWorker:
             expert_rows=self._num_expert_rows - rows_before,
             comm_s=log.communication_s() if self._mesh.size > 1 else 0.0,
             hidden_comm_s=log.hidden_communication_s() if self._mesh.size > 1 else 0.0,
+            fallback_calls=self._num_fallbacks - fallbacks_before,
             **counts,
         )
 

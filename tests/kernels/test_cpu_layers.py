@@ -108,4 +108,4 @@ def test_an_mlp_is_an_expert_alone(hidden, is_int8, threads):
     threads(2)
     assert torch.equal(ops.mlp(x, *weights), expected)
     assert torch.equal(ops.mlp(x[3:5], *weights), expected[3:5])
-    assert torch.equal(ops.mlp(x, *weights, stream=stream), stream + expected)
+    assert torch.equal(ops.mlp(x, *weights, residual=stream), stream + expected)

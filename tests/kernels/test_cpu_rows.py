@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
+from batchinfer_kernels.reference import rows as reference_rows
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
@@ -226,17 +227,17 @@ def test_cosine_and_sine_are_those_of_float64():
 def test_a_product_may_be_added_to_the_stream(eight_bit):
     x, weight, bias, stream = random(5, 64), random(7, 64, seed=1), random(7, seed=2), random(5, 7, seed=3)
     packed = ops.pack(weight, eight_bit=eight_bit)
-    assert torch.equal(ops.linear(x, packed, stream=stream), stream + ops.linear(x, packed))
-    assert torch.equal(ops.linear(x, packed, bias, stream=stream), stream + ops.linear(x, packed, bias))
-    assert torch.equal(reference.linear(x, weight, stream=stream), stream + reference.linear(x, weight))
+    assert torch.equal(ops.linear(x, packed, residual=stream), stream + ops.linear(x, packed))
+    assert torch.equal(ops.linear(x, packed, bias, residual=stream), stream + ops.linear(x, packed, bias))
+    assert torch.equal(reference.linear(x, weight, residual=stream), stream + reference.linear(x, weight))
 
 
 def test_logits_can_be_had_in_float32():
     x, weight = random(5, 64), random(7, 64, seed=1)
-    wide = ops.linear(x, weight, wide=True)
+    wide = ops.linear(x, weight, float32_out=True)
     assert wide.dtype == torch.float32
     assert torch.equal(wide.bfloat16(), ops.linear(x, weight))
-    assert torch.equal(reference.linear(x, weight, wide=True), reference.linear(x, weight).float())
+    assert torch.equal(reference.linear(x, weight, float32_out=True), reference.linear(x, weight).float())
 
 
 def in_blocks(weight):

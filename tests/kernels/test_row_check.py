@@ -11,7 +11,8 @@ import torch
 
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.row_equality import equal_rows
-from batchinfer_kernels import backend, reference, reference_mla, row_check, row_survey
+from batchinfer_kernels import reference, registry, row_check, row_survey
+from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.row_check import AttentionShape, RowComputation, why_rows_differ
 from support.paths import RANDOM_MODEL
 
@@ -64,7 +65,7 @@ def test_an_order_that_is_taken_for_one_number_of_tiles_alone_is_found(multiple)
     # the plain operations hand rows to the library in multiples of 8, so these are all that it sees up to 72
     def padded(x, weight):
         rows = x.shape[-2]
-        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % reference.ROW_MULTIPLE))
+        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % reference.products.ROW_MULTIPLE))
         return varies(lambda num_rows: num_rows == multiple)(whole, weight)[..., :rows, :]
 
     assert "a weight of 7 x 40" in why_rows_differ([row_check.product(random(7, 40), padded)])
@@ -147,7 +148,7 @@ def test_the_survey_asks_what_is_chosen_for_each_dtype(monkeypatch, choice):
     found = {one.dtype: one for one in row_survey.survey_rows(choice)}
     assert list(found) == ["float32", "bfloat16", "fp8"]
     for dtype, one in found.items():
-        chosen = backend.select("linear", choice, row_survey.DTYPES[dtype])
+        chosen = registry.select("linear", choice, row_survey.DTYPES[dtype])
         assert one.implementation.startswith("C++ for " if chosen.name == "cpu" else "plain PyTorch"), dtype
         assert chosen.name != "cpu" or one.why_unequal is None, dtype
     # the function that the model calls is asked, not another product

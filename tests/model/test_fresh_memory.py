@@ -25,8 +25,8 @@ from batchinfer.rank.load import Surroundings, make_worker
 from batchinfer.rank.rank_task import read_task
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL

@@ -8,7 +8,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from batchinfer.config import SamplingConfig
 from batchinfer.model.sampling import SamplingRows, sample, uniforms
 from batchinfer.records import sampling_key
-from batchinfer_kernels import reference_rows
+from batchinfer_kernels.reference import rows as reference_rows
 
 
 def rows_of(*samplings, keys=None):

@@ -97,7 +97,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
         for powers in ((-3, 3), (-80, -50), (-140, -100), (50, 64)):
             x, weight = (values(40, 200, dtype=dtype, powers=powers) for _ in range(2))
             yield ops.linear(x, weight)
-            yield ops.linear(x, weight, wide=True)
+            yield ops.linear(x, weight, float32_out=True)
             yield ops.rms_norm(x, weight[0], 1e-6)
             yield ops.silu_mul(x, weight)
             yield ops.add_sums(x, weight.float(), x)

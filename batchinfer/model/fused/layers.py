@@ -17,12 +17,13 @@ import torch
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
 from batchinfer.model.moe import DenseMlp, MoeMlp, Point, Routing
-from batchinfer.model.ops import Ops, Weight
+from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import layers
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.weight_format import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def mixture_of(
     held = _all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
     if isinstance(weights.router_ED, PackedRouter) and held is not None:
         gate_up, down, *shared_held = held
-        kernel = layers.mixture(
+        kernel = layers.moe(
             layers.GateRule(
                 method=config.topk_method,
                 topk=config.num_experts_per_tok,
@@ -171,12 +172,12 @@ def stack_of(
         parts: attention and MLP of each layer.
         norm_D: the last norm, with its `eps`.
     """
-    fused: list[layers.DenseLayer | layers.MixtureLayer] = []
+    fused: list[layers.DenseLayer | layers.MoeLayer] = []
     for attention, mlp in parts:
         if not isinstance(attention, FusedAttention):
             return None
         if isinstance(mlp, FusedMixture) and mlp.kernel_of_all is not None:
-            fused.append(layers.MixtureLayer(attention.kernel, mlp.kernel_of_all))
+            fused.append(layers.MoeLayer(attention.kernel, mlp.kernel_of_all))
             continue
         of_dense = (mlp.weights.gate_up, mlp.weights.down) if isinstance(mlp, DenseMlp) else ()
         held = _all_packed(*map(_plain_weight, of_dense))

@@ -50,7 +50,10 @@ def mla_prefill(
     scale: float,
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """[T, H, V] bfloat16; see `reference_mla.mla_prefill`. Softmax weights are rounded to bfloat16 before values."""
+    """Softmax weights are rounded to bfloat16 before they meet the values.
+
+    How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
+    """
     num_tokens, num_heads, _ = q_THA.shape
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:

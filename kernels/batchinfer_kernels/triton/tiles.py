@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.block_scaled import BLOCK
+from batchinfer_kernels.reference.block_scaled import BLOCK
 
 # Programs next to each other for one tile of columns; each goes through the row tiles in steps of this many. More row
 # tiles than that keep a GPU busy for many rounds, and in the masked layout most of the room is empty.

@@ -75,7 +75,7 @@ def dequantize_fp8_block(
 
 
 def dequantize_fp8_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [..., M] with scales [..., ceil(M / 128)] multiplied out to `dtype`."""
+    """Rows [..., M] with scales [..., ceil(M / 128)] dequantized to `dtype`."""
     flat = dequantize_fp8_block(values.flatten(0, -2), scales.flatten(0, -2), dtype, ROW_BLOCK)
     return flat.view(values.shape)
 
@@ -105,5 +105,5 @@ def block_product(
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
     """One scale per value instead of one per block, cut to the shape of the weight."""
-    wide = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
-    return wide.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+    rows = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]

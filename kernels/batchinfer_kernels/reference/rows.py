@@ -1,6 +1,6 @@
 """Operations on rows between the products, in plain PyTorch: positions and pages, the order of experts' rows, tokens.
 
-They keep the habits of reference.py: a row's result does not depend on the rows beside it.
+A row's result does not depend on the rows it is computed with.
 """
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from batchinfer_kernels.reference import rms_norm, rope
+from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 WEIGHT_UNIT = 2**44  # the largest weight of a draw
 MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
@@ -33,23 +33,23 @@ def rope_and_cache(
     """Give queries and keys their positions, and write the tokens' latents to their pages.
 
     Args:
-        q_THA: queries, the last R values of each to be turned; may be changed in place.
+        q_THA: queries, the last R values of each to be rotated; may be changed in place.
         latents_TW: [T, C + R], the latent before its norm, then the rotary key.
         norm_C: weight of the latent's norm.
         cos, sin: [T, R / 2] float32.
         pages: [num_pages, 64, C + R], one layer; rows of the tokens are written.
         slots_T: [T] int64, page id * 64 + offset.
-        interleaved: as in `reference.rope`.
+        interleaved: as in `pointwise.rope`.
 
     Returns:
-        [T, H, A], the queries turned.
+        [T, H, A], the queries rotated.
     """
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     latent_TC, key_TR = latents_TW.split([latent_dim, rotary], dim=-1)
     key_TR = rope(key_TR, cos, sin, interleaved=interleaved)
     pages.view(-1, latent_dim + rotary)[slots_T] = torch.cat([rms_norm(latent_TC, norm_C, eps), key_TR], dim=-1)
-    plain, turned = q_THA.split([q_THA.shape[-1] - rotary, rotary], dim=-1)
-    return torch.cat([plain, rope(turned, cos, sin, interleaved=interleaved)], dim=-1)
+    plain, rotated = q_THA.split([q_THA.shape[-1] - rotary, rotary], dim=-1)
+    return torch.cat([plain, rope(rotated, cos, sin, interleaved=interleaved)], dim=-1)
 
 
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,27 +62,27 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
         The entry behind each sorted row [M]; the sorted row of each entry [M]; entries per expert [E]; all int64.
     """
     order_M = torch.argsort(ids_M, stable=True)
-    place_M = torch.empty_like(order_M)
-    place_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+    inverse_M = torch.empty_like(order_M)
+    inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_M.device)
     # bincount would read its result on the host
-    return order_M, place_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
+    return order_M, inverse_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum over its experts, one after the other.
 
     Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
 
     Args:
         sorted_MD: rows sorted by expert.
-        place_M: the sorted row of each (token, expert) entry.
+        inverse_M: the sorted row of each (token, expert) entry.
     """
     num_tokens, topk = weights_TK.shape
-    places_TK = place_M.view(num_tokens, topk)
+    inverse_TK = inverse_M.view(num_tokens, topk)
     total_TD = torch.zeros(num_tokens, sorted_MD.shape[-1], dtype=torch.float32, device=sorted_MD.device)
     for k in range(topk):
-        total_TD += sorted_MD[places_TK[:, k]].float() * weights_TK[:, k, None]
+        total_TD += sorted_MD[inverse_TK[:, k]].float() * weights_TK[:, k, None]
     return total_TD
 
 
@@ -94,8 +94,8 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of float32 angles, each times `scale`; in float64, rounded once to float32."""
-    wide = angles.double()
-    return (wide.cos() * scale).float(), (wide.sin() * scale).float()
+    angles64 = angles.double()
+    return (angles64.cos() * scale).float(), (angles64.sin() * scale).float()
 
 
 def draw(
@@ -142,8 +142,8 @@ def kept_weights(
     Tokens are ordered by their weights, equal ones by their ids. top_k keeps the first k; top_p those with less before
     them than its share of what top_k left, and always the first; min_p those with its share of the largest weight.
     """
-    wide = logits_SV.double()
-    powers = ((wide - wide.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
+    logits64_SV = logits_SV.double()
+    powers = ((logits64_SV - logits64_SV.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
     weights = (powers * WEIGHT_UNIT).round().long()
     if ((top_k_S > 0) | (top_p_S < 1)).any():
         ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels.reference import ROW_MULTIPLE, batched_matmul, linear
+from batchinfer_kernels.reference.products import ROW_MULTIPLE, batched_matmul, linear
 
 PAGE_TOKENS = 64
 
