@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
-from batchinfer.model.transformer import PrefillSpan, StepInput
+from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
 

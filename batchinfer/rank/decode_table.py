@@ -1,4 +1,4 @@
-"""The running sequences of a rank as arrays, so that a decode step costs no Python per sequence. Called by decode."""
+"""The running sequences of a rank as arrays, so that a decode step costs no Python per sequence."""
 
 # S running sequences, P pages of the one that has most
 
@@ -11,12 +11,13 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
-from batchinfer.model.transformer import StepInput
+from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
 from batchinfer.rank.micro_batches import halve_decode
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
 
+_ALL = slice(None)
 HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
 
 ROW = np.dtype(
@@ -95,14 +96,14 @@ class DecodeTable:
             self._hand_over(row)
         return self._take_out(rows)
 
-    def halves(self) -> tuple[slice, slice]:
-        """The rows of two micro-batches, equal in number and nearly equal in KV tokens."""
+    def next_halves(self) -> StepHalves:
+        """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens."""
         if self._num_first is None:
             order, self._num_first = halve_decode(self._rows["kv_tokens"])
             self._keep(order)
-        return slice(0, self._num_first), slice(self._num_first, None)
+        return StepHalves(self.next_step(slice(self._num_first)), self.next_step(slice(self._num_first, None)))
 
-    def next_step(self, rows: slice) -> StepInput:
+    def next_step(self, rows: slice = _ALL) -> StepInput:
         """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
         kv_tokens = self._rows["kv_tokens"][rows]
         positions = kv_tokens - 1

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.mla import PrefillSpan
 from batchinfer.model.sampling import SamplingRows, sample
-from batchinfer.model.step import StepInput
+from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 
 # Of the GPU's memory, for what comes later: captured graphs, buffers of libraries, gaps between blocks of memory, and

@@ -231,7 +231,7 @@ def _numerics(model: Transformer) -> str:
     if model.device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
         return f"{gpu}, torch {torch.__version__}, {model.kernels}"
-    if model.has_fixed_sums:
+    if model.ops.has_fixed_sums:
         return model.kernels
     instructions = torch.backends.cpu.get_cpu_capability()
     mode = f", MKL_CBWR={matrix_library_mode()}" if matrix_library_mode() else ""

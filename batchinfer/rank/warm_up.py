@@ -10,7 +10,8 @@ import time
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.transformer import PrefillSpan, StepInput, Transformer
+from batchinfer.model.step import PrefillSpan, StepInput
+from batchinfer.model.transformer import Transformer
 
 MOST_SECONDS = 0.25  # that a step here may take
 _GROWTH = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -13,17 +13,18 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.kv.pages import PagePool
 from batchinfer.kv.transfer import parcel_bytes
+from batchinfer.model.fused.graphs import can_be_recorded
 from batchinfer.model.sampling import sample
-from batchinfer.model.transformer import Point, StepOutput, Transformer
+from batchinfer.model.schedules import quickest_schedule
+from batchinfer.model.step import StepHalves, StepInput, StepOutput
+from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
-from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
-from batchinfer.parallel.spans import MicroBatchSpans, Span, SpanLog
+from batchinfer.parallel.spans import Span, SpanLog
 from batchinfer.protocol.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
 from batchinfer.rank.agreement import Agreed, Kind, Wish, agree
 from batchinfer.rank.batch import Chunk, prefill_step, sampling_rows, take_token
-from batchinfer.rank.decode import DecodeBatch, joined
-from batchinfer.rank.decode_graphs import DecodeGraphs
+from batchinfer.rank.decode import DecodeBatch
 from batchinfer.rank.micro_batches import halve_copies, halve_prefill
 from batchinfer.rank.migration import AdoptionQueue, Outbox
 from batchinfer.rank.prefill import PrefillQueue
@@ -74,9 +75,9 @@ class RankWorker:
         self._place = place
         self._mesh = mesh or Mesh.alone()
         self._overlap = overlap
-        has_graphs = place.runs_decode and model.can_be_recorded
+        has_graphs = place.runs_decode and can_be_recorded(model)
         self._pages = model.new_pages(num_pages + has_graphs)  # the last one belongs to no request then
-        graphs = DecodeGraphs(model, self._pages, filler_page=num_pages) if has_graphs else None
+        self._schedule = quickest_schedule(model, filler_page=num_pages if has_graphs else None)
         self._pool = PagePool(num_pages)
         self._stored = open_store(self._pages) if open_store is not None and place.runs_prefill else None
         self._queue = PrefillQueue(
@@ -87,7 +88,7 @@ class RankWorker:
             share_prefixes=share_prefixes,
             stored=self._stored,
         )
-        self._decode = DecodeBatch(tokenizer.eos_token_ids, graphs)
+        self._decode = DecodeBatch(tokenizer.eos_token_ids, self._schedule)
         self._adoptions = AdoptionQueue(self._queue, tokenizer.eos_token_ids)
         self._outbox = outbox
         self._place_experts = place_experts
@@ -288,23 +289,14 @@ class RankWorker:
         self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
     ) -> tuple[StepOutput, list[Sequence]]:
         """Run the chunks; returns the output and the sequences whose prompt is complete, one per row of logits."""
+        step: StepInput | StepHalves = prefill_step(chunks, copies)
         if in_pairs:
             first, second = halve_prefill(chunks)
-            first_copies, second_copies = halve_copies(copies, first, PAGE_TOKENS)
-            # the earlier half is micro-batch 1, whose attention goes first in every layer
-            outputs: tuple[StepOutput, ...] = run_prefill_pair(
-                self._prefill_points(first, first_copies, MicroBatchSpans(log, 1)),
-                self._prefill_points(second, second_copies, MicroBatchSpans(log, 0)),
-            )
             chunks = first + second
-        else:
-            outputs = (run_to_end(self._prefill_points(chunks, copies, MicroBatchSpans(log, 0))),)
-        return joined(outputs), [chunk.sequence for chunk in chunks if chunk.completes_prompt]
-
-    def _prefill_points(
-        self, chunks: list[Chunk], copies: dict[int, int], spans: MicroBatchSpans
-    ) -> Generator[Point, None, StepOutput]:
-        return self._model.forward_points(prefill_step(chunks, copies), self._pages, spans)
+            halves = zip((first, second), halve_copies(copies, first, PAGE_TOKENS), strict=True)
+            step = StepHalves(*(prefill_step(*half) for half in halves))
+        output = self._model.forward(step, self._pages, self._schedule, log)
+        return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
 
     def _decode_once(self, agreed: Agreed) -> StepReport:
         start_s, log = time.time(), SpanLog()
