@@ -1,9 +1,10 @@
-"""Cuts a step into the two micro-batches that overlap, equal in attention work. Called by the worker."""
+"""Cuts a step into the two micro-batches that overlap, equal in attention work."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.rank.batch import Chunk
 
 
@@ -30,10 +31,10 @@ def halve_prefill(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     return first, second
 
 
-def halve_copies(copies: dict[int, int], first: list[Chunk], page_tokens: int) -> tuple[dict[int, int], dict[int, int]]:
+def halve_copies(copies: dict[int, int], first: list[Chunk]) -> tuple[dict[int, int], dict[int, int]]:
     """Give each copy (KV slot to fill -> slot to copy from) to the micro-batch in which its sequence begins."""
     first_pages = {page for chunk in first for page in chunk.sequence.pages}
-    earlier = {to: source for to, source in copies.items() if to // page_tokens in first_pages}
+    earlier = {to: source for to, source in copies.items() if to // PAGE_TOKENS in first_pages}
     return earlier, {to: source for to, source in copies.items() if to not in earlier}
 
 

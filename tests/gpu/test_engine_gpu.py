@@ -23,7 +23,7 @@ for package in (
 ):
     pytest.importorskip(package, reason=f"NO {package} here: the engine on GPUs has not been run")
 
-from batchinfer.config import PAGE_TOKENS
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
 from batchinfer.model.schedules import Schedule
 from batchinfer.model.step import StepInput
@@ -33,7 +33,8 @@ from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.rank.kv_budget import measured_room
+from batchinfer.rank.context import ALONE
+from batchinfer.rank.kv_budget import measured_budget
 from batchinfer_kernels import transfer
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.paged_steps import PagedRequests
@@ -116,9 +117,7 @@ def test_graphs_have_the_results_of_plain_steps(model):
 
 def test_the_largest_steps_leave_room_for_pages(model):
     free, _ = torch.cuda.mem_get_info()
-    room = measured_room(
-        model, prefill_tokens=4096, decode_requests=256, largest_tokens=4096, runs_prefill=True, runs_decode=True
-    )
+    room = measured_budget(model, ClusterConfig(prefill_tokens=4096, decode_requests=256), ALONE, largest_tokens=4096)
     assert 0 < room < free
 
 

@@ -110,7 +110,7 @@ def test_a_header_of_another_version_or_kind_is_never_served(tmp_path, store, ch
 OTHERS = [
     replace(IDENTITY, weights="x"),
     replace(IDENTITY, config="x"),
-    replace(IDENTITY, dtype="float16"),
+    replace(IDENTITY, dtype="fp8"),
     replace(IDENTITY, numerics="x"),
     replace(IDENTITY, salt="x"),
 ]

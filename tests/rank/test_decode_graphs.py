@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.config import PAGE_TOKENS
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded, filled_up, graph_size
 from batchinfer.model.sampling import sample
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.step import StepInput, StepOutput
 from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.layout import RankPlace
 from batchinfer.rank import kv_budget
-from batchinfer.rank.kv_budget import RESERVE_SHARE, largest_steps, measured_room, room_for_pages
-from batchinfer.rank.worker import RankWorker
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.kv_budget import RESERVE_SHARE, bytes_for_pages, largest_steps, measured_budget
 from support.paths import RANDOM_MODEL
 from support.plain_rows import skip_unless_equal
 
@@ -120,11 +121,11 @@ def test_what_stands_on_the_filler_page_reaches_no_request(model):
     assert torch.equal(output.logits, model.forward(step, plain_pages).logits)
 
 
-def test_a_worker_on_a_cpu_has_no_graphs_and_no_filler_page(model):
+def test_a_rank_on_a_cpu_has_no_graphs_and_no_filler_page(model):
     assert not can_be_recorded(model)
-    worker = RankWorker(model, load_tokenizer(Path(RANDOM_MODEL)), num_pages=5, prefill_tokens=64, decode_requests=4)
-    assert worker._pages.shape[1] == 5
-    assert worker._schedule.decode is plain
+    context = RankContext(model, load_tokenizer(Path(RANDOM_MODEL)), num_pages=5, prefill_tokens=64, decode_requests=4)
+    assert context.pages.shape[1] == 5
+    assert context.schedule.decode is plain
 
 
 @pytest.mark.parametrize("sizes", [(64, 3, 10), (100, 70, 200), (5, 2, 1000), (300, 1, 64)])
@@ -166,14 +167,9 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
 
     monkeypatch.setattr(model, "forward", noted_forward)
     monkeypatch.setattr(kv_budget, "sample", noted_sample)
-    room = measured_room(
-        model,
-        prefill_tokens=70,
-        decode_requests=5,
-        largest_tokens=100,
-        runs_prefill=runs_prefill,
-        runs_decode=runs_decode,
-    )
+    role = "both" if runs_prefill and runs_decode else "prefill" if runs_prefill else "decode"
+    cluster = ClusterConfig(prefill_tokens=70, decode_requests=5)
+    room = measured_budget(model, cluster, RankPlace(0, role, 0, 1), largest_tokens=100)
     assert room == 60 * gib - 4 * gib - int(RESERVE_SHARE * 140 * gib)
     assert ran == ["prefill"] * runs_prefill + ["decode"] * runs_decode
     assert drawn == [5] * len(ran)
@@ -182,6 +178,6 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
 
 def test_pages_get_what_the_largest_step_and_the_reserve_leave():
     gib = 2**30
-    room = room_for_pages(total=140 * gib, free=60 * gib, working=4 * gib)
+    room = bytes_for_pages(total=140 * gib, free=60 * gib, working=4 * gib)
     assert room == 56 * gib - int(RESERVE_SHARE * 140 * gib)
-    assert room_for_pages(total=140 * gib, free=10 * gib, working=4 * gib) == 0
+    assert bytes_for_pages(total=140 * gib, free=10 * gib, working=4 * gib) == 0
