@@ -1,4 +1,4 @@
-"""KV blocks between host memory, as files hold them, and the device's pages. Called by stored_prefixes.py."""
+"""KV blocks between host memory, as files hold them, and the device's pages."""
 
 # L layers, P pages of the pool, N pages of some blocks, W latent width
 

@@ -1,4 +1,4 @@
-"""What one process did with a KV store, counted by all of its threads and kept in history/. Called by the store."""
+"""What one process did with a KV store, counted by all of its threads and kept in history/."""
 
 from __future__ import annotations
 

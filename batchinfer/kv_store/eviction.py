@@ -1,4 +1,4 @@
-"""Which files go first when room is needed: a pure function of what is known about each. Called by the store and by gc.
+"""Which files go first when room is needed: a pure function of what is known about each.
 
 Damaged files, then files that no live run needs, least recently used first, then files that a live run needs, the
 farthest next use first (Belady). Of files that are alike in this, the later one in its chain: it is worth nothing

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.kv_store.index import Span
+from batchinfer.kv_store.index import FileSpan
 
 WAIT_SECONDS = 60.0  # a disk that does not answer within this time has failed
 
@@ -28,7 +28,7 @@ def pageable(shape: tuple[int, int]) -> np.ndarray:
 class BlockRead:
     """Blocks that follow each other in one chain on their way from disk; made by `Reader.ask`."""
 
-    def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[Span]) -> None:
+    def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[FileSpan]) -> None:
         self._reader = reader
         self.blocks = blocks
         self.spans = spans  # less those that turned out not to be wanted
@@ -187,7 +187,7 @@ class Reader:
             self._waiting.popleft()
         return read, at
 
-    def _read(self, read: BlockRead, span: Span) -> int:
+    def _read(self, read: BlockRead, span: FileSpan) -> int:
         with read.allocating:
             if read.content is None:
                 read.content = self._allocate((read.num_bytes // self._block_bytes, self._block_bytes))

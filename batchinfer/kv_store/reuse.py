@@ -1,4 +1,4 @@
-"""Whether loading KV from disk is still worth it: the rule of [kv] reuse, pure logic. Called by stored_prefixes.py."""
+"""Whether loading KV from disk is still worth it: the rule of [kv] reuse, pure logic."""
 
 from __future__ import annotations
 

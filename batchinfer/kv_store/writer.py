@@ -1,4 +1,4 @@
-"""Writes KV blocks behind the computation, from a bounded buffer, in background threads. Called by stored_prefixes.py.
+"""Writes KV blocks behind the computation, from a bounded buffer, in background threads.
 
 The caller never waits. When the buffer is full, blocks are dropped and counted instead: a block that is not stored
 costs at most one computation later, waiting for the disk would cost all requests of a step now.

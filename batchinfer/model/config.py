@@ -299,7 +299,7 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=_MAX_EXPERTS),
             "moe_intermediate_size": reader.size("moe_intermediate_size"),
-            "routed_scaling_factor": reader.number("routed_scaling_factor", None, above=0.0),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", above=0.0),
         }
         fields |= _read_groups(reader, num_experts, topk_method)
     else:
@@ -367,7 +367,7 @@ def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) ->
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in ("default", "yarn"):
         raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
-    outer_theta = reader.number("rope_theta", None, above=1.0, optional=True)
+    outer_theta = reader.optional_number("rope_theta", above=1.0)
     theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
     if outer_theta is not None and theta != outer_theta:
         raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
@@ -390,13 +390,13 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
-        factor=rope.number("factor", None, above=0.0, at_least=1.0),
+        factor=rope.number("factor", above=0.0, at_least=1.0),
         original_max_positions=original,
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        mscale=rope.number("mscale", None, at_least=0.0, optional=True),
-        mscale_all_dim=rope.number("mscale_all_dim", None, at_least=0.0, optional=True),
-        attention_factor=rope.number("attention_factor", None, above=0.0, optional=True),
+        mscale=rope.optional_number("mscale", at_least=0.0),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", at_least=0.0),
+        attention_factor=rope.optional_number("attention_factor", above=0.0),
         truncate=rope.flag("truncate", default=True),
     )
 

@@ -1,4 +1,4 @@
-"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU. Called by rank."""
+"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def load_model(
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts are; None: in order.
         memory: for weights, where this rank holds all of them (else None).
-        before_weights: called when backend, dtype and exchange are known to run here, and only weights are missing.
+        before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.

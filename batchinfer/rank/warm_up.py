@@ -1,6 +1,6 @@
 """Memory and steps over nothing before the first real step, which then finds threads started and memory at hand.
 
-Called by rank when it computes alone on the CPU, while the job is still planned.
+For a rank that computes alone on the CPU, while the job is still planned.
 """
 
 from __future__ import annotations
