@@ -51,15 +51,11 @@ class DiskStore:
         """Whether blocks are still written."""
         return self.session.is_writable
 
-    def chain(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Names of the whole blocks of a prompt, see `KvIdentity.chain`."""
-        return self.identity.chain(token_ids)
-
     def find(self, blocks: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are in the store as far as this process knows; reads nothing.
 
         Args:
-            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+            blocks: names of blocks that follow each other in one chain, from its start or from any block on.
         """
         return self._index.count_leading(blocks) if self.session.is_readable else 0
 

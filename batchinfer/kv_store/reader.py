@@ -89,7 +89,7 @@ class Reader:
         """Start to read those of these blocks that are in the store; returns at once.
 
         Args:
-            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+            blocks: names of blocks that follow each other in one chain, from its start or from any block on.
         """
         read = BlockRead(self, blocks, self.store.spans(blocks))
         with self._changed:

@@ -148,18 +148,9 @@ class AttentionStep(StepTensors):
 
 def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a decode step, in the order of _OF_DECODE."""
-    assert step.page_table is not None
-    assert step.kv_tokens is not None
+    assert step.is_decode
     assert step.copy_to is None, "in decode nothing is copied between slots"
-    return [
-        step.tokens,
-        step.positions,
-        step.slots,
-        step.logit_rows,
-        step.page_table,
-        step.kv_tokens,
-        is_counted,
-    ]
+    return [*(getattr(step, name) for name in _OF_DECODE[:-1]), is_counted]
 
 
 def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Transformer:
 
     Args:
         weights: of this rank; with fewer than all experts the dispatchers must know where the others are.
-        dispatchers: the expert exchange of each mixture-of-experts layer.
+        dispatchers: the expert exchange of each MoE layer.
         ops: the operations, those that `weights` were packed for.
     """
 
@@ -69,8 +69,8 @@ class Transformer:
         Args:
             dtype: of weights, activations and pages.
             eight_bit: hold projections and experts in 8 bits with a scale per block, and multiply them so.
-            dispatchers: the expert exchange of each mixture-of-experts layer; None keeps all rows here.
-            expert_ids: per mixture-of-experts layer the experts in this rank's slots, None for all in order.
+            dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
+            expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
             memory: where weights go as long as there is room.
 
@@ -100,7 +100,7 @@ class Transformer:
 
         Args:
             folder: the model's, for experts that this rank does not hold yet.
-            placements: one per mixture-of-experts layer.
+            placements: one per MoE layer.
 
         Raises:
             ModelError: a file cannot be read.

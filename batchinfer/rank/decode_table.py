@@ -13,7 +13,6 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
-from batchinfer.rank.micro_batches import halve_decode
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
 
@@ -99,7 +98,7 @@ class DecodeTable:
     def next_halves(self) -> StepHalves:
         """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens."""
         if self._num_first is None:
-            order, self._num_first = halve_decode(self._rows["kv_tokens"])
+            order, self._num_first = _halve_sequences(self._rows["kv_tokens"])
             self._keep(order)
         return StepHalves(self.next_step(slice(self._num_first)), self.next_step(slice(self._num_first, None)))
 
@@ -163,3 +162,11 @@ class DecodeTable:
 def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
     """[S] bool; for a handful of tokens this is several times quicker than np.isin."""
     return (tokens[:, None] == few).any(axis=1)
+
+
+def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
+    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …"""
+    longest_first = np.argsort(-kv_tokens, kind="stable")
+    micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
+    halves = [longest_first[micro_batch == half] for half in (0, 1)]
+    return np.concatenate(halves), len(halves[0])

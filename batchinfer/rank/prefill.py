@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepHalves, StepInput, StepOutput
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.batch import Chunk, StepResult, prefill_step, sampling_rows, take_token
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.micro_batches import halve_copies, halve_prefill
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
@@ -67,9 +67,39 @@ class Prefill:
         """Run the chunks; returns the output and the sequences whose prompt is complete, one per row of logits."""
         step: StepInput | StepHalves = prefill_step(chunks, copies)
         if in_pairs:
-            first, second = halve_prefill(chunks)
+            first, second = _halve_chunks(chunks)
             chunks = first + second
-            halves = zip((first, second), halve_copies(copies, first), strict=True)
+            halves = zip((first, second), _halve_copies(copies, first), strict=True)
             step = StepHalves(*(prefill_step(*half) for half in halves))
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+
+
+def _halve_chunks(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """The earlier and the later half of a packed step; one prompt may be cut between them.
+
+    A token's attention work is the number of tokens it attends to. Chunks keep their order, so whatever a chunk shares
+    with an earlier one is written by the half that runs first.
+
+    Returns:
+        Micro-batch 1 (earlier) and micro-batch 0 (later); either may be empty.
+    """
+    done = np.concatenate([np.zeros(1, dtype=np.int64), *(np.arange(c.start, c.end) + 1 for c in chunks)]).cumsum()
+    num_first = int(np.argmin(np.abs(done - done[-1] / 2)))  # rows whose work is nearest to half of all
+    first: list[Chunk] = []
+    second: list[Chunk] = []
+    for chunk in chunks:
+        cut = min(max(chunk.start + num_first, chunk.start), chunk.end)
+        num_first -= cut - chunk.start
+        if cut > chunk.start:
+            first.append(Chunk(chunk.sequence, chunk.start, cut))
+        if cut < chunk.end:
+            second.append(Chunk(chunk.sequence, cut, chunk.end))
+    return first, second
+
+
+def _halve_copies(copies: dict[int, int], first: list[Chunk]) -> tuple[dict[int, int], dict[int, int]]:
+    """Give each copy (KV slot to fill -> slot to copy from) to the micro-batch in which its sequence begins."""
+    first_pages = {page for chunk in first for page in chunk.sequence.pages}
+    earlier = {to: source for to, source in copies.items() if to // PAGE_TOKENS in first_pages}
+    return earlier, {to: source for to, source in copies.items() if to not in earlier}

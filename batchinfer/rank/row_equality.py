@@ -1,6 +1,6 @@
 """Whether a row of this rank's has the same bits alone and among others: known of C++, measured of plain PyTorch.
 
-Said once, when the model stands. A GPU's libraries may split sums by what else there is, so nothing is said of them.
+Said once, when the model is loaded. A GPU's libraries may split sums by what else there is, so nothing is said of them.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class StoredPrefixes:
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """These prompts come next: begin to read what memory is not expected to hold."""
         for request in requests:
-            names = self._store.chain(request.token_ids)
+            names = self._store.identity.chain(request.token_ids)
             # the last token has to run
             num_usable = (len(request.token_ids) - 1) // self._block_tokens
             expected = max(0, request.shared_tokens - max(0, request.replicated_tokens))
@@ -132,7 +132,7 @@ class StoredPrefixes:
         return told
 
     def counts(self) -> dict[str, float]:
-        """What the store has done for this rank so far (kv_store/counters.py)."""
+        """What the store has done for this rank so far (kv_store/session.py)."""
         return self._store.counters.as_dict()
 
     def close(self) -> None:
