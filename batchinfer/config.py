@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from batchinfer.records import ConfigError, Sampling
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
 INT64_MAX = 2**63 - 1
 
 Text = Annotated[str, Field(min_length=1)]
@@ -109,11 +110,6 @@ class ModelPart(_Part):
     dtype: Literal["float32", "bfloat16", "fp8"] = Field(
         "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
     )
-
-    @property
-    def kv_value_bytes(self) -> int:
-        """Of one value in a KV page."""
-        return 4 if self.dtype == "float32" else 2
 
 
 class SamplingConfig(_Part):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.prompts import PromptLimits
@@ -337,7 +337,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     # the last generated token is never attended to, so it needs no KV
     tokens = rows.num_tokens + rows.max_tokens - 1
     largest = int(np.argmax(tokens))
-    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(job.model.kv_value_bytes)
+    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
     if needed > job.cluster.page_bytes:
         name = next(shard.name for shard in shards if shard.index == rows.shard[largest])

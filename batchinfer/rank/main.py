@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from batchinfer.rank.torch_import import put_off_compilers
 
     put_off_compilers()
-    gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
+    gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
     task = read_task()
 
 import os
@@ -32,17 +32,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.launch.local_ranks import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
-from batchinfer.parallel.layout import rank_places
+from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
 from batchinfer.protocol.channel import Channel, ChannelClosedError, Message
 from batchinfer.protocol.channel_feed import ChannelFeed, with_nouns
 from batchinfer.protocol.feed import ExpertSlots
 from batchinfer.rank.device import device_name, rank_device
-from batchinfer.rank.load import Surroundings, load_model, make_worker
+from batchinfer.rank.kv_budget import StartFacts
+from batchinfer.rank.load import load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.row_equality import equal_rows
 from batchinfer.rank.warm_up import warm_up
@@ -101,9 +104,10 @@ def _run(
         return ExitCode.INTERNAL
 
 
-def _work(
-    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
-) -> ChannelFeed:
+def _join(
+    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment
+) -> tuple[Message, JobConfig, RankPlace, torch.device, Mesh]:
+    """Meet the other ranks of the group; returns the controller's "join" message, and what follows from it."""
     message = messages.get()
     store = None
     if message["type"] == "open_store":
@@ -123,7 +127,14 @@ def _work(
         timeout_s=job.cluster.collective_seconds,
     )
     device = rank_device(job.cluster.backend, environment.place)
-    mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
+    return message, job, place, device, Mesh.alone() if store is None else Mesh.join(seat, store, device)
+
+
+def _work(
+    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
+) -> ChannelFeed:
+    """Load the model, say so, and step until the end."""
+    message, job, place, device, mesh = _join(channel, messages, environment)
     slots = message["expert_slots"].get(place.role)
     model = load_model(
         job,
@@ -134,16 +145,15 @@ def _work(
         memory,
         before_weights=lambda: channel.send({"type": "can_run"}),
     )
-    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
+    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
-    moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
     channel.send(
         {
             "type": "ready",
             "device": device_name(device),
             "exchange": mesh.kind,
-            "moe_layers": moe_layers,
+            "moe_layers": model.config.moe_layers,
             "equal_rows": asdict(equal_rows(model, job.cluster.backend)),
         }
     )
@@ -152,18 +162,18 @@ def _work(
     if started["type"] == "leave":
         return ChannelFeed(channel, messages, {})
     assert started["type"] == "start", started
-    around = Surroundings(
+    facts = StartFacts(
         most_tokens=started["most_tokens"],
         largest_tokens=started["largest_tokens"],
         num_local_ranks=message["num_local_ranks"],
-        parcel_folder=None if message["all_on_one_host"] else Path(started["parcel_folder"]),
+        transfer_folder=None if message["all_on_one_host"] else Path(started["parcel_folder"]),
         traced=started["traced"],
         model_digests=started["model_digests"],
     )
-    gc.freeze()  # what stands now stays: looking through it again and again would cost a part of every short step
+    gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
     gc.enable()
-    worker = make_worker(job, model, tokenizer, mesh, place, around)
-    feed = ChannelFeed(channel, messages, worker.expert_tokens)
+    worker = make_worker(job, model, tokenizer, mesh, place, facts)
+    feed = ChannelFeed(channel, messages, worker.telemetry.expert_tokens)
     try:
         worker.run(feed)
     finally:

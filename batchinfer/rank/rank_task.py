@@ -1,4 +1,4 @@
-"""What a rank is to do, learned while it still imports, and memory made ready for it meanwhile. Called by rank.
+"""What a rank is to do, learned while it still imports, and memory made ready for it meanwhile.
 
 A spare rank gets its task when the command has read the job, half a second before the rank's own imports are over.
 """

@@ -1,6 +1,6 @@
 """Memory and steps over nothing before the first real step, which then finds threads started and memory at hand.
 
-Called by rank when it computes alone on the CPU, while the job is still planned.
+For a rank that computes alone on the CPU, while the job is still planned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import time
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.transformer import PrefillSpan, StepInput, Transformer
+from batchinfer.model.step import PrefillSpan, StepInput
+from batchinfer.model.transformer import Transformer
 
 MOST_SECONDS = 0.25  # that a step here may take
 _GROWTH = 8

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.row_equality import equal_rows
 from batchinfer_kernels import reference, registry, row_check, row_survey
@@ -107,7 +108,7 @@ def test_a_large_product_is_asked_a_few_times_only():
 def test_every_plain_product_of_a_model_is_asked_about_once():
     # hidden 128, 4 heads of 32 + 16 and 32, latents 64 + 16, experts 64 wide, a vocabulary of 1024
     model = Transformer.load(RANDOM_MODEL, dtype=torch.float32, backend="reference")
-    names = [computation.name for computation in model.plain_computations]
+    names = [computation.name for computation in plain_computations(model)]
     assert len(names) == len(set(names))
     assert {name.removeprefix("a product with a weight of ") for name in names if " a weight of " in name} == {
         *("1024 x 128", "192 x 64", "64 x 128", "80 x 128", "128 x 128"),  # head, queries twice, latents, output
@@ -123,7 +124,7 @@ def test_every_plain_product_of_a_model_is_asked_about_once():
 @pytest.mark.usefixtures("cpp")
 def test_what_runs_in_cpp_is_equal_by_construction_and_not_asked_about():
     model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="cpu")
-    assert list(model.plain_computations) == []
+    assert list(plain_computations(model)) == []
     said = equal_rows(model)
     assert (said.bit_equal, said.bit_equal_reason) == (True, None)
     assert said.numerics == model.kernels

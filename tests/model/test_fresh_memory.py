@@ -20,8 +20,9 @@ from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weights import ModelWeights, MoeWeights
 from batchinfer.parallel.layout import rank_places
 from batchinfer.parallel.mesh import Mesh
-from batchinfer.rank import load, rank_task
-from batchinfer.rank.load import Surroundings, make_worker
+from batchinfer.rank import kv_budget, rank_task
+from batchinfer.rank.kv_budget import StartFacts
+from batchinfer.rank.load import DTYPES, make_worker
 from batchinfer.rank.rank_task import read_task
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
@@ -106,7 +107,7 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
     if backend == "cpu":
         request.getfixturevalue("cpp")
     make_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128)
-    options = {"dtype": load.DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
+    options = {"dtype": DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
     num_bytes = weight_bytes(load_model_config(tmp_path), dtype)
     memory = FreshMemory(num_bytes, 1)
     model = Transformer.load(tmp_path, **options, memory=memory)
@@ -165,17 +166,17 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
     job = job_of(RANDOM_MODEL, tmp_path, page_bytes=10**8)
     model, tokenizer = Transformer.load(RANDOM_MODEL, dtype=torch.float32), load_tokenizer(Path(RANDOM_MODEL))
     place = rank_places(job.cluster)[0]
-    around = Surroundings(
+    facts = StartFacts(
         most_tokens=10**9,
         largest_tokens=100,
         num_local_ranks=1,
-        parcel_folder=None,
+        transfer_folder=None,
         traced=False,
         model_digests={},
     )
-    make_worker(job, model, tokenizer, Mesh.alone(), place, around)
-    monkeypatch.setattr(load, "free_memory_bytes", lambda: 50_000_000)
+    make_worker(job, model, tokenizer, Mesh.alone(), place, facts)
+    monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 50_000_000)
     with pytest.raises(
         ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
     ):
-        make_worker(job, model, tokenizer, Mesh.alone(), place, around)
+        make_worker(job, model, tokenizer, Mesh.alone(), place, facts)

@@ -14,8 +14,7 @@ import torch
 
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.launch.local_ranks import LocalRanks, RankEnvironment
-from batchinfer.model.mla import PrefillSpan
-from batchinfer.model.step import StepInput, StepTensors
+from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.dispatch import count_rows
 from batchinfer.parallel.mesh import Mesh, Seat
@@ -40,8 +39,8 @@ def meta_model(request):
     return Transformer(
         model.config,
         model.weights,
-        [layer.mlp.dispatcher for layer in model._layers if hasattr(layer.mlp, "dispatcher")],
-        replace(model._ops, grouped_mlp=mlp_that_reads_nothing),
+        [layer.mlp.dispatcher for layer in model.layers if hasattr(layer.mlp, "dispatcher")],
+        replace(model.ops, grouped_mlp=mlp_that_reads_nothing),
     )
 
 
@@ -80,7 +79,7 @@ def test_a_step_runs_on_its_device_from_tokens_to_logits(meta_model, step):
 def test_the_plain_reference_would_read_on_the_host():
     """What the test above rests on: reading a value of this device is an error."""
     model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device=META)
-    assert model._ops.reads_on_host
+    assert model.ops.reads_on_host
     with pytest.raises(RuntimeError, match="meta"):
         model.forward(decode_input(), model.new_pages(12))
 
