@@ -5,7 +5,7 @@ block) are dequantized to the run's dtype here, unless the operations hold proje
 go through as they are stored, bit for bit, and weights that are stored in other dtypes are rounded once. Either way the
 rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
 
-In FP8 no block may have rows of both the gate and the up projection, which stand above each other. So there the
+In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
 intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
 up, and the columns of down, which changes no result.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -46,6 +48,18 @@ def refusing(
 ) -> Callable[[Callable[P, R]], Implementation[P, R]]:
     """A decorator: this function is an implementation, and that is what it refuses."""
     return lambda run: Implementation(run, refuses, uses)
+
+
+def at(refuses: Callable[..., str | None], *places: int) -> Callable[..., str | None]:
+    """What it refuses of the arguments at these places alone, which callers give by position."""
+
+    # one place alone would be picked without a tuple around it
+    pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+    def refuses_some(*args: Any, **_: Any) -> str | None:
+        return refuses(*pick(args))
+
+    return functools.wraps(refuses)(refuses_some)
 
 
 def nothing(*_: Any, **__: Any) -> None:

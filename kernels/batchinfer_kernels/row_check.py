@@ -58,7 +58,8 @@ class AttentionShape:
 def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
     """What of these gives a row other bits in other company, or None where nothing was found that does.
 
-    Rows stand alone and among 1 to 70 others (some numbers of them where that would take long), at several places.
+    Rows are computed alone and among 1 to 70 others (fewer numbers of them where that would take long), at several
+    places.
 
     Returns:
         A phrase that names the computation, the rows and the number of threads.

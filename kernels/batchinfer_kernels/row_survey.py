@@ -1,6 +1,6 @@
 """Whether a row has the same bits alone and among others on this CPU, for each dtype, with what runs it here.
 
-Asked of the operations that are chosen, C++ or plain PyTorch, at shapes that stand for many models' and at odd ones.
+Measured of the operations that are chosen, C++ or plain PyTorch, at typical shapes and at odd ones.
 """
 
 # T rows, N columns of the result (out), M depth of the sum (in), E experts, D hidden, F intermediate
@@ -70,7 +70,7 @@ def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
         down = pack_projection(_random(num_experts, hidden, width, dtype=kind))
         x_TD = _random(row_check.MANY_ROWS, hidden, dtype=kind)
         yield RowComputation(
-            f"a mixture of {num_experts} experts of {width} x {hidden}",
+            f"a layer of {num_experts} experts of {width} x {hidden}",
             partial(_experts, x_TD, num_experts, _with_experts(grouped_mlp, gate_up, down)),
             3 * hidden * width,
         )

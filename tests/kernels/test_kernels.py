@@ -281,6 +281,17 @@ def test_every_candidate_says_what_it_does_not_take():
         assert row.not_taken, (row.op, row.candidate)
 
 
+def test_no_candidate_imports_the_registry_or_another_candidate():
+    folders = {"cpu", "triton", "hopper"}
+    for folder in (*folders, "reference"):
+        for path in (KERNELS / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+                for package, inner, *_ in (f"{node.module}.{name}".split(".") for name in names):
+                    assert (package, inner) != ("batchinfer_kernels", "registry"), path
+                    assert package != "batchinfer_kernels" or inner not in folders - {folder}, (path, inner)
+
+
 def test_the_kernels_import_only_torch_and_each_other():
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -98,7 +98,7 @@ def moe(
     down: Packed,
     shared: tuple[Packed, Packed] | None,
 ) -> Any | None:
-    """A mixture of experts of one layer, or None where the widths need the operations one by one.
+    """The experts of one layer with their router, or None where the widths need the operations one by one.
 
     Returns an object with
         route(hidden_TD) -> x_TD normed, ids_TK, weights_TK, counts_E
@@ -135,7 +135,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """Attention (from `attention`) and a mixture of experts (from `moe`), all of them here."""
+    """Attention (from `attention`) and experts (from `moe`), all of them on this rank."""
 
     attention: Any
     moe: Any

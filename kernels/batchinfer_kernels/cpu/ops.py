@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.layers import GATE_METHODS
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
-from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 
@@ -28,6 +28,23 @@ Weight = torch.Tensor | Packed
 
 
 # ---- what they do not take
+
+
+def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    if not x.is_cpu:
+        return "tensors are not on the CPU"
+    if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
+        return f"rows are in {x.dtype}"
+    for operand in operands:
+        if isinstance(operand, Packed):
+            if not operand.takes(x):
+                return f"the weight is packed for other rows than {x.dtype}"
+        elif isinstance(operand, BlockScaled):
+            return "the weight is in FP8 blocks"
+        elif operand.dtype is not x.dtype or not operand.is_cpu:
+            return f"rows are in {x.dtype} on the CPU, other operands are not"
+    return None
 
 
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
@@ -39,16 +56,6 @@ def _logits(logits_SV: torch.Tensor, *_: Any) -> str | None:
     """Logits that are not in float32 on the CPU."""
     is_taken = logits_SV.is_cpu and logits_SV.dtype is torch.float32
     return None if is_taken else "logits are not in float32 on the CPU"
-
-
-def _rows(x: torch.Tensor, *_: Any) -> str | None:
-    """Rows that are not in bfloat16 or float32 on the CPU."""
-    return _mismatch(x)
-
-
-def _operands(x: torch.Tensor, other: Weight, *_: Any, **__: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
-    return _mismatch(x, other)
 
 
 def _weight(weight: torch.Tensor, *, eight_bit: bool = False, **_: Any) -> str | None:
@@ -86,28 +93,6 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
     return _grouped(x, _, gate_up, down, None, scales)
 
 
-def _prefill(q_THA: torch.Tensor, pages: torch.Tensor, *rest: Any, **_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
-    return _mismatch(q_THA, pages, rest[4])
-
-
-def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
-    """Why these do not go together in C++: rows and weights on the CPU, all in bfloat16 or all in float32."""
-    if not x.is_cpu:
-        return "tensors are not on the CPU"
-    if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
-        return f"rows are in {x.dtype}"
-    for operand in operands:
-        if isinstance(operand, Packed):
-            if not operand.takes(x):
-                return f"the weight is packed for other rows than {x.dtype}"
-        elif isinstance(operand, BlockScaled):
-            return "the weight is in FP8 blocks"
-        elif operand.dtype is not x.dtype or not operand.is_cpu:
-            return f"rows are in {x.dtype} on the CPU, other operands are not"
-    return None
-
-
 # ---- the operations
 
 
@@ -122,7 +107,7 @@ def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
     return packed.pack_router(weight_ED)
 
 
-@refusing(_operands)
+@refusing(at(_mismatch, 0, 1))
 def linear(
     x: torch.Tensor,
     weight: Weight,
@@ -142,13 +127,13 @@ def linear(
     return y + bias if residual is None else residual + (y + bias)
 
 
-@refusing(_operands)
+@refusing(at(_mismatch, 0, 1))
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
     return library().batched_linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind)
 
 
-@refusing(_rows)
+@refusing(at(_mismatch, 0))
 def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor:
     weight = weight if isinstance(weight, PackedRouter) else packed.pack_router(weight)
     return library().router(x, weight.data_PDN, weight.num_experts)
@@ -258,13 +243,13 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return library().sort_by_expert(ids_M.contiguous(), num_experts)
 
 
-@refusing(_rows)
+@refusing(at(_mismatch, 0))
 def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Bit for bit that of the reference."""
     return library().sum_per_token(sorted_MD.contiguous(), inverse_M, weights_TK.contiguous())
 
 
-@refusing(_rows)
+@refusing(at(_mismatch, 0))
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
@@ -299,7 +284,7 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
 
-@refusing(_prefill)
+@refusing(at(_mismatch, 0, 1, 6))
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
@@ -319,21 +304,12 @@ def mla_prefill(
     """
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
     rotary = q_THA.shape[-1] - (kv_b.num_columns - v_dim)
-    return library().mla_prefill(
-        q_THA.contiguous(),
-        pages,
-        page_table_BP.contiguous(),
-        num_tokens_B.contiguous(),
-        context_tokens_B.contiguous(),
-        positions_T.contiguous(),
-        kv_b.data,
-        pages.shape[-1] - rotary,
-        v_dim,
-        scale,
-    )
+    lists = map(torch.Tensor.contiguous, (page_table_BP, num_tokens_B, context_tokens_B, positions_T))
+    latent_dim = pages.shape[-1] - rotary
+    return library().mla_prefill(q_THA.contiguous(), pages, *lists, kv_b.data, latent_dim, v_dim, scale)
 
 
-@refusing(_operands)
+@refusing(at(_mismatch, 0, 1))
 def mla_decode(
     q_THW: torch.Tensor,
     pages: torch.Tensor,
@@ -349,15 +325,8 @@ def mla_decode(
 
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    return library().mla_decode(
-        q_THW.contiguous(),
-        pages.contiguous(),
-        page_table_BP.contiguous(),
-        kv_tokens_B.contiguous(),
-        positions_T.contiguous(),
-        latent_dim,
-        scale,
-    )
+    tensors = map(torch.Tensor.contiguous, (q_THW, pages, page_table_BP, kv_tokens_B, positions_T))
+    return library().mla_decode(*tensors, latent_dim, scale)
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:

@@ -21,6 +21,7 @@ Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,17 +159,7 @@ def grouped_mlp(
     x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
     # column by column, as the library reads them
     scales = None if scales is None else scales.t().index_select(1, source_S).t()
-
-    def product(rows_SM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
-        if isinstance(weight, BlockScaled):
-            out = rows_SM.new_empty(len(rows_SM), weight.values.shape[1], dtype=torch.bfloat16)
-            a, b = (rows_SM, row_scales), (weight.values, weight.scales)
-            _gemm(libraries.FP8_CONTIGUOUS)(a, b, out, expert_S)
-        else:
-            out = rows_SM.new_empty(len(rows_SM), weight.shape[1])
-            _gemm(libraries.BF16_CONTIGUOUS)(rows_SM, weight, out, expert_S)
-        return out
-
+    product = partial(_product_by_expert, libraries.FP8_CONTIGUOUS, libraries.BF16_CONTIGUOUS, (expert_S,))
     gate_up_SF = product(x, scales, gate_up_EFD)
     active, active_scales = silu_mul_blocks(gate_up_SF[None], fp8=isinstance(down_EDF, BlockScaled))
     return product(active[0], None if active_scales is None else active_scales[0], down_EDF)[place_M]
@@ -195,18 +186,8 @@ def masked_mlp(
     if missing:  # a block's last tile is written whole: without this the next block's first rows would be overwritten
         x_ECD = _bytes(F.pad(_bytes(x_ECD), (0, 0, 0, missing)), x_ECD.dtype)
         scales = None if scales is None else F.pad(scales.mT, (0, missing)).mT
-    expected = max(1, min(expected_rows or room, room))
-
-    def product(rows_ECM: torch.Tensor, row_scales: torch.Tensor | None, weight: Weight) -> torch.Tensor:
-        if isinstance(weight, BlockScaled):
-            out = rows_ECM.new_empty(*rows_ECM.shape[:2], weight.values.shape[1], dtype=torch.bfloat16)
-            a, b = (rows_ECM, row_scales), (weight.values, weight.scales)
-            _gemm(libraries.FP8_MASKED)(a, b, out, num_rows_E, expected)
-        else:
-            out = rows_ECM.new_empty(*rows_ECM.shape[:2], weight.shape[1])
-            _gemm(libraries.BF16_MASKED)(rows_ECM, weight, out, num_rows_E, expected)
-        return out
-
+    which_rows = num_rows_E, max(1, min(expected_rows or room, room))
+    product = partial(_product_by_expert, libraries.FP8_MASKED, libraries.BF16_MASKED, which_rows)
     gate_up_ECF = product(x_ECD, scales, gate_up_EFD)
     active, active_scales = silu_mul_blocks(gate_up_ECF, num_rows_E, fp8=isinstance(down_EDF, BlockScaled))
     return product(active, active_scales, down_EDF)[:, :room]
@@ -253,6 +234,24 @@ def mla_decode(
         **({"use_legacy": True} if "use_legacy" in libraries.decode_parameters() else {}),
     )
     return out_BQHC.flatten(0, 1)
+
+
+def _product_by_expert(
+    fp8_names: tuple[str, ...],
+    bfloat16_names: tuple[str, ...],
+    which_rows: tuple[Any, ...],
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight: Weight,
+) -> torch.Tensor:
+    """rows [..., M] times the weights [E, N, M] of their experts, [..., N]; `which_rows` says whose they are."""
+    plain = weight.values if isinstance(weight, BlockScaled) else weight
+    out = rows.new_empty(*rows.shape[:-1], plain.shape[1], dtype=torch.bfloat16)
+    if isinstance(weight, BlockScaled):
+        _gemm(fp8_names)((rows, scales), (weight.values, weight.scales), out, *which_rows)
+    else:
+        _gemm(bfloat16_names)(rows, weight, out, *which_rows)
+    return out
 
 
 def _rows_for(

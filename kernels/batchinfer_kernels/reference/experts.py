@@ -15,11 +15,11 @@ from batchinfer_kernels.reference.products import linear
 def silu_mul_blocks(
     gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """silu(gate) × up of the first rows of each expert's block: what stands between the two products of `masked_mlp`.
+    """silu(gate) × up of the first rows of each expert's block: the step between the two products of `masked_mlp`.
 
     Args:
-        gate_up_ECF: [E, C, 2 * F], gate beside up, C rows of room per expert.
-        num_rows_E: [E] integer, rows of each expert; None: all. What stands behind them may be anything in the result;
+        gate_up_ECF: [E, C, 2 * F], gate before up, C rows of room per expert.
+        num_rows_E: [E] integer, rows of each expert; None: all. Rows behind them may be anything in the result;
             faster versions neither read nor write it.
         fp8: round the result as `quantize_fp8_rows` does.
 

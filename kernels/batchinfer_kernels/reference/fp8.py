@@ -44,7 +44,7 @@ def quantize_fp8_block(
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Round rows to FP8 E4M3 with a scale per 128 values, the scales in the order in which deep_gemm reads them.
 
-    That is column by column: the scales of a column of blocks stand together, of as many rows as is a multiple of 4 (16
+    That is column by column: the scales of a column of blocks follow each other, for a multiple of 4 rows (16
     bytes), so that the tensor memory accelerator can load them (DeepGEMM, get_mn_major_tma_aligned_tensor).
 
     Args:

@@ -131,7 +131,7 @@ def _attend_part(
         for start in range(part * SPLIT, stop, KEYS):
             page = tl.load(table_ptr + request * num_pages + start // PAGE).to(tl.int64)
             keys = start + in_tile
-            # what stands behind the last key may be anything, even infinite: there that key comes again, unseen
+            # values behind the last key may be anything, even infinite: there that key comes again, unseen
             slots = page * PAGE + start % PAGE + tl.minimum(in_tile, stop - 1 - start)
             key_at = pages_ptr + slots[:, None] * width
             k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)

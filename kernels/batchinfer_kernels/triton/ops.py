@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.implementation import Implementation, nothing, refusing
+from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
@@ -29,26 +29,6 @@ Weight = torch.Tensor | BlockScaled
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Tensors on the CPU, unless Triton's interpreter is on."""
     return None if _runs_on(x) else "tensors are on the CPU"
-
-
-def _rows(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Rows that are not in bfloat16 on a GPU."""
-    return _mismatch(x)
-
-
-def _operands(x: torch.Tensor, other: Weight, *_: Any, **__: Any) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU."""
-    return _mismatch(x, other)
-
-
-def _rotation(q_THA: torch.Tensor, latents_TW: torch.Tensor, *rest: Any, **_: Any) -> str | None:
-    """Operands that are not in bfloat16 on a GPU."""
-    return _mismatch(q_THA, latents_TW, rest[4])
-
-
-def _prefill(q_THA: torch.Tensor, pages: torch.Tensor, *rest: Any, **_: Any) -> str | None:
-    """Operands that are not in bfloat16 on a GPU."""
-    return _mismatch(q_THA, pages, rest[4])
 
 
 def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
@@ -78,7 +58,7 @@ def _runs_on(x: torch.Tensor) -> bool:
 
 
 def _mismatch(*operands: Any) -> str | None:
-    """Why these are not all in bfloat16 (weights: or in FP8 blocks) where kernels can be started."""
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     for operand in operands:
         tensor = operand.values if isinstance(operand, BlockScaled) else operand
         if not isinstance(tensor, torch.Tensor):
@@ -126,22 +106,22 @@ def _in(module: str, name: str, refuses: Callable[..., str | None]) -> Implement
 
 
 pack_router = _in("router", "pack_router", _foreign)
-linear = _in("gemm", "linear", _operands)
-batched_linear = _in("gemm", "batched_linear", _operands)
-router = _in("router", "router", _rows)
-rms_norm = _in("rows", "rms_norm", _operands)
-silu_mul = _in("silu", "silu_mul", _operands)
-silu_mul_blocks = _in("silu", "silu_mul_blocks", _rows)
+linear = _in("gemm", "linear", at(_mismatch, 0, 1))
+batched_linear = _in("gemm", "batched_linear", at(_mismatch, 0, 1))
+router = _in("router", "router", at(_mismatch, 0))
+rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
+silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
+silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
 gate = _in("gate", "gate", _foreign)
-rope_and_cache = _in("rows", "rope_and_cache", _rotation)
+rope_and_cache = _in("rows", "rope_and_cache", at(_mismatch, 0, 1, 6))
 grouped_mlp = _in("experts", "grouped_mlp", _grouped)
 masked_mlp = _in("experts", "masked_mlp", _masked)
 sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
-sum_per_token = _in("rows", "sum_per_token", _rows)
-add_sums = _in("rows", "add_sums", _rows)
+sum_per_token = _in("rows", "sum_per_token", at(_mismatch, 0))
+add_sums = _in("rows", "add_sums", at(_mismatch, 0))
 argmax = _in("argmax", "argmax", _logits)
-mla_prefill = _in("prefill", "mla_prefill", _prefill)
-mla_decode = _in("decode", "mla_decode", _operands)
+mla_prefill = _in("prefill", "mla_prefill", at(_mismatch, 0, 1, 6))
+mla_decode = _in("decode", "mla_decode", at(_mismatch, 0, 1))
 quantize_fp8_block = _in("quantize", "quantize_fp8_block", _foreign)
 quantize_fp8_rows = _in("quantize", "quantize_fp8_rows", _foreign)
 dequantize_fp8_block = _in("quantize", "dequantize_fp8_block", _rounded)

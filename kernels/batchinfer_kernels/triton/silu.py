@@ -53,7 +53,7 @@ def silu_mul_blocks(
 
 
 def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
-    """The same for the rows of experts, gate beside up in [M, 2 * F]; other rows are neither read nor written.
+    """The same for the rows of experts, gate before up in [M, 2 * F]; other rows are neither read nor written.
 
     Args:
         out: [M, F] bfloat16, or float8_e4m3fn with `scales`.
