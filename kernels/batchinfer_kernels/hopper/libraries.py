@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 _HOPPER = (9, 0)
-_INSTALL = "see 'GPUs' in the README"
+_INSTALL = "see docs/gpus.md"
 
 FP8_GEMM = ("fp8_gemm_nt", "fp8_fp4_gemm_nt")
 FP8_CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
