@@ -11,9 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from batchinfer.balance.decode import OutputLengths
 from batchinfer.config import JobConfig
@@ -33,8 +31,26 @@ from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_addre
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError, join_message, open_group
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
-from batchinfer.protocol.channel import Message, part
-from batchinfer.protocol.feed import Adoption, Handover, StepReport
+from batchinfer.protocol.messages import (
+    Adopt,
+    Adoption,
+    CountExperts,
+    ExpertTokens,
+    FreeKv,
+    FromRank,
+    GiveAway,
+    Handover,
+    Handovers,
+    KvRead,
+    NeedsRequests,
+    PlaceExperts,
+    Requests,
+    Start,
+    StepReport,
+    Steps,
+    StoreCounts,
+    Wake,
+)
 from batchinfer.records import (
     BatchinferError,
     Completion,
@@ -124,7 +140,7 @@ def _rank_group(
     """The job's ranks, of which this process starts its own share; on one host they call by the loopback interface."""
     host = "127.0.0.1" if node.is_one_host else own_address()
     ranks = ranks_ahead or open_group(job, node.ranks, host, stop, one_host=node.is_one_host)
-    point = MeetingPoint(host, ranks.port, ranks.token, session.name)
+    point = MeetingPoint(host, ranks.listener.port, ranks.listener.token, session.name)
     announced = announce(run, node, point) if node.count > 1 else None
     try:
         yield ranks
@@ -183,7 +199,7 @@ class Controller:
         self._handovers: dict[RequestKey, tuple[int, Handover]] = {}  # on their way, with the rank that holds the KV
         # unit -> tokens that its last prompt shares with the first of the unit behind it
         self._shared_with_next = {row["unit"] - 1: row["shared_tokens"] for row in units.all_rows}
-        self._hungry: set[int] = set()  # ranks that ask for requests
+        self._needs_work: set[int] = set()  # ranks that ask for requests
         self._is_fed = False  # whether any rank has got one since they were started
         self._num_prefill_ranks = sum(place.runs_prefill for place in ranks.places)
         self._has_told_of_waiting = False
@@ -255,23 +271,23 @@ class Controller:
         most_tokens, largest_tokens = kv_tokens(self._units.all_rows)
         _empty(self._run.parcels(self._session.name))
         with self._tracer.span("load", "controller"):
-            slots: dict[str, Any] = {place.role: self._slots(place.role) for place in self._ranks.places}
+            slots = {str(place.role): self._experts.slots(place.role) for place in self._ranks.places}
             ready = self._ranks.load(join_message(self._job, slots))
             self._ranks.begin(
-                {
-                    "most_tokens": most_tokens,
-                    "largest_tokens": largest_tokens,
-                    "parcel_folder": str(self._run.parcels(self._session.name)),
-                    "traced": self._tracer.enabled,
-                    "model_digests": self._model_digests,
-                }
+                Start(
+                    most_tokens=most_tokens,
+                    largest_tokens=largest_tokens,
+                    parcel_folder=str(self._run.parcels(self._session.name)),
+                    traced=self._tracer.enabled,
+                    model_digests=self._model_digests,
+                )
             )
         self._tracer.add("start and load", "ranks", self._ranks.started_s, self._ranks.loaded_s)
-        self._results.set_moe_layers(ready[0]["moe_layers"])
-        self._experts.set_layers(ready[0]["moe_layers"])
-        self._session.device = ready[0]["device"]
-        self._note_equal_rows([part(message, "equal_rows", EqualRows) for message in ready])
-        self._hungry.clear()
+        self._results.set_moe_layers(ready[0].moe_layers)
+        self._experts.set_layers(ready[0].moe_layers)
+        self._session.device = ready[0].device
+        self._note_equal_rows([message.equal_rows for message in ready])
+        self._needs_work.clear()
         self._is_fed = False
         self._last_sign_s = time.monotonic()
 
@@ -283,27 +299,27 @@ class Controller:
             self._told.add(str(found.bit_equal_reason))
             note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")
 
-    def _take(self, rank: int, message: Message) -> None:
-        kind = message["type"]
-        if kind == "steps":
-            for report in part(message, "reports", list[StepReport]):
-                self._take_step(rank, report)
-        elif kind == "want":
-            self._hungry.add(rank)
-        elif kind == "handovers":
-            self._pass_on(rank, part(message, "handovers", list[Handover]))
-        elif kind == "adopted":
-            self._adopted(rank, part(message, "keys", list[RequestKey]))
-        elif kind == "kv_store":
-            self._results.set_store_counts(rank, message["counts"])
-            for problem in message["problems"]:
-                if problem not in self._told:  # every rank finds the same
-                    self._told.add(problem)
-                    note(f"warning: {problem}")
-        else:
-            assert kind == "experts", f"rank {rank} sent {kind!r}"
-            self._results.set_expert_tokens(rank, message["tokens"])
-            self._experts.add_counts(rank, message["tokens"])
+    def _take(self, rank: int, message: FromRank) -> None:
+        match message:
+            case Steps():
+                for report in message.reports:
+                    self._take_step(rank, report)
+            case NeedsRequests():
+                self._needs_work.add(rank)
+            case Handovers():
+                self._pass_on(rank, message.handovers)
+            case KvRead():
+                self._kv_read(rank, message.keys)
+            case StoreCounts():
+                self._results.set_store_counts(rank, message.counts)
+                for problem in message.problems:
+                    if problem not in self._told:  # every rank finds the same
+                        self._told.add(problem)
+                        note(f"warning: {problem}")
+            case _:
+                assert isinstance(message, ExpertTokens), f"rank {rank} sent {message}"
+                self._results.set_expert_tokens(rank, message.tokens)
+                self._experts.add_counts(rank, message.tokens)
 
     def _take_step(self, rank: int, report: StepReport) -> None:
         self._has_stepped = True
@@ -344,36 +360,36 @@ class Controller:
 
     def _send_handover(self, request: Request, rank: int) -> None:
         adoption = Adoption(request, self._handovers[request.key][1])
-        self._ranks.send(rank, {"type": "adopt", "adoptions": [adoption]})
+        self._ranks.send(rank, Adopt([adoption]))
         self._wake_others([rank])
 
-    def _adopted(self, rank: int, keys: list[RequestKey]) -> None:
+    def _kv_read(self, rank: int, keys: list[RequestKey]) -> None:
         """A rank goes on with requests; whoever holds their KV may free it."""
         for key in keys:
             holder, handover = self._handovers.pop(key)
             self._loads.start(self._dealer.running_request(key), rank, len(handover.tokens))
-            self._ranks.send(holder, {"type": "adopted", "keys": [key]})
+            self._ranks.send(holder, FreeKv([key]))
 
     def _deal(self) -> None:
         """Requests for the ranks that ask; opens the next unit when theirs have run out. Places and moves others."""
         # they begin together: who got requests first would run a step, and the others would have to take part idly
-        self._is_fed = self._is_fed or len(self._hungry) == self._num_prefill_ranks
+        self._is_fed = self._is_fed or len(self._needs_work) == self._num_prefill_ranks
         fed: list[int] = []
-        for rank in sorted(self._hungry) if self._is_fed else []:
+        for rank in sorted(self._needs_work) if self._is_fed else []:
             requests = self._take_for(rank)
             if not requests and not self._dealer.is_isolating:
                 if not self._open_next_unit():
                     self._dealer.take_over(rank)
                 requests = self._take_for(rank)
             if requests:
-                self._hungry.discard(rank)
-                self._ranks.send(rank, {"type": "requests", "requests": requests})
+                self._needs_work.discard(rank)
+                self._ranks.send(rank, Requests(requests))
                 fed.append(rank)
         self._wake_others(fed)
         for request, rank in self._loads.place_ready():
             self._send_handover(request, rank)
         for key, rank in self._loads.moves():
-            self._ranks.send(rank, {"type": "give_away", "keys": [key]})
+            self._ranks.send(rank, GiveAway([key]))
 
     def _take_for(self, rank: int) -> list[Request]:
         """What keeps a rank busy until it asks again: two prefill steps."""
@@ -384,22 +400,18 @@ class Controller:
         """After the first unit ask the ranks for their counts; when their experts are placed, let them move."""
         if self._dealer.num_unfinished and self._experts.should_count():
             for place in self._ranks.places:
-                self._ranks.send(place.rank, {"type": "count_experts"})
-        for role in self._experts.take_placed():
+                self._ranks.send(place.rank, CountExperts())
+        for role, slots in self._experts.take_placed().items():
             for place in self._ranks.places:
                 if place.role == role:
-                    self._ranks.send(place.rank, {"type": "place_experts", **(self._slots(role) or {})})
-
-    def _slots(self, role: str) -> dict[str, Any] | None:
-        slots = self._experts.slots(role)
-        return None if slots is None else asdict(slots)
+                    self._ranks.send(place.rank, PlaceExperts(slots))
 
     def _wake_others(self, ranks: list[int]) -> None:
         """Ranks have got something: wake the others of their groups, since they take part in every step."""
         leaders = {self._ranks.places[rank].leader for rank in ranks}
         for place in self._ranks.places:
             if place.leader in leaders and place.rank not in ranks:
-                self._ranks.send(place.rank, {"type": "wake"})
+                self._ranks.send(place.rank, Wake())
 
     def _open_next_unit(self) -> bool:
         """Claim a unit that has something left to do; False when there is none now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_keys, result_table
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
-from batchinfer.protocol.feed import StepRecord
+from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
@@ -121,7 +120,7 @@ class Results:
             return
         target = self._run.session_stats("steps", self._session.name, self._num_step_files)
         ranks, numbers, records = zip(*self._steps, strict=True)
-        names = [field.name for field in fields(StepRecord)]
+        names = StepRecord.__struct_fields__
         columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
         columns |= {"session": [self._session.name] * len(records), "rank": ranks, "step": numbers}
         with table_writer(target, STATS_STEPS.schema) as writer:

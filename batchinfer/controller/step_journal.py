@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec.structs import asdict
 
 from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.schemas import STATS_STEPS
 from batchinfer.progress import note
-from batchinfer.protocol.feed import StepRecord
+from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir
 
 

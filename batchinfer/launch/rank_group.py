@@ -9,10 +9,7 @@ are ended and all start anew.
 
 from __future__ import annotations
 
-import hmac
 import queue
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,26 +17,45 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
-from batchinfer import records
+from msgspec.structs import replace
+
 from batchinfer.config import JobConfig
 from batchinfer.launch.local_ranks import LocalRanks, has_gpu
 from batchinfer.launch.nodes import this_node
+from batchinfer.launch.rank_listener import RankListener
 from batchinfer.launch.read_ahead import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
-from batchinfer.protocol.channel import Channel, ChannelClosedError, Message
-from batchinfer.records import ConfigError, InterruptedRunError, ModelError
+from batchinfer.protocol.channel import Channel, ChannelClosedError
+from batchinfer.protocol.messages import (
+    Bye,
+    CanRun,
+    ExpertSlots,
+    Failed,
+    FromRank,
+    Join,
+    Leave,
+    MalformedMessageError,
+    Message,
+    OpenStore,
+    Ready,
+    Start,
+    StoreOpened,
+)
+from batchinfer.records import BatchinferError, ConfigError, InterruptedRunError, ModelError, PeerLostError
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.stop import StopSignal
 
-HANDSHAKE_S = 30.0
 CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks say about it
 LEAVE_S = 60.0  # for ranks to finish their step and leave
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
 POLL_S = 0.2
+REFUSALS: dict[str, type[BatchinferError]] = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+
+AnswerT = TypeVar("AnswerT", bound=FromRank)
 
 
 class RanksDiedError(Exception):
@@ -55,7 +71,7 @@ class RanksDiedError(Exception):
 
 @dataclass(slots=True)
 class _Connected:
-    channel: Channel
+    channel: Channel[FromRank]
     host: str
 
 
@@ -66,40 +82,29 @@ class RankGroup:
     Args:
         places: all ranks.
         local: those that this process starts itself.
-        listener: a listening TCP socket where ranks call.
         stop: asked while waiting.
     """
 
     places: list[RankPlace]
     local: LocalRanks
-    listener: socket.socket
-    token: str
+    listener: RankListener
     stop: StopSignal
     started_s: float = 0.0  # Unix time when the ranks' processes were started
     loaded_s: float = 0.0  # and when all of them had loaded
     _start_deadline: float = 0.0
     _is_closed: bool = False
-    _loading: Future[list[Message]] | None = None  # of ranks that were started ahead
+    _loading: Future[list[Ready]] | None = None  # of ranks that were started ahead
     _can_run: threading.Event = field(default_factory=threading.Event)  # all of them have said so
     _connected: dict[int, _Connected] = field(default_factory=dict)
-    _incoming: queue.Queue[tuple[Channel, Message | None]] = field(default_factory=queue.Queue)
-    _callers: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
+    _incoming: queue.Queue[tuple[Channel[FromRank], FromRank | None]] = field(default_factory=queue.Queue)
 
-    def __post_init__(self) -> None:
-        threading.Thread(target=self._answer_callers, name="rank listener", daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """Where the ranks call."""
-        return int(self.listener.getsockname()[1])
-
-    def load_ahead(self, join: Message) -> None:
+    def load_ahead(self, join: Join) -> None:
         """Begin to start all ranks in another thread; the next call of `load` only waits for them."""
         thread = ThreadPoolExecutor(1, "load ranks")
         self._loading = thread.submit(self._load, join)
         thread.shutdown(wait=False)
 
-    def load(self, join: Message) -> list[Message]:
+    def load(self, join: Join) -> list[Ready]:
         """Start all ranks, bring them together and have them load their models.
 
         Args:
@@ -132,29 +137,26 @@ class RankGroup:
                     self._loading.result()
                 return
 
-    def begin(self, around: Message) -> None:
+    def begin(self, start: Start) -> None:
         """Let the loaded ranks step.
-
-        Args:
-            around: what each rank has to know of the job now.
 
         Raises:
             RanksDiedError: one of them is gone.
         """
         for place in self.places:
-            self.send(place.rank, {"type": "start", **around})
+            self.send(place.rank, start)
 
-    def _load(self, join: Message) -> list[Message]:
+    def _load(self, join: Join) -> list[Ready]:
         self._start_deadline = time.monotonic() + START_S
         self.started_s = self.local.start()
         while len(self._connected) < len(self.places):
             self._let_in()
         leaders = {place.leader for place in self.places if place.group_size > 1}
         for leader in leaders:
-            self.send(leader, {"type": "open_store"})
-        stores = self._answers(leaders, "store")
+            self.send(leader, OpenStore())
+        stores = self._answers(leaders, StoreOpened)
         for place in self.places:
-            self.send(place.rank, {"type": "join", **join, **self._meeting_point(place, stores)})
+            self.send(place.rank, self._joining(join, place, stores))
         ready = self._ready()
         self.loaded_s = time.time()
         return [ready[place.rank] for place in self.places]
@@ -170,20 +172,20 @@ class RankGroup:
         except ChannelClosedError:
             raise self._died() from None
 
-    def receive(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, FromRank]]:
         """What has come from ranks; waits a moment for the first message.
 
         Raises:
             RanksDiedError: a rank has ended without a farewell.
             BatchinferError: a rank says that the job cannot run.
         """
-        messages: list[tuple[int, Message]] = []
+        messages: list[tuple[int, FromRank]] = []
         try:
             channel, message = self._incoming.get(timeout=POLL_S)
             while True:
                 rank = self._rank_of(channel)
                 if rank is not None:
-                    if message is None or message["type"] == "failed":
+                    if message is None or isinstance(message, Failed):
                         # give what came before it a chance to be used
                         self._incoming.put((channel, message))
                         if messages:
@@ -206,12 +208,12 @@ class RankGroup:
         self.end()
         raise RanksDiedError(reason)
 
-    def leave(self) -> list[tuple[int, Message]]:
+    def leave(self) -> list[tuple[int, FromRank]]:
         """Ask all ranks to finish their step and go; returns their last messages. Those that do not are killed."""
-        last: list[tuple[int, Message]] = []
+        last: list[tuple[int, FromRank]] = []
         try:
             for place in self.places:
-                self.send(place.rank, {"type": "leave"})
+                self.send(place.rank, Leave())
             deadline = time.monotonic() + LEAVE_S
             gone: set[int] = set()
             while len(gone) < len(self.places) and time.monotonic() < deadline:
@@ -222,7 +224,7 @@ class RankGroup:
                 rank = self._rank_of(channel)
                 if rank is None:
                     continue
-                if message is None or message["type"] in ("bye", "failed"):
+                if message is None or isinstance(message, Bye | Failed):
                     gone.add(rank)
                 else:
                     last.append((rank, message))
@@ -247,29 +249,28 @@ class RankGroup:
         if loading is not None:
             loading.exception()  # it ends soon, and what went wrong matters no more
         self.end()
-        # wakes the thread that waits for calls
-        self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
     def _let_in(self) -> None:
         """Take a rank that has called; look after signs of death meanwhile."""
         try:
-            channel, hello = self._callers.get(timeout=POLL_S)
+            channel, hello = self.listener.callers.get(timeout=POLL_S)
         except queue.Empty:
             if self.local.ended():
                 raise self._died() from None
             self._check_start()
             return
-        rank = hello["rank"]
-        if not 0 <= rank < len(self.places) or not self.local.may_be(rank, hello["pid"]):
+        rank = hello.rank
+        if not 0 <= rank < len(self.places) or not self.local.may_be(rank, hello.pid):
             channel.close()  # of an earlier start, ended meanwhile
             return
         if rank in self._connected:
             # another node has started its ranks once more: the latest one counts
             self._connected[rank].channel.close()
-        self._connected[rank] = _Connected(channel, hello["host"])
+        self._connected[rank] = _Connected(channel, hello.host)
         channel.read_on(
-            lambda message: self._incoming.put((channel, message)), at_end=lambda: self._incoming.put((channel, None))
+            lambda message: self._incoming.put((channel, message)),
+            at_end=lambda reason: self._incoming.put((channel, _last_word(reason))),
         )
 
     def _check_start(self) -> None:
@@ -278,42 +279,43 @@ class RankGroup:
         if time.monotonic() > self._start_deadline:
             self.give_up(f"the ranks were not ready within {START_S:,.0f} s")
 
-    def _meeting_point(self, place: RankPlace, stores: dict[int, Message]) -> Message:
-        """Where a rank finds the others of its group, and which of them share its host."""
+    def _joining(self, join: Join, place: RankPlace, stores: dict[int, StoreOpened]) -> Join:
+        """With where a rank finds the others of its group, and which of them share its host."""
         hosts = {rank: connected.host for rank, connected in self._connected.items()}
         group = [hosts[other.rank] for other in self.places if other.leader == place.leader]
-        store = stores.get(place.leader, {"host": None, "port": None})
-        return {
-            "store_host": store["host"],
-            "store_port": store["port"],
-            "num_local_ranks": list(hosts.values()).count(hosts[place.rank]),
-            "group_on_one_host": len(set(group)) == 1,
-            "all_on_one_host": len(set(hosts.values())) == 1,
-        }
+        store = stores.get(place.leader)
+        return replace(
+            join,
+            store_host=store and store.host,
+            store_port=store and store.port,
+            num_local_ranks=list(hosts.values()).count(hosts[place.rank]),
+            group_on_one_host=len(set(group)) == 1,
+            all_on_one_host=len(set(hosts.values())) == 1,
+        )
 
-    def _answers(self, ranks: Iterable[int], kind: str) -> dict[int, Message]:
-        """The next message of each of these ranks, all of this kind; nothing else can come before `start`."""
-        answers: dict[int, Message] = {}
+    def _answers(self, ranks: Iterable[int], kind: type[AnswerT]) -> dict[int, AnswerT]:
+        """The next message of each of these ranks, all of this kind; nothing else can come before `Start`."""
+        answers: dict[int, AnswerT] = {}
         missing = set(ranks)
         while missing:
             self._check_start()
             for rank, message in self.receive():
-                assert message["type"] == kind, f"rank {rank} sent {message['type']!r}"
+                assert isinstance(message, kind), f"rank {rank} sent {message}"
                 missing.discard(rank)
                 answers[rank] = message
         return answers
 
-    def _ready(self) -> dict[int, Message]:
+    def _ready(self) -> dict[int, Ready]:
         """What each rank says when it has loaded; before that, that nothing but weights is missing."""
-        ready: dict[int, Message] = {}
+        ready: dict[int, Ready] = {}
         running: set[int] = set()
         while len(ready) < len(self.places):
             self._check_start()
             for rank, message in self.receive():
-                if message["type"] == "can_run":
+                if isinstance(message, CanRun):
                     running.add(rank)
                 else:
-                    assert message["type"] == "ready", f"rank {rank} sent {message['type']!r}"
+                    assert isinstance(message, Ready), f"rank {rank} sent {message}"
                     ready[rank] = message
             if len(running) == len(self.places):
                 self._can_run.set()
@@ -321,7 +323,7 @@ class RankGroup:
 
     def _died(self) -> Exception:
         """End all ranks; the exception to raise, which names the rank that was lost first and why."""
-        said: dict[int, Message] = {}
+        said: dict[int, Failed] = {}
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
             try:
@@ -331,52 +333,33 @@ class RankGroup:
                     break
                 continue
             rank = self._rank_of(channel)
-            if rank is not None and message is not None and message["type"] == "failed":
+            if rank is not None and isinstance(message, Failed):
                 said.setdefault(rank, message)
         ended = self.local.ended()
         silent = [str(rank) for rank in self._connected if rank not in said]
         self.end()
         for message in said.values():
-            error_class = getattr(records, message["class"], None) if message["class"] else None
-            if error_class in (records.ConfigError, records.ModelError):
-                return error_class(message["error"])
+            if message.error_class in REFUSALS:
+                return REFUSALS[message.error_class](message.error)
         # a rank that complains about another one is not the cause
         culprits = {rank: how for rank, how in ended.items() if rank not in said}
         if culprits:
             return RanksDiedError("; ".join(f"rank {rank} {how}" for rank, how in culprits.items()))
         for rank, message in said.items():
-            if message["class"] != "PeerLostError":
-                return RanksDiedError(f"rank {rank} failed: {message['error']}", has_reason=True)
+            if message.error_class != PeerLostError.__name__:
+                return RanksDiedError(f"rank {rank} failed: {message.error}", has_reason=True)
         for rank, message in said.items():
-            return RanksDiedError(f"rank {rank}: {message['error']}")
+            return RanksDiedError(f"rank {rank}: {message.error}")
         return RanksDiedError(f"the connection to one of the ranks {', '.join(silent)} was lost")
 
     def _rank_of(self, channel: Channel) -> int | None:
         """The rank behind a connection; None for one that was ended before."""
         return next((rank for rank, item in self._connected.items() if item.channel is channel), None)
 
-    def _answer_callers(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(Channel(connection),), name="rank greeting", daemon=True).start()
 
-    def _greet(self, channel: Channel) -> None:
-        """Let a caller in who knows the token."""
-        try:
-            channel.set_timeout(HANDSHAKE_S)
-            hello = channel.receive()
-            channel.set_timeout(None)
-        except ChannelClosedError:
-            return channel.close()
-        token = hello.get("token")
-        is_rank = hello.get("type") == "hello" and isinstance(hello.get("rank"), int) and "pid" in hello
-        if not is_rank or not isinstance(token, str) or not hmac.compare_digest(token, self.token):
-            return channel.close()
-        self._callers.put((channel, hello))
-        return None
+def _last_word(reason: Exception) -> Failed | None:
+    """What the end of a connection says of the rank behind it; None: nothing, it is gone."""
+    return Failed(str(reason)) if isinstance(reason, MalformedMessageError) else None
 
 
 def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one_host: bool) -> RankGroup:
@@ -387,10 +370,9 @@ def open_group(job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one
         host: the address of this process at which they call.
         one_host: whether there are no others.
     """
-    listener, token = _listen(host), _new_token()
-    port = listener.getsockname()[1]
-    local = LocalRanks(ranks, host, port, token, one_host=one_host, weight_bytes=_weight_bytes(job))
-    return RankGroup(rank_places(job.cluster), local, listener, token, stop)
+    listener = RankListener(host)
+    local = LocalRanks(ranks, host, listener.port, listener.token, one_host=one_host, weight_bytes=_weight_bytes(job))
+    return RankGroup(rank_places(job.cluster), local, listener, stop)
 
 
 @contextmanager
@@ -468,20 +450,6 @@ def _weight_bytes(job: JobConfig) -> int:
         return 0
 
 
-def join_message(job: JobConfig, slots_of_role: dict[str, Any]) -> Message:
-    """What ranks have to know to load their models.
-
-    Args:
-        slots_of_role: where experts stand, the fields of feed.ExpertSlots; missing or None: in order.
-    """
-    return {"job": job.model_dump_json(), "expert_slots": slots_of_role}
-
-
-def _listen(host: str) -> socket.socket:
-    """A listening socket on a free port of this address."""
-    return socket.create_server((host, 0), backlog=1024)
-
-
-def _new_token() -> str:
-    """A secret that ranks show when they call."""
-    return secrets.token_hex(16)
+def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
+    """What ranks have to know to load their models; where their group meets is added when they have called."""
+    return Join(job.model_dump_json(), slots_of_role)

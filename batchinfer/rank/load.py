@@ -21,7 +21,7 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.protocol.feed import ExpertSlots
+from batchinfer.protocol.messages import ExpertSlots
 from batchinfer.rank.kv_budget import measured_room
 from batchinfer.rank.migration import Outbox
 from batchinfer.rank.stored_prefixes import StoredPrefixes

@@ -16,7 +16,7 @@ import torch
 from batchinfer.kv.pages import pages_for
 from batchinfer.kv.transfer import Parcel, pack_parcel, unpack_parcel
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.protocol.feed import Adoption, Handover
+from batchinfer.protocol.messages import Adoption, Handover
 from batchinfer.rank.prefill import PrefillQueue
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import Request, RequestKey

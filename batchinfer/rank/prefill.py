@@ -9,7 +9,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import Match, PrefixTree
-from batchinfer.protocol.feed import CachedTokens
+from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.batch import Chunk
 from batchinfer.rank.sequence import Sequence, pages_needed
 from batchinfer.rank.stored_prefixes import StoredPrefixes

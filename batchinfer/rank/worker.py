@@ -19,7 +19,8 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.overlap import run_prefill_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, Span, SpanLog
-from batchinfer.protocol.feed import ExpertSlots, Feed, Handover, StepRecord, StepReport
+from batchinfer.protocol.feed import Feed
+from batchinfer.protocol.messages import ExpertSlots, Handover, StepRecord, StepReport
 from batchinfer.rank.agreement import Agreed, Kind, Wish, agree
 from batchinfer.rank.batch import Chunk, prefill_step, sampling_rows, take_token
 from batchinfer.rank.decode import DecodeBatch, joined
