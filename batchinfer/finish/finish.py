@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,8 +28,9 @@ from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.progress import Progress, note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, IncompleteRunError, Shard
 from batchinfer.run.equal_rows import EqualRows, together
+from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, open_lock, publish_json, published, read_json
+from batchinfer.rundir import RunDir, publish_json, published, read_json
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 BATCH_ROWS = 4096
@@ -112,13 +112,7 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
     Args:
         is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
     """
-    with open_lock(run) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
-        except OSError as error:
-            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run twice at once")
+    with locked(run, doing="finish this run"):
         shutil.rmtree(run.finish_scratch, ignore_errors=True)
         try:
             yield

@@ -7,7 +7,8 @@ import secrets
 import socket
 import threading
 
-from batchinfer.protocol.channel import Channel, ChannelClosedError
+from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.handshake import ChannelClosedError, deadline, open_connection, show_token
 from batchinfer.protocol.messages import FromRank, Hello, MalformedMessageError, decode_from_rank
 
 HANDSHAKE_S = 30.0  # for a caller to show the token and say which rank it is
@@ -35,16 +36,17 @@ class RankListener:
     def _answer(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                caller, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._greet, args=(connection,), name="rank greeting", daemon=True).start()
+            threading.Thread(target=self._greet, args=(caller,), name="rank greeting", daemon=True).start()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, caller: socket.socket) -> None:
+        connection = open_connection(caller)
         channel = Channel(connection, decode_from_rank)
         try:
-            with channel.deadline(HANDSHAKE_S):
-                channel.show_token(self.token, is_caller=False)
+            with deadline(connection, HANDSHAKE_S):
+                show_token(connection, self.token, is_caller=False)
                 hello = channel.receive()
         except (ChannelClosedError, MalformedMessageError):
             hello = None

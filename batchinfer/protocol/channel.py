@@ -1,33 +1,32 @@
 """The connection between a controller and a rank: messages over TCP, once both ends have shown that they know a token.
 
-Frames and the challenge are those of multiprocessing.connection; its pickled objects are not used.
-
 Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
 which makes the bytes while the model computes.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
+from batchinfer.protocol.handshake import (
+    ChannelClosedError,
+    deadline,
+    open_connection,
+    own_host,
+    show_token,
+    shut_down,
+)
 from batchinfer.protocol.messages import MalformedMessageError, Message, encode
 
 ReceivedT = TypeVar("ReceivedT")
 
 _MAX_BYTES = 1 << 30
-
-
-class ChannelClosedError(Exception):
-    """The other end is gone."""
 
 
 class Channel(Generic[ReceivedT]):
@@ -37,11 +36,8 @@ class Channel(Generic[ReceivedT]):
         decode: makes a message of its bytes, or raises MalformedMessageError.
     """
 
-    def __init__(self, connection: socket.socket, decode: Callable[[bytes], ReceivedT]) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.own_host = str(connection.getsockname()[0])  # this end's address, as the other end sees it
-        # closed when nobody has it any more: a thread that still reads must not read what gets its number next
-        self._connection = Connection(connection.detach())
+    def __init__(self, connection: Connection, decode: Callable[[bytes], ReceivedT]) -> None:
+        self._connection = connection
         self._decode = decode
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
@@ -58,38 +54,17 @@ class Channel(Generic[ReceivedT]):
             OSError: nobody answers there.
             ChannelClosedError: who answers does not know the token.
         """
-        connection = socket.create_connection((host, port), timeout=timeout_s)
-        connection.settimeout(None)
-        channel = cls(connection, decode)
-        with channel.deadline(timeout_s):
-            channel.show_token(token, is_caller=True)
-        return channel
+        end = socket.create_connection((host, port), timeout=timeout_s)
+        end.settimeout(None)
+        connection = open_connection(end)
+        with deadline(connection, timeout_s):
+            show_token(connection, token, is_caller=True)
+        return cls(connection, decode)
 
-    @contextmanager
-    def deadline(self, timeout_s: float) -> Iterator[None]:
-        """The connection ends unless this is over in time, however the other end delays it."""
-        timer = threading.Timer(timeout_s, self._shut_down)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def show_token(self, token: str, *, is_caller: bool) -> None:
-        """Each end has the other one show by a challenge (HMAC) that it knows the token, which itself is never sent.
-
-        No more than 256 bytes at once are read meanwhile.
-
-        Raises:
-            ChannelClosedError: the other end does not know it.
-        """
-        steps = (answer_challenge, deliver_challenge) if is_caller else (deliver_challenge, answer_challenge)
-        try:
-            for step in steps:
-                step(self._connection, token.encode())
-        except (AuthenticationError, AssertionError, EOFError, OSError):  # AssertionError: what came is no challenge
-            raise ChannelClosedError from None
+    @property
+    def own_host(self) -> str:
+        """This end's address, as the other end sees it."""
+        return own_host(self._connection)
 
     def send(self, message: Message) -> None:
         """Hand a message over; after `send_on` nothing in it may be changed any more.
@@ -182,9 +157,4 @@ class Channel(Generic[ReceivedT]):
         if self._sender is not None:
             self._outgoing.put(None)
             self._sender.join()
-        self._shut_down()
-
-    def _shut_down(self) -> None:
-        # wakes a thread that is reading or sending here, which closing does not; OSError: the other end was quicker
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        shut_down(self._connection)

@@ -8,28 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchinfer.protocol import messages
 from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.messages import (
-    Adopt,
-    Adoption,
-    CountExperts,
-    ExpertSlots,
-    ExpertTokens,
-    FreeKv,
-    FromController,
-    GiveAway,
-    Handover,
-    Handovers,
-    KvRead,
-    Leave,
-    NeedsRequests,
-    PlaceExperts,
-    Requests,
-    StepReport,
-    Steps,
-    StoreCounts,
-    Wake,
-)
+from batchinfer.protocol.messages import Adoption, ExpertSlots, FromController, Handover, StepReport
 from batchinfer.records import Request, RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
@@ -53,18 +34,18 @@ class Feed:
     """What a rank asks its controller for and tells it.
 
     Args:
-        messages: what a reading thread has taken from the channel.
+        received: what a reading thread has taken from the channel.
         expert_tokens: the rank's counts by phase, sent now and then.
     """
 
     def __init__(
         self,
         channel: Channel[FromController],
-        messages: queue.SimpleQueue[FromController],
+        received: queue.SimpleQueue[FromController],
         expert_tokens: dict[str, np.ndarray],
     ) -> None:
         self._channel = channel
-        self._messages = messages
+        self._received = received
         self._expert_tokens = expert_tokens
         self._has_asked = False
         self._steps: list[StepReport] = []  # not told yet
@@ -76,9 +57,9 @@ class Feed:
         if wait_s > 0:
             self.send_steps()
         try:
-            self._sort_in(self._messages.get(wait_s > 0, wait_s or None), inbox)
+            self._sort_in(self._received.get(wait_s > 0, wait_s or None), inbox)
             while True:
-                self._sort_in(self._messages.get_nowait(), inbox)
+                self._sort_in(self._received.get_nowait(), inbox)
         except queue.Empty:
             return inbox
 
@@ -86,7 +67,7 @@ class Feed:
         """Say that requests are running out; once until some come."""
         if not self._has_asked:
             self._has_asked = True
-            self._channel.send(NeedsRequests())
+            self._channel.send(messages.NeedsRequests())
 
     def send(self, report: StepReport) -> None:
         """Hand over what a step gave."""
@@ -102,44 +83,46 @@ class Feed:
         self._last_steps_s = time.monotonic()
         if self._steps:
             reports, self._steps = self._steps, []
-            self._channel.send(Steps(reports))
+            self._channel.send(messages.Steps(reports))
 
     def send_experts(self) -> None:
         """Report the tokens per expert since the start."""
         self.send_steps()
         self._last_experts_s = time.monotonic()
-        self._channel.send(ExpertTokens({phase: counts.tolist() for phase, counts in self._expert_tokens.items()}))
+        self._channel.send(
+            messages.ExpertTokens({phase: counts.tolist() for phase, counts in self._expert_tokens.items()})
+        )
 
     def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
         """Report what the KV store has done since the start, and what the user should know of it."""
-        self._channel.send(StoreCounts(counts, problems))
+        self._channel.send(messages.StoreCounts(counts, problems))
 
     def hand_over(self, handovers: list[Handover]) -> None:
         """Give up requests, which the controller passes on to other ranks."""
         self.send_steps()
-        self._channel.send(Handovers(handovers))
+        self._channel.send(messages.Handovers(handovers))
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
         """The KV of these requests has been read; the rank that holds it may free it."""
         self.send_steps()
-        self._channel.send(KvRead(keys))
+        self._channel.send(messages.KvRead(keys))
 
     def _sort_in(self, message: FromController, inbox: Inbox) -> None:
         match message:
-            case Requests():
+            case messages.Requests():
                 self._has_asked = False
                 inbox.requests += message.requests
-            case Adopt():
+            case messages.Adopt():
                 inbox.adoptions += message.adoptions
-            case FreeKv():
+            case messages.FreeKv():
                 inbox.adopted += message.keys
-            case PlaceExperts():
+            case messages.PlaceExperts():
                 inbox.expert_slots = message.slots
-            case CountExperts():
+            case messages.CountExperts():
                 inbox.count_experts = True
-            case GiveAway():
+            case messages.GiveAway():
                 inbox.give_away += message.keys
-            case Leave():
+            case messages.Leave():
                 inbox.leave = True
             case _:
-                assert isinstance(message, Wake), f"the controller sent {message}"
+                assert isinstance(message, messages.Wake), f"the controller sent {message}"

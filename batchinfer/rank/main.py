@@ -33,27 +33,15 @@ from typing import NoReturn
 
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.launch.local_ranks import RankEnvironment
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.parallel.layout import rank_places
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
-from batchinfer.protocol.channel import Channel, ChannelClosedError
+from batchinfer.protocol import messages
+from batchinfer.protocol.channel import Channel
 from batchinfer.protocol.feed import Feed
-from batchinfer.protocol.messages import (
-    Bye,
-    CanRun,
-    Failed,
-    FromController,
-    Hello,
-    Join,
-    Leave,
-    MalformedMessageError,
-    OpenStore,
-    Ready,
-    Start,
-    StoreOpened,
-    decode_from_controller,
-)
+from batchinfer.protocol.handshake import ChannelClosedError
+from batchinfer.protocol.messages import Failed, FromController, MalformedMessageError, decode_from_controller
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.load import Surroundings, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
@@ -80,26 +68,26 @@ def main(task: Future[RankTask]) -> NoReturn:
     except (OSError, ChannelClosedError) as error:
         print(f"rank {environment.rank}: no controller at {environment.host}: {error}", file=sys.stderr)
         _end(ExitCode.INTERRUPTED)
-    messages: queue.SimpleQueue[FromController] = queue.SimpleQueue()
-    channel.read_on(messages.put, at_end=lambda reason: _controller_ended(channel, reason))
+    received: queue.SimpleQueue[FromController] = queue.SimpleQueue()
+    channel.read_on(received.put, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
-    channel.send(Hello(environment.rank, os.getpid(), socket.gethostname()))
-    code = _run(channel, messages, environment, memory)
+    channel.send(messages.Hello(environment.rank, os.getpid(), socket.gethostname()))
+    code = _run(channel, received, environment, memory)
     channel.close()
     _end(code)
 
 
 def _run(
     channel: RankChannel,
-    messages: queue.SimpleQueue[FromController],
+    received: queue.SimpleQueue[FromController],
     environment: RankEnvironment,
     memory: FreshMemory | None,
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, messages, environment, memory)
+        feed = _work(channel, received, environment, memory)
         feed.send_experts()
-        channel.send_last(Bye())
+        channel.send_last(messages.Bye())
         return ExitCode.OK
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
@@ -114,17 +102,17 @@ def _run(
 
 def _work(
     channel: RankChannel,
-    messages: queue.SimpleQueue[FromController],
+    received: queue.SimpleQueue[FromController],
     environment: RankEnvironment,
     memory: FreshMemory | None,
 ) -> Feed:
-    join = messages.get()
+    join = received.get()
     store = None
-    if isinstance(join, OpenStore):
+    if isinstance(join, messages.OpenStore):
         store = open_store(channel.own_host)
-        channel.send(StoreOpened(channel.own_host, store.port))
-        join = messages.get()
-    assert isinstance(join, Join), join
+        channel.send(messages.StoreOpened(channel.own_host, store.port))
+        join = received.get()
+    assert isinstance(join, messages.Join), join
     job = JobConfig.model_validate_json(join.job)
     place = rank_places(job.cluster)[environment.rank]
     if store is None and place.group_size > 1:
@@ -138,7 +126,7 @@ def _work(
         one_host=join.group_on_one_host,
         timeout_s=job.cluster.collective_seconds,
     )
-    device = rank_device(job.cluster.backend, environment.place)
+    device = rank_device(job.cluster.backend, environment.index)
     mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
     model = load_model(
         job,
@@ -147,18 +135,18 @@ def _work(
         join.slots_of_role.get(place.role),
         device,
         memory,
-        before_weights=lambda: channel.send(CanRun()),
+        before_weights=lambda: channel.send(messages.CanRun()),
     )
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
-    channel.send(Ready(device_name(device), mesh.kind, moe_layers, equal_rows(model, job.cluster.backend)))
+    channel.send(messages.Ready(device_name(device), mesh.kind, moe_layers, equal_rows(model, job.cluster.backend)))
 
-    start = messages.get()
-    if isinstance(start, Leave):
-        return Feed(channel, messages, {})
-    assert isinstance(start, Start), start
+    start = received.get()
+    if isinstance(start, messages.Leave):
+        return Feed(channel, received, {})
+    assert isinstance(start, messages.Start), start
     around = Surroundings(
         most_tokens=start.most_tokens,
         largest_tokens=start.largest_tokens,
@@ -170,7 +158,7 @@ def _work(
     gc.freeze()  # what stands now stays: looking through it again and again would cost a part of every short step
     gc.enable()
     worker = make_worker(job, model, tokenizer, mesh, place, around)
-    feed = Feed(channel, messages, worker.expert_tokens)
+    feed = Feed(channel, received, worker.expert_tokens)
     try:
         worker.run(feed)
     finally:

@@ -16,7 +16,8 @@ import pytest
 from batchinfer.launch import rank_listener
 from batchinfer.launch.rank_listener import RankListener
 from batchinfer.parallel.spans import Span
-from batchinfer.protocol.channel import Channel, ChannelClosedError
+from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.handshake import ChannelClosedError, open_connection, show_token
 from batchinfer.protocol.messages import (
     Adopt,
     Adoption,
@@ -54,8 +55,8 @@ HELLO = Hello(0, 1, "host")
 def ends():
     """A rank's end and its controller's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        near = Channel(socket.create_connection(server.getsockname()), decode_from_controller)
-        far = Channel(server.accept()[0], decode_from_rank)
+        near = Channel(open_connection(socket.create_connection(server.getsockname())), decode_from_controller)
+        far = Channel(open_connection(server.accept()[0]), decode_from_rank)
     yield near, far
     near.close()
     far.close()
@@ -224,10 +225,10 @@ def test_a_rank_that_has_nothing_to_say_of_itself_is_sent_away(listener):
 def test_a_caller_trusts_only_who_knows_the_token():
     with socket.create_server(("127.0.0.1", 0)) as server:
         stranger = socket.create_connection(server.getsockname())
-        far = Channel(server.accept()[0], decode_from_rank)
+        connection = open_connection(server.accept()[0])
     stranger.sendall(struct.pack("!i", 5) + b"hello")
     with pytest.raises(ChannelClosedError):
-        far.show_token("token", is_caller=True)
+        show_token(connection, "token", is_caller=True)
     stranger.close()
 
 
