@@ -80,7 +80,7 @@ class Dealing:
                 self.group.send(rank, messages.Requests(requests))
                 fed.append(rank)
         self._wake_others(fed)
-        for request, rank in self.loads.place_ready():
+        for request, rank in self.loads.assign_ready():
             self._send_handover(request, rank)
         for key, rank in self.loads.moves():
             self.group.send(rank, messages.GiveAway([key]))

@@ -1,4 +1,4 @@
-"""When and where the experts of this process's ranks are placed. Called by the controller.
+"""When and where the experts of this process's ranks are placed.
 
 A plan that knows the loads has the placement (plan/experts.parquet). Without one the ranks begin with the experts in
 order, count tokens during the first unit, and place their experts by that, once; the table stays for whoever starts

@@ -1,4 +1,4 @@
-"""What the ranks hand back, made durable: result files of claimed units, steps, experts. Called by the controller."""
+"""What the ranks hand back, made durable: result files of claimed units, steps, experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.controller.claims import Claim, Claims
+from batchinfer.controller.claims import Claim, UnitClaims
 from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_keys, result_table
 from batchinfer.data.parquet import table_writer
@@ -22,7 +22,7 @@ from batchinfer.rundir import RunDir
 class Results:
     """The open units of this process and what is finished of them."""
 
-    def __init__(self, run: RunDir, session: Session, claims: Claims) -> None:
+    def __init__(self, run: RunDir, session: Session, claims: UnitClaims) -> None:
         self._run, self._session, self._claims = run, session, claims
         self._open: dict[int, Claim] = {}
         self._missing: dict[int, int] = {}  # unit -> requests without a completion

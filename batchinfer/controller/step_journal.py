@@ -1,4 +1,4 @@
-"""Steps since the last commit, so that the report can count them when their controller is killed. Called by results.
+"""Steps since the last commit, so that the report can count them when their controller is killed.
 
     stats/steps/<session>.journal     one JSON line per step, written when the step is known, gone with the next commit
     stats/steps/<session>-lost.parquet   what `finish` made of a journal that nobody took away
@@ -49,7 +49,7 @@ class StepJournal:
             self._has_failed = True
 
     def clear(self) -> None:
-        """All noted steps stand in stats/steps now."""
+        """All noted steps are in stats/steps now."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

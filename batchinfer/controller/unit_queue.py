@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
@@ -24,7 +24,7 @@ class UnitQueue:
     run: RunDir
     default: Sampling
     units: OpenUnits
-    claims: Claims
+    claims: UnitClaims
     results: Results
     dealer: Dealer
     progress: Progress

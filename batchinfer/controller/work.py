@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchinfer.balance.decode import OutputLengths
 from batchinfer.config import JobConfig
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.dealing import Dealing
@@ -79,7 +79,7 @@ def work_on(
         return
     total = sum(row["num_requests"] for row in units.rows)
     with (
-        Claims(run) as claims,
+        UnitClaims(run) as claims,
         Progress("work", total, "requests") as progress,
         _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
@@ -124,7 +124,7 @@ def _controller(
     stop: StopSignal,
     tracer: Tracer,
     ranks: RankLoader,
-    claims: Claims,
+    claims: UnitClaims,
     units: OpenUnits,
     progress: Progress,
 ) -> Controller:

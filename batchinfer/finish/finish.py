@@ -1,4 +1,4 @@
-"""From durable results to outputs and statistics: every input row once, in input order. Called by finish and run."""
+"""From durable results to outputs and statistics: every input row once, in input order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From job file to plan: read, check and tokenise every row, order the requests, cut work units, predict.
 
-Called by `batchinfer plan` and `batchinfer run`. No model is loaded. Every file is published whole, so that an
+No model is loaded. Every file is published whole, so that an
 interrupted plan goes on where it stopped.
 """
 
