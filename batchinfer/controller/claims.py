@@ -5,9 +5,9 @@
     units/000007/0000/part-00000.parquet
     done/000007                       the name of the claim whose results count; created once
 
-A claim folder appears whole by one rename. A controller whose unit was taken over and that wakes up again writes into its own old
-claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the watcher, by its own
-monotonic clock, has seen its date unchanged for long enough, whatever date that is.
+A claim folder appears whole by one rename. A controller whose unit was taken over and that wakes up again writes into
+its own old claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the
+watcher, by its own monotonic clock, has seen its date unchanged for long enough, whatever date that is.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Which unit a controller tries to claim next, and whether any is left.
 
-With many controllers, one that looked at every unit before each claim would do nothing else. Instead it lists two folders
-now and then: units/ has a folder for each unit that was ever claimed, done/ a file for each that is done.
+With many controllers, one that looked at every unit before each claim would do nothing else. Instead it lists two
+folders now and then: units/ has a folder for each unit that was ever claimed, done/ a file for each that is done.
 
     plan    [ done )[ mine )[ free: goes on here until somebody else's unit comes ... )[ held )[ free )
                                                                                     jumps ------^
 
 What nobody had claimed at the last look comes first, unit after unit, since neighbours share prefixes. Where somebody
-else is met, the controller goes on at another unit, by chance: so controllers spread over the plan and rarely meet. Units that
-others hold are tried last, a few at each look: their lease may have been given back or have run out.
+else is met, the controller goes on at another unit, by chance: so controllers spread over the plan and rarely meet.
+Units that others hold are tried last, a few at each look: their lease may have been given back or have run out.
 """
 
 from __future__ import annotations

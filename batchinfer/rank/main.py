@@ -48,7 +48,7 @@ from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.row_equality import equal_rows
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
@@ -92,7 +92,7 @@ def _run(
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
     except BatchinferError as error:
-        _say_last(channel, Failed(harmless(str(error)), type(error).__name__))
+        _say_last(channel, Failed(sanitize(str(error)), type(error).__name__))
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
@@ -173,7 +173,7 @@ def _say_last(channel: RankChannel, message: Failed) -> None:
 
 
 def _failed(error: Exception) -> Failed:
-    return Failed(harmless(f"{type(error).__name__}: {error}"))
+    return Failed(sanitize(f"{type(error).__name__}: {error}"))
 
 
 def _controller_ended(channel: RankChannel, reason: Exception) -> NoReturn:

@@ -1,8 +1,8 @@
 """Simulated workers that claim units of a plan by real leases on a real file system, and what that costs there.
 
-Every worker has its own OpenUnits and UnitClaims, as a process would; they take turns in an order drawn by chance. The time
-that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the file
-system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
+Every worker has its own OpenUnits and UnitClaims, as a process would; they take turns in an order drawn by chance. The
+time that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the
+file system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
 minute old, as clients of a network file system give it (and as otherwise this would take hours).
 """
 
