@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 LINE_SECONDS = 10.0  # between plain lines
 
@@ -70,4 +70,4 @@ class Progress:
 
 def note(text: str) -> None:
     """A line of information or a warning on stderr, without tearing a running bar."""
-    tqdm.write(harmless(text), file=sys.stderr)
+    tqdm.write(sanitize(text), file=sys.stderr)

@@ -16,6 +16,6 @@ def printable(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
 
 
-def harmless(text: str) -> str:
+def sanitize(text: str) -> str:
     """A text of one or several lines as a terminal should get it."""
     return text if text.isprintable() else "".join(char if char == "\n" else printable(char) for char in text)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.launch.local_ranks import thread_settings
+from batchinfer.launch.rank_process import thread_settings
 from batchinfer_kernels import registry
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _ROWS_PER_EXPERT = 64, 1024, 256, 6

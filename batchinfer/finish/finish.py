@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +16,10 @@ from batchinfer.finish.join import counted_claims, join_results, open_database
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
 from batchinfer.progress import note
-from batchinfer.records import BatchinferError, ConfigError, ExitCode, Shard
+from batchinfer.records import BatchinferError, ExitCode, Shard
+from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, open_lock, publish_json, read_json
+from batchinfer.rundir import RunDir, publish_json, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,7 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
     Args:
         is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
     """
-    with open_lock(run) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
-        except OSError as error:
-            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run twice at once")
+    with locked(run, doing="finish this run"):
         shutil.rmtree(run.finish_scratch, ignore_errors=True)
         try:
             yield

@@ -5,7 +5,6 @@ No model is loaded. Every file is published whole, so that an interrupted plan g
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from batchinfer.plan.summary import count_plan, predict
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
+from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.publish import claim_place
 from batchinfer.run.session import Session
@@ -222,24 +222,17 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
-    """Only one plan at a time in a run folder; the lock goes with the process, however that ends."""
+    """Only one plan at a time in a run folder, which holds nothing else and can hold a run."""
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if foreign and not run.run_json.exists():
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
-        file = open(run.lock, "a")  # noqa: SIM115  (held until the plan is written)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
-    with file:
+    with locked(run, doing="plan this job"):
         check_file_system(run)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is planning in {run.root}; wait for it or stop it") from None
-        except OSError as error:
-            note(f"no file locks in {run.root} ({error.strerror}); do not plan this job twice at once")
         yield
 
 

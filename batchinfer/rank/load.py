@@ -20,7 +20,7 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.protocol.feed import ExpertSlots
+from batchinfer.protocol.messages import ExpertSlots
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.kv_budget import StartFacts, kv_budget
 from batchinfer.rank.stored_prefixes import StoredPrefixes

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from batchinfer.kv.pages import pages_for
 from batchinfer.kv.transfer import KvTransfer, page_bytes, read_transfer, write_transfer
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.protocol.feed import Adoption, Handover
+from batchinfer.protocol.messages import Adoption, Handover
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
@@ -89,7 +89,7 @@ class KvMigration:
             logprobs=sequence.logprobs,
             times=sequence.times,
             cached=sequence.cached,
-            parcel=transfer.path,
+            kv_path=transfer.path,
             num_bytes=transfer.num_bytes,
         )
 
@@ -105,7 +105,7 @@ class KvMigration:
         self._prompt_pages.make_known(sequence, sequence.num_prompt_tokens)
         page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
         with log.kv("KV in"):
-            read_transfer(handover.parcel, self._context.pages, page_ids, first_page=len(match.full))
+            read_transfer(handover.kv_path, self._context.pages, page_ids, first_page=len(match.full))
         for index, token in enumerate(handover.tokens):
             logprob = handover.logprobs[index] if handover.logprobs else None
             sequence.accept(token, logprob, self._context.eos_token_ids)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.protocol.feed import CachedTokens
+from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.batch import Chunk
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence

@@ -9,7 +9,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from batchinfer.host_info import free_memory_bytes
-from batchinfer.launch.local_ranks import RankEnvironment, has_gpu
+from batchinfer.launch.rank_process import RankEnvironment, has_gpu
 from batchinfer.model.fresh_memory import FreshMemory
 
 RankTask = tuple[RankEnvironment, FreshMemory | None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from batchinfer.data.tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
-from batchinfer.protocol.feed import CachedTokens
+from batchinfer.protocol.messages import CachedTokens
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
 

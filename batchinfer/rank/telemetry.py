@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 
 from batchinfer.parallel.spans import Span, SpanLog
-from batchinfer.protocol.feed import Feed, StepRecord
+from batchinfer.protocol.feed import Feed
+from batchinfer.protocol.messages import StepRecord
 from batchinfer.rank.agreement import Agreed
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.protocol.feed import ExpertSlots, Feed, StepReport
+from batchinfer.protocol.feed import Feed
+from batchinfer.protocol.messages import ExpertSlots, StepReport
 from batchinfer.rank.admission import Admission
 from batchinfer.rank.agreement import Agreed, Kind, agree
 from batchinfer.rank.context import RankContext

@@ -11,7 +11,7 @@ from batchinfer.report.metrics import Figure, RankDetails, RunDetails, StoreDeta
 from batchinfer.report.side_by_side import all_figures
 from batchinfer.report.terminal import fit
 from batchinfer.run.equal_rows import UNEQUAL
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 PANEL_WIDTH = 80
 LABEL_WIDTH = 26
@@ -58,7 +58,7 @@ def _equality_lines(details: RunDetails) -> list[str]:
     """Nothing unless answers may depend on what rows were batched with."""
     if details.bit_equal is not False:
         return []
-    return wrap(harmless(f"warning: {UNEQUAL}: {details.bit_equal_reason}"), PANEL_WIDTH)
+    return wrap(sanitize(f"warning: {UNEQUAL}: {details.bit_equal_reason}"), PANEL_WIDTH)
 
 
 def _row_lines(m: dict[str, Figure]) -> list[str]:

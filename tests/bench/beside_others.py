@@ -160,7 +160,7 @@ def measure(codes: list[Path], folder: Path, rounds: int, seconds: float, *, und
 
 def serve(folder: Path) -> None:
     """Be a Job: a line with seconds in, a line with the seconds of each step out."""
-    from batchinfer.launch.local_ranks import thread_settings
+    from batchinfer.launch.rank_process import thread_settings
 
     os.environ.update(thread_settings(len(os.sched_getaffinity(0))))  # read when torch is imported
     import torch

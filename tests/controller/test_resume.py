@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.controller import claims
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
 from support.faults import kill_the_command
@@ -152,10 +152,10 @@ def test_a_second_worker_takes_over_from_a_killed_one(reference, monkeypatch):
 
 def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    with Claims(run) as mine:
+    with UnitClaims(run) as mine:
         claim = mine.try_claim(0)
         assert claim is not None
-        other = Claims(run)
+        other = UnitClaims(run)
         assert other.try_claim(0) is None
         monkeypatch.setattr(claims, "LEASE_S", 0.0)
         # seen standing still for longer than the lease: taken over, although the process lives (it may be stopped)
@@ -172,7 +172,7 @@ def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypat
 
 def test_only_one_of_many_gets_a_unit(tmp_path):
     run = RunDir(tmp_path)
-    claimed = [Claims(run).try_claim(0) for _ in range(5)]
+    claimed = [UnitClaims(run).try_claim(0) for _ in range(5)]
     assert sum(claim is not None for claim in claimed) == 1
 
 

@@ -6,7 +6,7 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.rundir import RunDir
 from support.faults import descendants, ended, fail_some, plan_units, wait_until
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
@@ -40,7 +40,7 @@ def waiting_worker(run):
     """A worker that has said that it waits for others."""
     worker = start("work", run.root)
     said = ""
-    while "held by other workers; waiting for them" not in said:
+    while "held by other controllers; waiting for them" not in said:
         line = worker.stderr.readline()
         assert line, f"the worker ended: {said}"
         said += line
@@ -48,7 +48,7 @@ def waiting_worker(run):
 
 
 def test_a_worker_waits_without_ranks_until_it_gets_a_unit(reference, planned):
-    with Claims(planned) as others:
+    with UnitClaims(planned) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
         assert None not in held
         worker, called_back = waiting_worker(planned), waiting_worker(planned)
@@ -64,7 +64,7 @@ def test_a_worker_waits_without_ranks_until_it_gets_a_unit(reference, planned):
 
 
 def test_a_worker_that_waited_in_vain_ends_well_without_ever_loading(planned):
-    with Claims(planned) as others:
+    with UnitClaims(planned) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
         worker = waiting_worker(planned)
         for claim in held:
@@ -80,11 +80,11 @@ def test_partial_results_while_a_group_works_leave_its_files_alone(reference, pl
     ranks = descendants(worker.pid)
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)  # the group cannot end before finish looks at it
-    parcel = planned.parcels("of-a-living-session") / "kv"
-    parcel.parent.mkdir(parents=True)
-    parcel.write_bytes(b"on its way")
+    transfer = planned.kv_transfers("of-a-living-session") / "kv"
+    transfer.parent.mkdir(parents=True)
+    transfer.write_bytes(b"on its way")
     assert batchinfer("finish", planned.root, "--allow-partial").code == 3
-    assert parcel.read_bytes() == b"on its way"
+    assert transfer.read_bytes() == b"on its way"
     assert not planned.finish_scratch.exists()
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
@@ -97,7 +97,7 @@ def test_partial_results_while_a_group_works_leave_its_files_alone(reference, pl
 
 def test_a_living_worker_takes_up_units_that_are_opened_again(reference, planned):
     units = unit_numbers(planned)
-    with Claims(planned) as others:
+    with UnitClaims(planned) as others:
         assert others.try_claim(units[-1]) is not None
         worker = waiting_worker(planned)
         wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), worker)

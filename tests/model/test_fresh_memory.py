@@ -11,8 +11,8 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.launch.local_ranks import RankEnvironment
-from batchinfer.launch.rank_group import open_group
+from batchinfer.launch.rank_loader import open_ranks
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.config import load_model_config
 from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.transformer import Transformer
@@ -125,9 +125,9 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
 
 def test_a_lone_rank_is_told_how_much_its_weights_take(tmp_path):
     def told(path: Path, **cluster: int) -> list[int]:
-        group = open_group(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
-        group.close()
-        return [environment.weight_bytes for environment in group.local._environments]
+        ranks = open_ranks(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
+        ranks.close()
+        return [environment.weight_bytes for environment in ranks.group.local._environments]
 
     assert told(RANDOM_MODEL) == [weight_bytes(load_model_config(RANDOM_MODEL), "float32")]
     assert told(RANDOM_MODEL, prefill_ranks=2) == [0]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
-from batchinfer.launch.local_ranks import LocalRanks, RankEnvironment
+from batchinfer.launch.local_ranks import LocalRanks
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.dispatch import count_rows
@@ -154,7 +155,7 @@ def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
 
     def places():
-        return [one.place for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
+        return [one.index for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
 
     assert places() == [0, 1]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

@@ -1,8 +1,8 @@
 """Simulated workers that claim units of a plan by real leases on a real file system, and what that costs there.
 
-Every worker has its own OpenUnits and Claims, as a process would; they take turns in an order drawn by chance. The time
-that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the file
-system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
+Every worker has its own OpenUnits and UnitClaims, as a process would; they take turns in an order drawn by chance. The
+time that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the
+file system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
 minute old, as clients of a network file system give it (and as otherwise this would take hours).
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.controller import open_units
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.rundir import RunDir
 
@@ -142,7 +142,7 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
 
 class _Worker:
     def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random) -> None:
-        self._claims, self._rng = Claims(run), rng
+        self._claims, self._rng = UnitClaims(run), rng
         self._units = OpenUnits(run, rows, start=None)
         self._units._random = rng  # the same every time
         self._claim: Any = None

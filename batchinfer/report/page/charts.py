@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 WIDTH = 400
 LEFT = 46  # room for the numbers of the vertical axis
@@ -41,7 +41,7 @@ class Axis:
 
 def inert(text: str) -> str:
     """Text as HTML and SVG show it, in elements and attributes: it does nothing else."""
-    return escape(harmless(text))
+    return escape(sanitize(text))
 
 
 def short(value: float) -> str:

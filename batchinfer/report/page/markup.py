@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from batchinfer.report.page.charts import Series, inert
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def shown(text: str, limit: int = 300, num_chars: int | None = None) -> str:
         num_chars: length of the whole text when `text` is only its start.
     """
     whole = len(text) if num_chars is None else num_chars
-    kept = escape(harmless(text[:limit]))
+    kept = escape(sanitize(text[:limit]))
     html = f"<bdi>{kept.replace(chr(10), '<br>')}</bdi>"
     if whole > min(limit, len(text)):
         html += f' <span class="cut">… cut, {whole:,} characters in all</span>'
