@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from batchinfer.report.terminal import fit
+from batchinfer.sanitize import fit
 from batchinfer.slurm.status import Status, StatusReader, duration
 
 WATCH_S = 5.0

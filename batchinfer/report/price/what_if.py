@@ -7,9 +7,9 @@ from pathlib import Path
 
 from batchinfer.config import load_job
 from batchinfer.records import ConfigError
-from batchinfer.report.metrics import report_metrics
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PRICES, PriceList
+from batchinfer.report.read import read_report
 from batchinfer.rundir import RunDir
 
 LABEL_WIDTH = 34
@@ -42,7 +42,7 @@ def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
     Raises:
         ConfigError: the folder is no finished run.
     """
-    figures = report_metrics(run_folder)
+    figures = read_report(run_folder).values
     hit = figures["cached_tokens"] or 0
     amounts = Amounts(
         hit_tokens=hit,
