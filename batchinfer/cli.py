@@ -12,7 +12,7 @@ from batchinfer.commands import jobs, kv, reports, slurm
 from batchinfer.commands.options import EXIT_CODES
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
 
 
@@ -77,13 +77,13 @@ def main() -> None:
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        click.echo(f"error: {harmless(str(error))}", err=True)
+        click.echo(f"error: {sanitize(str(error))}", err=True)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
     except OSError as error:
-        click.echo(f"error: {harmless(str(error))}", err=True)
+        click.echo(f"error: {sanitize(str(error))}", err=True)
         sys.exit(ExitCode.INTERNAL)
     except Exception:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere. Called by plan, work and finish."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 LINE_SECONDS = 10.0  # between plain lines
 
@@ -28,7 +28,7 @@ class Progress:
         )
 
     def advance(self, count: int, detail: str = "") -> None:
-        """Count finished things; `detail` (for example tokens/s) is shown beside them."""
+        """Count finished things; `detail` (for example tokens/s) is shown with them."""
         self.count += count
         self._detail = detail or self._detail
         if self._bar is not None:
@@ -70,4 +70,4 @@ class Progress:
 
 def note(text: str) -> None:
     """A line of information or a warning on stderr, without tearing a running bar."""
-    tqdm.write(harmless(text), file=sys.stderr)
+    tqdm.write(sanitize(text), file=sys.stderr)

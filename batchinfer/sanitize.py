@@ -1,4 +1,4 @@
-"""Other people's text made harmless for a terminal: used for messages, the report and the page."""
+"""Other people's text for terminals and pages: what does not print is escaped, what is too long is cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def printable(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
 
 
-def harmless(text: str) -> str:
+def sanitize(text: str) -> str:
     """A text of one or several lines as a terminal should get it."""
     return text if text.isprintable() else "".join(char if char == "\n" else printable(char) for char in text)
 

@@ -11,7 +11,7 @@ import click
 
 from batchinfer.commands.options import EXIT_CODES, alone, earlier_run_options, job_options, tracer_of
 from batchinfer.commands.reports import print_report
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
     from batchinfer.finish.finish import finish_run
 
     result = finish_run(run_dir, config, allow_partial=allow_partial)
-    click.echo(harmless(_finished_text(run_dir, result)), err=True)
+    click.echo(sanitize(_finished_text(run_dir, result)), err=True)
     return result.exit_code
 
 

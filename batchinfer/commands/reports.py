@@ -99,6 +99,7 @@ def price(
     """
     from batchinfer.report.price import what_if
     from batchinfer.report.price.price_list import PriceList, minute_of_day, read_prices
+    from batchinfer.report.terminal import show
 
     amounts, prices = what_if.Amounts(), PriceList()
     if run_folder is not None:
@@ -108,7 +109,10 @@ def price(
     prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
     start_minute = None if start is None else minute_of_day(start, "--start")
     figures = what_if.price(what_if.with_changes(amounts, **changes), prices, is_batch=batch, start_minute=start_minute)
-    click.echo(json.dumps(figures, indent=1) if as_json else what_if.format_price(figures, prices))
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        show(*what_if.price_table(figures, prices))
 
 
 @click.command()
@@ -120,12 +124,16 @@ def simulate(spec: Path, as_json: bool) -> None:
     Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
     nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
+    from batchinfer.report.terminal import show
     from batchinfer.sim.answer import answer
     from batchinfer.sim.spec import load_spec
-    from batchinfer.sim.table import format_answer
+    from batchinfer.sim.table import answer_table
 
     figures = answer(load_spec(spec))
-    click.echo(json.dumps(figures, indent=1) if as_json else format_answer(figures))
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        show(*answer_table(figures))
 
 
 def print_report(runs: list[Path], *, as_json: bool) -> None:

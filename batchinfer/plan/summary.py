@@ -1,4 +1,4 @@
-"""What a plan says about a job: counts, balance, time, cost. Called by the planner and by `batchinfer plan`."""
+"""What a plan says about a job: counts, balance, time, cost."""
 
 from __future__ import annotations
 

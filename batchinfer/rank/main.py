@@ -47,7 +47,7 @@ from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.row_equality import equal_rows
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
@@ -93,7 +93,7 @@ def _run(
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
     except BatchinferError as error:
-        _say_last(channel, {"type": "failed", "error": harmless(str(error)), "class": type(error).__name__})
+        _say_last(channel, {"type": "failed", "error": sanitize(str(error)), "class": type(error).__name__})
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
@@ -178,7 +178,7 @@ def _say_last(channel: Channel, message: Message) -> None:
 
 
 def _failed(error: Exception) -> Message:
-    return {"type": "failed", "error": harmless(f"{type(error).__name__}: {error}"), "class": ""}
+    return {"type": "failed", "error": sanitize(f"{type(error).__name__}: {error}"), "class": ""}
 
 
 def _fail(channel: Channel, error: Exception) -> NoReturn:

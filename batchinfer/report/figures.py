@@ -5,8 +5,8 @@ A new figure is an entry here and a column of that name in a one-row table of qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.report import forms
@@ -29,6 +29,10 @@ class Figure:
     why_empty: str = "not known"  # "": nothing is said of it then
     only_if_any: bool = False  # nothing is said of it when it is 0
     is_added_up: bool = False  # over several runs, from each run's own; others are computed from all tables together
+
+    def called(self, label: str, note: str = "") -> Figure:
+        """The same one by another name."""
+        return replace(self, label=label, note=note)
 
     def note_of(self, values: Values) -> str:
         """What is said after the number."""
@@ -141,10 +145,10 @@ MONEY = Group(
     (
         Figure("cost_usd", "cost", forms.dollars, "$",
                "gpu_hours x the price of an accelerator-hour; null without that price",
-               why_empty="no gpu_hour price in the job", is_added_up=True),
+               why_empty="no gpu_hour price", is_added_up=True),
         Figure("revenue_usd", "revenue at list prices", forms.dollars, "$",
                "hit, miss and output tokens at their list prices; null unless all three are set",
-               why_empty="no token prices in the job", is_added_up=True),
+               why_empty="no token prices", is_added_up=True),
         Figure("cost_profit_margin", "cost profit margin", forms.percent, "%",
                "(revenue - cost) / cost, a ratio: 5.45 means 545 %",
                note="profit / cost", why_empty="needs cost and revenue"),
@@ -228,7 +232,7 @@ PREDICTIONS: dict[str, tuple[str, Form]] = {
 }
 
 
-def groups_of(columns: list[Values], groups: tuple[Group, ...] = GROUPS) -> Iterator[tuple[Group, list[Figure]]]:
+def groups_of(columns: Sequence[Values], groups: Sequence[Group] = GROUPS) -> Iterator[tuple[Group, list[Figure]]]:
     """The groups that people are told of, each with its figures; with none where the group's `why_empty` is said."""
     for group in groups:
         shown = [figure for figure in group.figures if any(figure.is_shown(values) for values in columns)]

@@ -26,6 +26,15 @@ share = _known(lambda value: f"{value:.1%}" if value not in (0, 1) else f"{value
 usd = _known(lambda value: f"${dollars(value)}")
 
 
+def _number(value: float) -> str:
+    if value == int(value) or abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+number = _known(_number)
+
+
 def duration(num_seconds: Value) -> str:
     """'2 h 05 min' for what is longer than two minutes, else nothing."""
     if num_seconds is None or num_seconds < 120:

@@ -8,15 +8,25 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from batchinfer.report import forms
-from batchinfer.report.figures import GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE, Group, groups_of
+from batchinfer.report.figures import GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
 from batchinfer.report.forms import Value
 from batchinfer.report.read import RankDetails, Report, is_worth_showing
-from batchinfer.report.terminal import HEADING, NOTE, WARNING, WIDTH, drawn, table, text
+from batchinfer.report.terminal import (
+    HEADING,
+    LINED_UP,
+    WARNING,
+    WIDTH,
+    drawn,
+    figure_lines,
+    figure_table,
+    line,
+    table,
+    text,
+)
 from batchinfer.run.equal_rows import UNEQUAL
 from batchinfer.sanitize import fit
 
 Cells = Sequence[str | Text]
-LINED_UP = (27, 12)  # label and first number of all tables
 MAX_SHARDS = 10  # unreadable ones that are named
 
 
@@ -26,11 +36,7 @@ def panel(report: Report) -> Iterator[RenderableType]:
     if report.bit_equal is False:  # answers may depend on what rows were batched with
         yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
     first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, STORE))
-    yield table(_figure_lines(report, first), "lrw", min_widths=LINED_UP)
-    for group, figures in groups_of([report.values], first):
-        if not figures:
-            yield text(group.title, HEADING)
-            yield text(group.why_empty or "", NOTE)
+    yield from figure_table(report.values, first)
     if sum(report.seconds.values()):
         yield _number_table(["Where the time went", "rank-seconds", "share", "cost, $"], _part_lines(report))
     plan = list(_plan_lines(report))
@@ -39,34 +45,15 @@ def panel(report: Report) -> Iterator[RenderableType]:
     several = len(report.ranks) > 1
     if several:
         yield _number_table(["Ranks", "prefilled", "decoded", "busy s"], _rank_lines(report.ranks))
-    lines = list(_figure_lines(report, (RANKS,)))[several:]  # the table above has the heading
-    lines[0 if several else 1 : 0] = _balance_lines(report.ranks) if several else []
-    yield table([*lines, *_figure_lines(report, (STORE,))], "lrw", min_widths=LINED_UP)
+    lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table above has the heading
+    balance = _balance_lines(report.ranks) if several else ()
+    yield table([*balance, *lines, *figure_lines(report.values, [STORE])], "lrw", min_widths=LINED_UP)
     yield from _trouble(report)
 
 
 def format_report(report: Report) -> str:
     """The panel as plain text, at most 80 columns wide."""
     return drawn(*panel(report))
-
-
-def _figure_lines(report: Report, groups: tuple[Group, ...]) -> Iterator[Cells]:
-    for group, figures in groups_of([report.values], groups):
-        if figures:
-            yield [text(group.title, HEADING)]
-        for figure in figures:
-            value = report.values[figure.key]
-            yield _line(figure.label, figure.form(value), figure.unit, figure.note_of(report.values), figure.why_empty,
-                        is_known=value is not None)  # fmt: skip
-
-
-def _line(label: str, number: str, unit: str, note: str, why_empty: str = "", *, is_known: bool = True) -> Cells:
-    after = (
-        text(f"{unit:<6} " if unit and note else unit).append_text(text(note, NOTE))
-        if is_known
-        else text(why_empty, NOTE)
-    )
-    return [f"  {label}", number, after]
 
 
 def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> RenderableType:
@@ -103,8 +90,7 @@ def _balance_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
         if len(rows) > 1:
             ratio: Value = max(rows) * len(rows) / sum(rows) if any(rows) else None
             note = f"{role} ranks" if len(roles) > 1 else ""
-            yield _line("expert rows, max / mean", forms.rate(ratio), "", note, "no expert was used",
-                        is_known=ratio is not None)  # fmt: skip
+            yield line("expert rows, max / mean", forms.rate(ratio), note=note if any(rows) else "no expert was used")
 
 
 def _trouble(report: Report) -> Iterator[RenderableType]:

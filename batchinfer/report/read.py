@@ -122,7 +122,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         seconds=seconds,
         predictions=tuple(
             Prediction(*row)
-            for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY place")
+            for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
         ),
         ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
         unreadable_shards=tuple(shard for folder in computed.folders for shard in _unreadable_shards(folder)),

@@ -548,7 +548,7 @@ def test_the_panel_shows_units_and_fits_the_terminal():
 
 def test_the_panel_says_why_something_is_not_known():
     lines = squeezed(format_report(report_with(None, rows=0, cost_usd=1.0)))
-    assert "revenue at list prices – no token prices in the job" in lines
+    assert "revenue at list prices – no token prices" in lines
     assert "gross margin – needs cost and revenue" in lines
     assert "prefill per node – no prefill step" in lines
     assert not any("None" in line for line in lines)

@@ -14,7 +14,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 WIDTH = 400
 LEFT = 46  # room for the numbers of the vertical axis
@@ -43,7 +43,7 @@ class Axis:
 
 def inert(text: str) -> str:
     """Text as HTML and SVG show it, in elements and attributes: it does nothing else."""
-    return escape(harmless(text))
+    return escape(sanitize(text))
 
 
 def short(value: float) -> str:

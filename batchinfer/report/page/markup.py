@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from batchinfer.sanitize import harmless
+from batchinfer.sanitize import sanitize
 
 SHOWN_CHARS = 300
 
@@ -59,7 +59,7 @@ def shown(text: str, limit: int = SHOWN_CHARS, num_chars: int | None = None) -> 
     if isinstance(text, Markup):
         return text
     whole = len(text) if num_chars is None else num_chars
-    kept = escape(harmless(text[:limit])).replace("\n", "<br>")
+    kept = escape(sanitize(text[:limit])).replace("\n", "<br>")
     is_cut = whole > min(limit, len(text))
     cut = f' <span class="cut">… cut, {whole:,} characters in all</span>' if is_cut else ""
     return Markup(f"<bdi>{kept}</bdi>{cut}")
@@ -71,7 +71,7 @@ def render(**values: Any) -> str:
         loader=PackageLoader("batchinfer.report", "page"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else harmless(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else sanitize(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
     )
