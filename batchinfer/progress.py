@@ -28,7 +28,7 @@ class Progress:
         )
 
     def advance(self, count: int, detail: str = "") -> None:
-        """Count finished things; `detail` (for example tokens/s) is shown beside them."""
+        """Count finished things; `detail` (for example tokens/s) is shown with them."""
         self.count += count
         self._detail = detail or self._detail
         if self._bar is not None:

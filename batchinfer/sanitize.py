@@ -1,4 +1,4 @@
-"""Other people's text made harmless for a terminal: used for messages, the report and the page."""
+"""Other people's text for terminals and pages: what does not print is escaped, what is too long is cut."""
 
 from __future__ import annotations
 
@@ -19,3 +19,35 @@ def printable(char: str) -> str:
 def sanitize(text: str) -> str:
     """A text of one or several lines as a terminal should get it."""
     return text if text.isprintable() else "".join(char if char == "\n" else printable(char) for char in text)
+
+
+def fit(content: str, width: int, keep_end: bool = False) -> str:
+    """One line of any text, sanitized, cut to a width.
+
+    Args:
+        content: line breaks in it become escapes.
+        width: columns of the terminal.
+        keep_end: cut at the start instead of the end (paths).
+    """
+    # what is far beyond the cut need not be escaped
+    near = content[-width - 1 :] if keep_end else content[: width + 1]
+    pieces = [printable(char) for char in near]
+    if len(near) == len(content) and sum(map(display_width, pieces)) <= width:
+        return "".join(pieces)
+    kept: list[str] = []
+    room = width - 1
+    for piece in reversed(pieces) if keep_end else pieces:
+        room -= display_width(piece)
+        if room < 0:
+            break
+        kept.append(piece)
+    return "…" + "".join(reversed(kept)) if keep_end else "".join(kept) + "…"
+
+
+def display_width(content: str) -> int:
+    """Columns that a terminal needs: two for wide characters (East Asian), none for combining ones."""
+    if content.isascii():
+        return len(content)
+    return sum(
+        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in content
+    )

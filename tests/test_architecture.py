@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "slurm": {"controller", "data", "parallel", "report"},
+    "slurm": {"controller", "data", "parallel"},
     "doctor": {"launch", "parallel"},
     "commands": {"controller", "finish", "kv_store", "launch", "plan", "report", "run", "sim", "slurm"},
 }

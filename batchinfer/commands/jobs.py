@@ -146,7 +146,7 @@ def run(
         )
         if ranks is not None:
             import batchinfer.finish.finish  # while the ranks load: this process only waits for them
-            import batchinfer.report.metrics  # noqa: F401
+            import batchinfer.report.panel  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks, spare)
         code = _finish(run_dir, config, allow_partial=False)
     print_report([run_dir.root], as_json=False)

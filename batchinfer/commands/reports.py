@@ -34,7 +34,7 @@ def report(
 ) -> None:
     """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
 
-    Several runs stand side by side, with a column for all of them together.
+    Several runs come side by side, with a column for all of them together.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, nodes, kv, run. For example:
@@ -99,6 +99,7 @@ def price(
     """
     from batchinfer.report.price import what_if
     from batchinfer.report.price.price_list import PriceList, minute_of_day, read_prices
+    from batchinfer.report.terminal import show
 
     amounts, prices = what_if.Amounts(), PriceList()
     if run_folder is not None:
@@ -108,7 +109,10 @@ def price(
     prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
     start_minute = None if start is None else minute_of_day(start, "--start")
     figures = what_if.price(what_if.with_changes(amounts, **changes), prices, is_batch=batch, start_minute=start_minute)
-    click.echo(json.dumps(figures, indent=1) if as_json else what_if.format_price(figures, prices))
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        show(*what_if.price_table(figures, prices))
 
 
 @click.command()
@@ -120,64 +124,68 @@ def simulate(spec: Path, as_json: bool) -> None:
     Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
     nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
+    from batchinfer.report.terminal import show
     from batchinfer.sim.answer import answer
     from batchinfer.sim.spec import load_spec
-    from batchinfer.sim.table import format_answer
+    from batchinfer.sim.table import answer_table
 
     figures = answer(load_spec(spec))
-    click.echo(json.dumps(figures, indent=1) if as_json else format_answer(figures))
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        show(*answer_table(figures))
 
 
 def print_report(runs: list[Path], *, as_json: bool) -> None:
     """The report of one or several finished runs on stdout."""
-    from batchinfer.report.metrics import metrics_and_details, metrics_together
-    from batchinfer.report.side_by_side import Column, all_figures, format_side_by_side, run_names
-    from batchinfer.report.table import format_report, report_document
+    from batchinfer.report.compare import Column, run_names, side_by_side
+    from batchinfer.report.panel import panel
+    from batchinfer.report.read import as_document, read_report, read_together
+    from batchinfer.report.terminal import show
 
-    found = [metrics_and_details(folder) for folder in runs]
+    found = [read_report(folder) for folder in runs]
     if as_json:
-        documents = [report_document(*one) for one in found]
+        documents = [as_document(one) for one in found]
         click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
     elif len(found) == 1:
-        click.echo(format_report(*found[0]), nl=False)
+        show(*panel(found[0]))
     else:
-        columns = [Column(name, all_figures(*one)) for name, one in zip(run_names(runs), found, strict=True)]
-        together = metrics_together(runs, [metrics for metrics, _ in found])
-        click.echo(format_side_by_side([*columns, Column("together", all_figures(*together))]), nl=False)
+        columns = [Column(name, one.values) for name, one in zip(run_names(runs), found, strict=True)]
+        show(*side_by_side([*columns, Column("together", read_together(runs, found).values)]))
 
 
 def _print_together(runs: list[Path], *, as_json: bool) -> None:
-    from batchinfer.report.metrics import metrics_together, report_metrics
-    from batchinfer.report.table import format_report, report_document
+    from batchinfer.report.panel import panel
+    from batchinfer.report.read import as_document, read_report, read_together
+    from batchinfer.report.terminal import show
 
-    found = metrics_together(runs, [report_metrics(folder) for folder in runs])
-    click.echo(json.dumps(report_document(*found), indent=1) if as_json else format_report(*found), nl=as_json)
+    together = read_together(runs, [read_report(folder) for folder in runs])
+    if as_json:
+        click.echo(json.dumps(as_document(together), indent=1))
+    else:
+        show(*panel(together))
 
 
 def _print_changes(runs: list[Path], *, as_json: bool) -> None:
-    from batchinfer.report.metrics import metrics_and_details
-    from batchinfer.report.side_by_side import Column, all_figures, changes, format_changes, run_names
+    from batchinfer.report.compare import Column, changed, run_names
+    from batchinfer.report.figures import changes
+    from batchinfer.report.read import read_report
+    from batchinfer.report.terminal import show
 
     if len(runs) != 2:
         raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
-    before, after = (all_figures(*metrics_and_details(folder)) for folder in runs)
+    before, after = (read_report(folder).values for folder in runs)
     if as_json:
         click.echo(json.dumps(changes(before, after), indent=1))
     else:
         names = run_names(runs)
-        click.echo(format_changes(Column(names[0], before), Column(names[1], after)), nl=False)
+        show(changed(Column(names[0], before), Column(names[1], after)))
 
 
 def _write_page(runs: list[Path], file: Path) -> None:
-    from batchinfer.report.metrics import metrics_together, report_metrics
     from batchinfer.report.page.page import write_page
-    from batchinfer.report.side_by_side import Column, all_figures
 
-    together = None
-    if len(runs) > 1:
-        figures = all_figures(*metrics_together(runs, [report_metrics(folder) for folder in runs]))
-        together = Column("together", figures)
-    write_page(runs, together, file)
+    write_page(runs, file)
     click.echo(file)
 
 
@@ -189,7 +197,8 @@ def _export(runs: list[Path], folder: Path) -> None:
 
 
 def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
-    from batchinfer.report.rows import format_rows, json_records
+    from batchinfer.report.rows import json_records, table_of_rows
+    from batchinfer.report.terminal import show
     from batchinfer.report.views import run_query
 
     if sql.startswith("@"):
@@ -201,4 +210,4 @@ def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
     else:
-        click.echo(format_rows(columns, rows), nl=False)
+        show(*table_of_rows(columns, rows), uncut=True)

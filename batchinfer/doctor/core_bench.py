@@ -1,4 +1,4 @@
-"""How a host's cores are used best: one rank with all threads, or one rank per core. Called by `doctor --bench`.
+"""How a host's cores are used best: one rank with all threads, or one rank per core.
 
 The experts of one mixture layer, as a decode step of 64 tokens meets them, run in processes of their own: all experts
 in one process, or an equal share in each of several at the same time. Rows would travel between several ranks, too, so

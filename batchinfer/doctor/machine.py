@@ -1,4 +1,4 @@
-"""What this machine can run. Called by `batchinfer doctor`."""
+"""What this machine can run."""
 
 from __future__ import annotations
 

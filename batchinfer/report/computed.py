@@ -1,4 +1,4 @@
-"""The views of run folders with the tables of queries/*.sql on top. Called by metrics and page_data."""
+"""The views of run folders with the tables of queries/*.sql on top."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ QUERIES = (
     "balance",
     "predictions",
     "store",
+    "finish_reasons",
+    "trouble",
     "rank_seconds",
 )
-# tables in which a session stands; names of sessions may repeat in runs that were copied
+# tables with a session; names of sessions may repeat in runs that were copied
 SESSION_TABLES = ("steps", "experts", "nodes", "kv")
 MEMORY_LIMIT = "600MB"  # beyond that DuckDB goes to disk
 

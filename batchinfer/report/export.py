@@ -1,4 +1,4 @@
-"""The views of run folders as Parquet files, for other programs. Called by `batchinfer report --parquet`."""
+"""The views of run folders as Parquet files, for other programs."""
 
 from __future__ import annotations
 

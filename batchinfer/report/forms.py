@@ -1,14 +1,16 @@
-"""Figures as text: one form per kind of figure. Called by table, side_by_side and html."""
+"""Figures as text: one form per kind of figure, and a dash for what is not known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Form = Callable[[float | int | None], str | None]
+Value = float | int | None
+Form = Callable[[Value], str]
+DASH = "–"
 
 
 def _known(form: Callable[[float], str]) -> Form:
-    return lambda value: None if value is None else form(value)
+    return lambda value: DASH if value is None else form(value)
 
 
 count = _known(lambda value: f"{value:,.0f}" if isinstance(value, float) else f"{value:,}")
@@ -20,44 +22,22 @@ unit_dollars = _known(lambda value: f"{value:,.2f}" if value >= 10 else f"{value
 seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}")
 megabytes = _known(lambda value: f"{value / 1e6:,.1f}")
 ratio = _known(lambda value: f"{value:,.3f}")
+share = _known(lambda value: f"{value:.1%}" if value not in (0, 1) else f"{value:.0%}")
+usd = _known(lambda value: f"${dollars(value)}")
 
 
-def duration(num_seconds: float | int | None) -> str | None:
-    """'2 h 05 min' for what is longer than two minutes."""
+def _number(value: float) -> str:
+    if value == int(value) or abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+number = _known(_number)
+
+
+def duration(num_seconds: Value) -> str:
+    """'2 h 05 min' for what is longer than two minutes, else nothing."""
     if num_seconds is None or num_seconds < 120:
-        return None
-    hours, minutes = divmod(round(num_seconds / 60), 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"
-
-
-def share(value: float) -> str:
-    """A share in percent."""
-    return f"{value:.1%}" if value not in (0, 1) else f"{value:.0%}"
-
-
-PREDICTION_FORMS: dict[str, tuple[str, Form]] = {
-    "computed_tokens": ("prompt tokens computed", count),
-    "output_tokens": ("output tokens", count),
-    "prefill_balance": ("prefill, busiest / mean", ratio),
-    "decode_balance": ("decode KV, busiest / mean", ratio),
-    "expert_balance": ("experts, busiest / mean", ratio),
-    "work_s": ("seconds on ranks", rate),
-    "gpu_hours": ("GPU-hours", hours),
-    "cost_usd": ("cost, $", dollars),
-}
-SECONDS_LABELS = {
-    "startup": "start-up",
-    "prefill": "prefill",
-    "decode": "decode",
-    "exchange": "waiting for expert rows",
-    "waste": "wasted work",
-    "tail": "tail",
-    "idle": "idle otherwise",
-}
-# what is divided by which tokens
-UNIT_COST_LABELS = {
-    "usd_per_million_output_tokens": ("all cost on output", "output"),
-    "usd_per_million_tokens": ("all cost on all tokens", "input + output"),
-    "prefill_usd_per_million_input_tokens": ("by pool: prefill", "input"),
-    "decode_usd_per_million_output_tokens": ("by pool: decode", "output"),
-}
+        return ""
+    whole_hours, minutes = divmod(round(num_seconds / 60), 60)
+    return f"{whole_hours:,} h {minutes:02d} min" if whole_hours else f"{minutes} min"

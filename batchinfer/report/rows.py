@@ -1,4 +1,4 @@
-"""Rows of a query for a terminal and for JSON. Called by `batchinfer report --sql`."""
+"""Rows of a query for a terminal and for JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any
 
-from batchinfer.report.terminal import display_width, fit
+from rich.console import RenderableType
+
+from batchinfer.report.terminal import table, text
+from batchinfer.sanitize import fit
 
 CELL_WIDTH = 40
 NUMERIC = int | float | Decimal
 
 
-def format_rows(
+def table_of_rows(
     columns: list[str], rows: Iterable[tuple[Any, ...]], max_rows: int = 40, count_rows: int = 100_000
-) -> str:
+) -> Iterator[RenderableType]:
     """A result as an aligned table: numbers to the right, null for null, long cells cut, control characters escaped.
 
     Args:
@@ -30,26 +33,16 @@ def format_rows(
     rows = iter(rows)
     shown = list(islice(rows, max_rows))
     num_more = sum(1 for _ in islice(rows, count_rows + 1))
-    table = [[fit(name, CELL_WIDTH) for name in columns], *([_cell(value) for value in row] for row in shown)]
-    widths = [max(map(display_width, cells)) for cells in zip(*table, strict=True)]
-    is_number = [
-        any(_is_number(value) for value in cells) and all(value is None or _is_number(value) for value in cells)
-        for cells in (zip(*shown, strict=True) if shown else ((),) * len(columns))
-    ]
-    table.insert(1, ["-" * width for width in widths])
-    lines = [
-        "  ".join(
-            _pad(cell, width, right) for cell, width, right in zip(cells, widths, is_number, strict=True)
-        ).rstrip()
-        for cells in table
-    ]
+    sides = ["r" if all(value is None or _is_number(value) for value in cells) else "l"
+             for cells in (zip(*shown, strict=True) if shown else [()] * len(columns))]  # fmt: skip
+    header = [fit(name, CELL_WIDTH) for name in columns]
+    yield table([[_cell(value) for value in row] for row in shown], "".join(sides), header)
     if num_more > count_rows:
-        lines.append(f"… more than {count_rows:,} more rows")
+        yield text(f"… more than {count_rows:,} more rows")
     elif num_more:
-        lines.append(f"… {num_more:,} more row{'s' if num_more > 1 else ''}")
+        yield text(f"… {num_more:,} more row{'s' if num_more > 1 else ''}")
     elif not shown:
-        lines.append("(no rows)")
-    return "\n".join(lines) + "\n"
+        yield text("(no rows)")
 
 
 def json_records(columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -94,8 +87,3 @@ def _cell(value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, NUMERIC) and not isinstance(value, bool)
-
-
-def _pad(text: str, width: int, right: bool) -> str:
-    blanks = " " * (width - display_width(text))
-    return blanks + text if right else text + blanks

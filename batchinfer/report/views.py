@@ -1,4 +1,4 @@
-"""DuckDB over run folders: the views, and other people's SQL on them, read only. Called by metrics and the CLI."""
+"""DuckDB over run folders: the views, and other people's SQL on them, read only."""
 
 from __future__ import annotations
 

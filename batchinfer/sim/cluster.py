@@ -1,4 +1,4 @@
-"""Events of a cluster on paper: prefill units, KV under way, decode units, nodes held. Called by answer.
+"""Events of a cluster on paper: prefill units, KV under way, decode units, nodes held.
 
 Prefill units take the next requests in order, as many as a step holds. What they have computed goes to the fullest
 decode unit with room; while more waits than one decode unit holds, prefill waits too. A decode unit gives each of its
@@ -89,7 +89,119 @@ def simulate(workload: Workload, cluster: Cluster, deals: Deals | None = None) -
     Args:
         deals: of this workload, to be shared by several calls.
     """
-    return _Events(workload, cluster, deals or Deals(workload)).run()
+    deals = deals or Deals(workload)
+    log = _Log(cluster, len(workload))
+    prefill, decode = _Prefill(workload, cluster, deals, log), _Decode(workload, cluster, deals, log)
+    prefill.start(0.0)
+    while log.due:
+        now, _, kind, unit = heapq.heappop(log.due)
+        if kind == "arrival":
+            prefill.wake_s = None
+        elif kind == "prefill":
+            decode.take_over(prefill.finish(unit, now), now)
+        else:
+            decode.units[unit].is_running = False
+        decode.advance(now)
+        if decode.waiting_kv <= decode.max_kv:
+            prefill.start(now)
+    return log.finish()
+
+
+class _Log:
+    """What has happened so far, and what is due: a heap of (time, order, kind, unit)."""
+
+    def __init__(self, cluster: Cluster, num_requests: int) -> None:
+        self.cluster = cluster
+        self.due: list[tuple[float, int, str, int]] = []
+        self.history = History(0.0, [], 0.0, 0.0, 0, 0, {}, {}, np.zeros(num_requests), np.zeros(num_requests))
+        self._busy: dict[tuple[str, int], list[list[float]]] = {}
+
+    def expect(self, time_s: float, kind: str, unit: int) -> None:
+        """Have the main loop look at this time."""
+        self.history.num_events += 1
+        heapq.heappush(self.due, (time_s, self.history.num_events, kind, unit))
+
+    def work(self, kind: str, unit: int, start: float, seconds: float) -> None:
+        """A unit works from `start` on; idle times below the release time are held on to."""
+        end = start + seconds
+        spans = self._busy.setdefault((kind, unit), [])
+        if spans and start - spans[-1][1] <= self.cluster.release_after_s:
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+        self.expect(end, kind, unit)
+
+    def finish(self) -> History:
+        """The whole history: with the nodes, held until they were released or all work ended."""
+        history, cluster = self.history, self.cluster
+        history.end_s = end_s = float(history.finished_s.max())
+        for (kind, _), spans in self._busy.items():
+            nodes = cluster.nodes_of(cluster.prefill if kind == "prefill" else cluster.decode)
+            history.held += [
+                (start, min(end + cluster.release_after_s, max(end, end_s)), nodes) for start, end in spans
+            ]
+        return history
+
+
+class _Prefill:
+    """The prefill units and the requests that have not been prefilled, in order."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, deals: Deals, log: _Log) -> None:
+        self._cluster, self._log = cluster, log
+        self._skews = deals.prefill(cluster.prefill.ep_size, cluster.prefill_tokens_per_gpu)
+        self._sums_before = {
+            name: _sums_before(getattr(workload, name))
+            for name in ("prompt_tokens", "new_tokens", "attention_pairs", "expanded_tokens")
+        }
+        self._new_before, self._arrivals = self._sums_before["new_tokens"].tolist(), workload.arrival_s.tolist()
+        self._next = 0
+        self._idle = list(range(cluster.num_prefill_units))
+        self._running: dict[int, range] = {}  # unit -> requests
+        self.wake_s: float | None = None  # the earliest arrival that the log expects
+
+    def start(self, now: float) -> None:
+        """Give the next requests to idle units, the first units first."""
+        history = self._log.history
+        while self._idle and self._next < len(self._arrivals):
+            end, due_s = self._next_batch()
+            if due_s > now:
+                if self.wake_s is None or due_s < self.wake_s:
+                    self.wake_s = due_s
+                    self._log.expect(due_s, "arrival", 0)
+                return
+            requests = range(self._next, min(end, bisect_right(self._arrivals, now, lo=self._next)))
+            unit = heapq.heappop(self._idle)
+            seconds, limit = self._seconds(requests)
+            self._next = requests.stop
+            self._running[unit] = requests
+            history.prefill_busy_s += seconds
+            history.num_prefill_steps += 1
+            history.prefill_limits[limit] = history.prefill_limits.get(limit, 0.0) + seconds
+            self._log.work("prefill", unit, now, seconds)
+
+    def finish(self, unit: int, now: float) -> range:
+        """The requests that a unit has prefilled; it is idle from now on."""
+        requests = self._running.pop(unit)
+        heapq.heappush(self._idle, unit)
+        self._log.history.first_token_s[requests.start : requests.stop] = now
+        return requests
+
+    def _next_batch(self) -> tuple[int, float]:
+        """(first request that a full step has no room for, when the step is full or its first one has waited)."""
+        first, new_before = self._next, self._new_before
+        room = self._cluster.prefill_tokens_per_gpu * self._cluster.prefill.ep_size
+        end = max(bisect_right(new_before, new_before[first] + room, lo=first + 1) - 1, first + 1)
+        return end, min(self._arrivals[end - 1], self._arrivals[first] + self._cluster.max_wait_s)
+
+    def _seconds(self, requests: range) -> tuple[float, str]:
+        """Of a step with these requests, and what limits it."""
+        cluster = self._cluster
+        sums = {name: float(sums[requests.stop] - sums[requests.start]) for name, sums in self._sums_before.items()}
+        batch = Batch(prompts=len(requests), **sums)
+        seconds, limit, _ = prefill_batch(
+            batch, self._skews, cluster.model, cluster.gpu, cluster.prefill, cluster.disk_bytes_per_s
+        )
+        return seconds, limit
 
 
 @dataclass(slots=True)
@@ -110,176 +222,82 @@ class _DecodeUnit:
         return len(self.ends) + len(self.joining)
 
 
-class _Events:
-    """The queues between the units, and a heap of (time, order, kind, unit)."""
+class _Decode:
+    """The decode units, and what is prefilled and waits for one."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, deals: Deals) -> None:
-        self.work, self.cluster = workload, cluster
-        self.prefill_skews = deals.prefill(cluster.prefill.ep_size, cluster.prefill_tokens_per_gpu)
-        self.decode_skew = deals.decode(cluster.decode.ep_size, cluster.decode_requests_per_gpu)
-        self.prompt_before = _sums_before(workload.prompt_tokens)
-        self.new_before = _sums_before(workload.new_tokens)
-        self.pairs_before = _sums_before(workload.attention_pairs)
-        self.expanded_before = _sums_before(workload.expanded_tokens)
-        self.new_list, self.arrival_list = self.new_before.tolist(), workload.arrival_s.tolist()
-        self.prompts, self.outputs = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
-        self.next_request = 0
-        self.waiting: deque[int] = deque()  # prefilled, not in a decode unit
+    def __init__(self, workload: Workload, cluster: Cluster, deals: Deals, log: _Log) -> None:
+        self._cluster, self._log = cluster, log
+        self._skew = deals.decode(cluster.decode.ep_size, cluster.decode_requests_per_gpu)
+        self._prompts, self._outputs = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
+        self._waiting: deque[int] = deque()
         self.waiting_kv = 0.0
-        self.idle_prefill = list(range(cluster.num_prefill_units))
-        self.decode_units = [_DecodeUnit(index) for index in range(cluster.num_decode_units)]
-        self.max_requests = cluster.decode_requests_per_gpu * cluster.decode.ep_size
+        self.units = [_DecodeUnit(index) for index in range(cluster.num_decode_units)]
+        self._max_requests = cluster.decode_requests_per_gpu * cluster.decode.ep_size
         self.max_kv = cluster.kv_tokens_per_gpu * cluster.decode.ep_size
         mean_output = float(workload.output_tokens.mean())
-        self.turn = int(min(LONGEST_TURN, max(1, mean_output // TURNS_PER_ANSWER)))
-        self.events: list[tuple[float, int, str, int]] = []
-        self.busy: dict[tuple[str, int], list[list[float]]] = {}
-        self.history = History(0.0, [], 0.0, 0.0, 0, 0, {}, {}, np.zeros(len(workload)), np.zeros(len(workload)))
-        self.in_prefill: dict[int, tuple[int, int]] = {}
-        self.wake_s: float | None = None
+        self._turn_steps = int(min(LONGEST_TURN, max(1, mean_output // TURNS_PER_ANSWER)))
 
-    def run(self) -> History:
-        self._start_prefill(0.0)
-        while self.events:
-            now, _, kind, unit = heapq.heappop(self.events)
-            if kind == "arrival":
-                self.wake_s = None
-            elif kind == "prefill":
-                first, end = self.in_prefill.pop(unit)
-                heapq.heappush(self.idle_prefill, unit)
-                self.history.first_token_s[first:end] = now
-                self._hand_over(first, end, now)
+    def take_over(self, requests: range, now: float) -> None:
+        """Queue what has been prefilled."""
+        for request in requests:
+            if self._outputs[request] == 1:  # prefill has given the only token
+                self._log.history.finished_s[request] = now
             else:
-                self.decode_units[unit].is_running = False
-            self._admit()
-            for decode_unit in self.decode_units:
-                if decode_unit.num_requests and not decode_unit.is_running:
-                    self._turn(decode_unit, now)
-            self._start_prefill(now)
-        history = self.history
-        history.end_s = float(history.finished_s.max())
-        history.held = self._held()
-        return history
+                self._waiting.append(request)
+                self.waiting_kv += self._prompts[request] + self._outputs[request]
 
-    def _push(self, time_s: float, kind: str, unit: int) -> None:
-        self.history.num_events += 1
-        heapq.heappush(self.events, (time_s, self.history.num_events, kind, unit))
-
-    def _start_prefill(self, now: float) -> None:
-        """Give the next requests to idle prefill units, the first units first."""
-        while self.idle_prefill and self.next_request < len(self.work) and self.waiting_kv <= self.max_kv:
-            first = self.next_request
-            end, due_s = self._next_batch(first)
-            if due_s > now:
-                if self.wake_s is None or due_s < self.wake_s:
-                    self.wake_s = due_s
-                    self._push(due_s, "arrival", 0)
-                return
-            end = min(end, bisect_right(self.arrival_list, now, lo=first))
-            unit = heapq.heappop(self.idle_prefill)
-            seconds, limit = self._prefill_seconds(first, end)
-            self.next_request = end
-            self.in_prefill[unit] = (first, end)
-            self._was_busy(("prefill", unit), now, now + seconds)
-            self.history.prefill_busy_s += seconds
-            self.history.num_prefill_steps += 1
-            self.history.prefill_limits[limit] = self.history.prefill_limits.get(limit, 0.0) + seconds
-            self._push(now + seconds, "prefill", unit)
-
-    def _next_batch(self, first: int) -> tuple[int, float]:
-        """(first request that a full step has no room for, when the step is full or its first one has waited)."""
-        room = self.cluster.prefill_tokens_per_gpu * self.cluster.prefill.ep_size
-        end = bisect_right(self.new_list, self.new_list[first] + room, lo=first + 1) - 1
-        end = max(end, first + 1)
-        full_s = self.arrival_list[end - 1]
-        return end, min(full_s, self.arrival_list[first] + self.cluster.max_wait_s)
-
-    def _prefill_seconds(self, first: int, end: int) -> tuple[float, str]:
-        """Of a step with requests first .. end - 1, and what limits it."""
-        cluster = self.cluster
-        batch = Batch(
-            prompts=end - first,
-            prompt_tokens=float(self.prompt_before[end] - self.prompt_before[first]),
-            new_tokens=float(self.new_before[end] - self.new_before[first]),
-            attention_pairs=float(self.pairs_before[end] - self.pairs_before[first]),
-            expanded_tokens=float(self.expanded_before[end] - self.expanded_before[first]),
-        )
-        seconds, limit, _ = prefill_batch(
-            batch, self.prefill_skews, cluster.model, cluster.gpu, cluster.prefill, cluster.disk_bytes_per_s
-        )
-        return seconds, limit
-
-    def _hand_over(self, first: int, end: int, now: float) -> None:
-        for request in range(first, end):
-            if self.outputs[request] == 1:  # prefill has given the only token
-                self.history.finished_s[request] = now
-            else:
-                self.waiting.append(request)
-                self.waiting_kv += self.prompts[request] + self.outputs[request]
+    def advance(self, now: float) -> None:
+        """Fill the units and start those that have requests and do not run."""
+        self._admit()
+        for unit in self.units:
+            if unit.num_requests and not unit.is_running:
+                self._turn(unit, now)
 
     def _admit(self) -> None:
         """Fill decode units, the fullest first."""
-        if not self.waiting:
+        if not self._waiting:
             return
-        for unit in sorted(self.decode_units, key=lambda unit: (-unit.num_requests, unit.index)):
-            while self.waiting and unit.num_requests < self.max_requests:
-                request = self.waiting[0]
-                need = self.prompts[request] + self.outputs[request]
+        for unit in sorted(self.units, key=lambda unit: (-unit.num_requests, unit.index)):
+            while self._waiting and unit.num_requests < self._max_requests:
+                request = self._waiting[0]
+                need = self._prompts[request] + self._outputs[request]
                 if unit.num_requests and unit.reserved + need > self.max_kv:
                     break
-                self.waiting.popleft()
+                self._waiting.popleft()
                 self.waiting_kv -= need
                 unit.reserved += need
                 unit.joining.append(request)
 
     def _turn(self, unit: _DecodeUnit, now: float) -> None:
         """Run a few steps of a decode unit; requests that end within it leave after it."""
-        cluster = self.cluster
+        cluster, history = self._cluster, self._log.history
         for request in unit.joining:
-            unit.kv_tokens += self.prompts[request] + 1
-            heapq.heappush(unit.ends, (unit.steps + self.outputs[request] - 1, request))
+            unit.kv_tokens += self._prompts[request] + 1
+            heapq.heappush(unit.ends, (unit.steps + self._outputs[request] - 1, request))
         unit.joining.clear()
         num_running, ranks = len(unit.ends), cluster.decode.ep_size
-        num_steps = min(self.turn, unit.ends[-1][0] - unit.steps) if num_running == 1 else self.turn
+        num_steps = min(self._turn_steps, unit.ends[-1][0] - unit.steps) if num_running == 1 else self._turn_steps
         num_steps = max(1, num_steps)
         mean_kv = unit.kv_tokens + num_running * (num_steps - 1) / 2
-        step = _decode_step(num_running / ranks, mean_kv / ranks * self.decode_skew, cluster)
+        step = _decode_step(num_running / ranks, mean_kv / ranks * self._skew, cluster)
         turn_s = step.seconds * num_steps
         start_steps = unit.steps
         unit.steps += num_steps
         unit.kv_tokens += num_running * num_steps
         while unit.ends and unit.ends[0][0] <= unit.steps:
             end_step, request = heapq.heappop(unit.ends)
-            self.history.finished_s[request] = now + (end_step - start_steps) * step.seconds
-            total = self.prompts[request] + self.outputs[request]
+            history.finished_s[request] = now + (end_step - start_steps) * step.seconds
+            total = self._prompts[request] + self._outputs[request]
             unit.kv_tokens -= total + (unit.steps - end_step)
             unit.reserved -= total
-        self.history.decode_busy_s += turn_s
-        self.history.decode_limits[step.bottleneck] = self.history.decode_limits.get(step.bottleneck, 0.0) + turn_s
-        self._was_busy(("decode", unit.index), now, now + turn_s)
+        history.decode_busy_s += turn_s
+        history.decode_limits[step.bottleneck] = history.decode_limits.get(step.bottleneck, 0.0) + turn_s
         unit.is_running = True
-        self._push(now + turn_s, "decode", unit.index)
-
-    def _was_busy(self, unit: tuple[str, int], start: float, end: float) -> None:
-        """Note it; idle times below the release time are held on to."""
-        spans = self.busy.setdefault(unit, [])
-        if spans and start - spans[-1][1] <= self.cluster.release_after_s:
-            spans[-1][1] = end
-        else:
-            spans.append([start, end])
-
-    def _held(self) -> list[tuple[float, float, float]]:
-        """Spans with nodes: until released, or the end of all work."""
-        held = []
-        end_s = self.history.end_s
-        for (kind, _), spans in self.busy.items():
-            nodes = self.cluster.nodes_of(self.cluster.prefill if kind == "prefill" else self.cluster.decode)
-            held += [(start, min(end + self.cluster.release_after_s, max(end, end_s)), nodes) for start, end in spans]
-        return held
+        self._log.work("decode", unit.index, now, turn_s)
 
 
 def _sums_before(values: np.ndarray) -> np.ndarray:
-    """[N + 1] sums of the values before each place, and of all."""
+    """[N + 1] sums of the values before each index, and of all."""
     return np.concatenate([[0], np.cumsum(values)])
 
 
@@ -293,5 +311,5 @@ def _rounded(value: float) -> float:
 
 
 def nodes_for(units: int, gpus_per_node: int, unit: Unit) -> int:
-    """Nodes that so many units take."""
+    """Nodes that the units take."""
     return ceil(units * unit.ep_size / gpus_per_node)

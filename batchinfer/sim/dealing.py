@@ -1,6 +1,6 @@
-"""How evenly the real balancers deal out sampled batches of a workload. Called by cluster and search.
+"""How evenly the real balancers deal out sampled batches of a workload.
 
-Parts of one prompt count like prompts: they run in steps that follow each other, which sampled batches stand for.
+Parts of one prompt count like prompts: they run in steps that follow each other, which sampled batches represent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batchinfer.balance.prefill import assign_prefill, attention_work
 from batchinfer.sim.workload import Workload, parts_of_prompts
 
 SAMPLED_BATCHES = 4
-SAMPLED_RANKS = 32  # larger units are dealt out as to so many: that is about as even, and much sooner known
+SAMPLED_RANKS = 32  # larger units are dealt out as to this number: that is about as even, and much sooner known
 
 
 class Skews(NamedTuple):
@@ -37,7 +37,7 @@ class Deals:
         self._decode: dict[tuple[int, int], float] = {}
 
     def prefill(self, num_ranks: int, tokens_per_rank: int) -> Skews:
-        """Of prefill steps with so many new tokens per rank; even for a workload that does not fill one."""
+        """Of prefill steps with this number of new tokens per rank; even for a workload that does not fill one."""
         key = min(num_ranks, SAMPLED_RANKS), tokens_per_rank
         if key not in self._prefill:
             self._prefill[key] = self._prefill_skews(*key)
@@ -63,7 +63,7 @@ class Deals:
     def _decode_skew(self, num_ranks: int, requests_per_rank: int) -> float:
         found = []
         for part in self._samples(num_ranks * requests_per_rank):
-            # requests of a running unit stand anywhere in their answers
+            # requests of a running unit are anywhere in their answers
             kv = self._workload.prompt_tokens[part] + self._workload.output_tokens[part] // 2
             found.append(_max_over_mean(assign_decode(kv, num_ranks=num_ranks), kv, num_ranks))
         return float(np.mean(found or [1.0]))

@@ -1,4 +1,4 @@
-"""Seconds that expert rows travel between GPUs, from DeepEP's tables and one trace. Called by steps.
+"""Seconds that expert rows travel between GPUs, from DeepEP's tables and one trace.
 
 Prefill uses the kernels that send a token once to each node and spread it there; decode those that send a row for each
 expert straight to its GPU.
@@ -157,9 +157,9 @@ def _rate_under_overlap() -> np.ndarray:
     return sent / np.array([TRACE_DISPATCH_S, TRACE_COMBINE_S]) / _normal_rates(TRACE_EP, TRACE_RELEASE)
 
 
-def _touched(places: int, choices: int, experts_per_place: float) -> float:
-    """Places that have at least one of the chosen experts, expected."""
-    return places * (1 - _missed(experts_per_place, places * experts_per_place, choices))
+def _touched(targets: int, choices: int, experts_per_target: float) -> float:
+    """Targets that have at least one of the chosen experts, expected."""
+    return targets * (1 - _missed(experts_per_target, targets * experts_per_target, choices))
 
 
 def _missed(experts_here: float, experts: float, choices: int) -> float:

@@ -1,4 +1,4 @@
-"""Accelerators and their links, as their makers give them. Read by kernels, exchange and steps."""
+"""Accelerators and their links, as their makers give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of single operations from published kernel tables. Called by layers.
+"""Times of single operations from published kernel tables.
 
 All tables are of an H800. Another accelerator reaches the same share of its own peaks: a table row that is nearer to
 the memory limit goes with the memory rate, the others with the arithmetic peak.
@@ -49,7 +49,7 @@ STREAM_BYTES_PER_S = 3000e9
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class KernelRate:
     """A row of a table: what a product of this many rows reaches."""
 
     rows: float
@@ -92,14 +92,14 @@ def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: 
 
 
 def decode_attention_s(kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator) -> float:
-    """Seconds of core attention in its absorbed form over so many KV tokens in all, of one query token each."""
+    """Seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each."""
     flops = 2.0 * kv_tokens * heads * (latent_dim + value_dim)
     by_arithmetic = flops / (MLA_DECODE_FLOPS * gpu.bf16_flops / REFERENCE.bf16_flops)
     return max(by_arithmetic, 2.0 * kv_tokens * latent_dim / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
 
 
 def stream_s(num_bytes: float, gpu: Accelerator) -> float:
-    """Seconds to read and write so many bytes in all."""
+    """Seconds to read and write `num_bytes` in all."""
     return num_bytes / stream_rate(gpu)
 
 
@@ -133,7 +133,7 @@ def _table_s(
     return flops / (arithmetic_share * gpu.fp8_flops * sms_share)
 
 
-def _point(kind: str, rows: float, n: int, k: int) -> Point:
+def _point(kind: str, rows: float, n: int, k: int) -> KernelRate:
     """Between two rows of the table the time is a power of the number of rows: more rows never take less of it."""
     points = _points(kind, n, k)
     if rows <= points[0].rows:
@@ -142,13 +142,13 @@ def _point(kind: str, rows: float, n: int, k: int) -> Point:
         if rows <= high.rows:
             part = log(rows / low.rows) / log(high.rows / low.rows)
             flops = low.flops * (high.flops / low.flops) ** part
-            return Point(rows, flops, low.bytes_per_s * (high.bytes_per_s / low.bytes_per_s) ** part)
+            return KernelRate(rows, flops, low.bytes_per_s * (high.bytes_per_s / low.bytes_per_s) ** part)
     return points[-1]
 
 
 @cache
-def _points(kind: str, n: int, k: int) -> tuple[Point, ...]:
+def _points(kind: str, n: int, k: int) -> tuple[KernelRate, ...]:
     """The rows of the measured shape that is nearest to n x k in proportion."""
     table = TABLES[kind]
     shape = min(table, key=lambda shape: abs(log(shape[0] / n)) + abs(log(shape[1] / k)))
-    return tuple(Point(rows, tflops * 1e12, gbytes * 1e9) for rows, tflops, gbytes in table[shape])
+    return tuple(KernelRate(rows, tflops * 1e12, gbytes * 1e9) for rows, tflops, gbytes in table[shape])

@@ -1,4 +1,4 @@
-"""The operations of one layer, put into the stages of the schedules. Called by steps.
+"""The operations of one layer, put into the stages of the schedules.
 
 Every stage also has the bytes that its small kernels move (norms, rotary part, FP8 conversion, activation, unpacking
 and adding up expert rows): each value read and written as often as the operation needs when it is fused with nothing
@@ -26,7 +26,7 @@ BF16, FP8, FP32 = 2, 1, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LayerWork:
     """What one GPU has to do in one micro-batch."""
 
     tokens: float  # that run through the layer
@@ -37,37 +37,39 @@ class Load:
 
 
 def prefill_stages(
-    load: Load, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, sms_share: float, is_moe: bool
+    work: LayerWork, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, sms_share: float, is_moe: bool
 ) -> Stages:
     """Seconds of the stages of a prefill micro-batch; attention in its plain form."""
-    heads, tokens = model.num_attention_heads, load.tokens
+    heads, tokens = model.num_attention_heads, work.tokens
     keys_and_values = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    attn_1 = prefill_attention_s(load.kv_pairs, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
+    attn_1 = prefill_attention_s(work.kv_pairs, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
     return Stages(
         attn_0=_query_s(tokens, model, gpu, sms_share)
-        + product_s(load.kv_tokens, keys_and_values, model.kv_lora_rank, gpu, sms_share=sms_share)
-        # the rotary key is copied beside each head's own part
-        + stream_s(load.kv_tokens * heads * model.qk_head_dim * 2 * BF16, gpu),
+        + product_s(work.kv_tokens, keys_and_values, model.kv_lora_rank, gpu, sms_share=sms_share)
+        # the rotary key is copied to each head's own part
+        + stream_s(work.kv_tokens * heads * model.qk_head_dim * 2 * BF16, gpu),
         attn_1=attn_1 + _output_and_gate_s(tokens, model, gpu, sms_share, is_moe),
         shared=_shared_s(tokens, model, gpu, sms_share) if is_moe else 0.0,
-        mlp=_routed_s(load, model, gpu, sms_share, masked=False)
+        mlp=_routed_s(work, model, gpu, sms_share, masked=False)
         if is_moe
         else _mlp_s(tokens, model.intermediate_size, model, gpu, sms_share),
         exchange=exchange,
     )
 
 
-def decode_stages(load: Load, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, is_moe: bool) -> Stages:
+def decode_stages(
+    work: LayerWork, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, is_moe: bool
+) -> Stages:
     """Seconds of the stages of a decode micro-batch; attention in its absorbed form, BF16 latents."""
-    heads, tokens, latent = model.num_attention_heads, load.tokens, model.kv_lora_rank
+    heads, tokens, latent = model.num_attention_heads, work.tokens, model.kv_lora_rank
     absorb_query = bf16_product_s(tokens, latent, model.qk_nope_head_dim, gpu, batch=heads)
     expand_value = bf16_product_s(tokens, model.v_head_dim, latent, gpu, batch=heads)
-    attention = decode_attention_s(load.kv_pairs, heads, model.latent_dim, latent, gpu)
+    attention = decode_attention_s(work.kv_pairs, heads, model.latent_dim, latent, gpu)
     return Stages(
         attn_0=_query_s(tokens, model, gpu, 1.0) + absorb_query,
         attn_1=attention + expand_value + _output_and_gate_s(tokens, model, gpu, 1.0, is_moe),
         shared=_shared_s(tokens, model, gpu, 1.0) if is_moe else 0.0,
-        mlp=_routed_s(load, model, gpu, 1.0, masked=True)
+        mlp=_routed_s(work, model, gpu, 1.0, masked=True)
         if is_moe
         else _mlp_s(tokens, model.intermediate_size, model, gpu, 1.0),
         exchange=exchange,
@@ -109,14 +111,14 @@ def _mlp_s(tokens: float, width: int, model: ModelConfig, gpu: Accelerator, sms_
     return up + down + stream_s(tokens * width * (2 * BF16 + FP8), gpu)
 
 
-def _routed_s(load: Load, model: ModelConfig, gpu: Accelerator, sms_share: float, *, masked: bool) -> float:
+def _routed_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: float, *, masked: bool) -> float:
     """Routed experts of this GPU. Prefill unpacks the rows that came and adds up those that go back."""
-    if load.experts == 0:
+    if work.experts == 0:
         return 0.0
-    hidden, width, rows = model.hidden_size, model.moe_intermediate_size, load.expert_rows
-    per_expert = rows / load.experts
-    up = grouped_product_s(per_expert, load.experts, 2 * width, hidden, gpu, masked=masked, sms_share=sms_share)
-    down = grouped_product_s(per_expert, load.experts, hidden, width, gpu, masked=masked, sms_share=sms_share)
+    hidden, width, rows = model.hidden_size, model.moe_intermediate_size, work.expert_rows
+    per_expert = rows / work.experts
+    up = grouped_product_s(per_expert, work.experts, 2 * width, hidden, gpu, masked=masked, sms_share=sms_share)
+    down = grouped_product_s(per_expert, work.experts, hidden, width, gpu, masked=masked, sms_share=sms_share)
     moved = rows * width * (2 * BF16 + FP8)
     if not masked:
         moved += rows * hidden * 2 * FP8 + rows * hidden * BF16

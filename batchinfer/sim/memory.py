@@ -1,4 +1,4 @@
-"""What fits into a GPU's memory beside the weights. Called by answer and search."""
+"""What fits into a GPU's memory next to the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weight_bytes(model: ModelConfig, unit: Unit) -> float:
 
 
 def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve: float) -> float:
-    """Tokens whose KV (BF16) fits beside the weights and a reserved share of the memory.
+    """Tokens whose KV (BF16) fits next to the weights and a reserved share of the memory.
 
     Raises:
         ConfigError: the weights alone do not fit.

@@ -1,4 +1,4 @@
-"""The two schedules of two micro-batches: when a step of one layer ends. Called by steps.
+"""The two schedules of two micro-batches: when a step of one layer ends.
 
 One lane computes, one lane moves expert rows; each is in order. The same orders as in `parallel/overlap.py`.
 """

@@ -1,8 +1,8 @@
 """Expert rows of the busiest GPU by the mean: what the balancer leaves, and what it cannot know.
 
-The balancer places experts by their loads on average. A step's own tokens differ from that: they are counted (chance),
+The balancer goes by the experts' loads on average. A step's own tokens differ from that: they are counted (chance),
 and texts of a moment ask for other experts than texts on average (drift). Both are as good as random from slot to
-slot, so that the busiest of n GPUs lies as far above the mean as the largest of n normal variables. Called by search.
+slot, so that the busiest of n GPUs lies as far above the mean as the largest of n normal variables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def routing_skew(rows_per_gpu: float, slots_per_gpu: int, num_gpus: int) -> floa
 
 
 def largest_of_normals(num: int) -> float:
-    """Expected largest of so many standard normal variables (Blom 1958)."""
+    """Expected largest of some standard normal variables (Blom 1958)."""
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25))
 
 

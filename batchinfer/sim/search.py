@@ -1,7 +1,6 @@
 """Full units: what they need for a workload, and the cheapest EP size and batch when latency does not matter.
 
-Called by answer. Steady state: every unit is full. Prefill and decode are searched apart, since each is paid for by its
-own GPU-seconds.
+Steady state: every unit is full. Prefill and decode are searched apart, since each is paid for by its own GPU-seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Rater:
     seed: int
 
     def with_skew(self, unit: Unit, batch: int) -> Unit:
-        """The unit with the rows of its busiest GPU for so many tokens per GPU and step."""
+        """The unit with the rows of its busiest GPU for this number of tokens per GPU and step."""
         rows = batch / unit.micro_batches(self.model) * self.model.num_experts_per_tok
         slots_per_gpu = unit.slots_per_gpu(self.model)
         placed = placement_skew(
@@ -91,7 +90,7 @@ class Rater:
         return min(found, key=lambda rated: rated.gpu_seconds)
 
     def requests_that_fit(self, kv_tokens: float) -> int:
-        """Requests per GPU whose whole KV fits into so many tokens: a request keeps room for its longest."""
+        """Requests per GPU whose whole KV fits into this room: a request keeps room for its longest."""
         longest = self.workload.prompt_tokens + self.workload.output_tokens
         # in a running unit a request counts for as long as it stays, so long answers weigh more
         mean_longest = (longest * self.workload.output_tokens).sum() / self.workload.output_tokens.sum()

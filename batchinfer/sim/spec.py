@@ -63,7 +63,7 @@ class PrefillSpec(_Part):
     ep_size: EpSize = Field(32, description="GPUs of a prefill unit")
     redundant_experts: int = Field(32, ge=0, le=4096)
     tokens_per_gpu: Count = Field(16384, description="new tokens per GPU and step")
-    part_tokens: Count = Field(4096, description="prompts with more new tokens are prefilled in parts of so many")
+    part_tokens: Count = Field(4096, description="prompts with more new tokens are prefilled in parts of this size")
 
 
 class DecodeSpec(_Part):

@@ -1,4 +1,4 @@
-"""How fast a planned job's ranks would be on GPUs that are not here, when they are full. Called by the planner."""
+"""How fast a planned job's ranks would be on GPUs that are not here, when they are full."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def paper_speeds(
         prompt_tokens, cached_tokens, output_tokens: [N] int64, N at least 1, outputs at least 1.
 
     Raises:
-        ConfigError: the model cannot be simulated, or it does not fit onto so many GPUs.
+        ConfigError: the model cannot be simulated, or it does not fit onto the GPUs.
     """
     gpu = accelerator(ranks.gpu)
     prefill, decode = (

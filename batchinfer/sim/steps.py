@@ -1,4 +1,4 @@
-"""Seconds of one prefill step and of one decode step of a unit. Called by cluster and search."""
+"""Seconds of one prefill step and of one decode step of a unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchinfer.records import ConfigError
 from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.kernels import bf16_product_s
-from batchinfer.sim.layers import Load, decode_stages, prefill_stages
+from batchinfer.sim.layers import LayerWork, decode_stages, prefill_stages
 from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
 
 # DeepSeek's published profile (github.com/deepseek-ai/profile-data): prefill leaves 24 of 132 SMs to communication,
@@ -80,12 +80,12 @@ def prefill_step(
     sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
     tokens = new_tokens / halves
     slots = unit.slots_per_gpu(model)
-    load = Load(tokens, kv_pairs / halves, kv_tokens / halves, _rows(tokens, model, unit), slots)
+    work = LayerWork(tokens, kv_pairs / halves, kv_tokens / halves, _rows(tokens, model, unit), slots)
     exchange = prefill_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
-    dense = prefill_stages(load, model, gpu, exchange, sms_share=1.0, is_moe=False)
+    dense = prefill_stages(work, model, gpu, exchange, sms_share=1.0, is_moe=False)
     moe = dense
     if model.num_moe_layers:
-        moe = prefill_stages(load, model, gpu, exchange, sms_share=sms_share, is_moe=True)
+        moe = prefill_stages(work, model, gpu, exchange, sms_share=sms_share, is_moe=True)
     moe_s = prefill_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(prompts, model, gpu))
 
@@ -100,10 +100,10 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
     """
     halves = unit.micro_batches(model)
     tokens = requests / halves
-    load = Load(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
+    work = LayerWork(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
     exchange = decode_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
-    dense = decode_stages(load, model, gpu, exchange, is_moe=False)
-    moe = decode_stages(load, model, gpu, exchange, is_moe=True) if model.num_moe_layers else dense
+    dense = decode_stages(work, model, gpu, exchange, is_moe=False)
+    moe = decode_stages(work, model, gpu, exchange, is_moe=True) if model.num_moe_layers else dense
     moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
 

@@ -1,7 +1,4 @@
-"""Prefill of a batch of prompts on one unit: the busiest GPU, the disk or the network sets the pace.
-
-Called by cluster and search.
-"""
+"""Prefill of a batch of prompts on one unit: the busiest GPU, the disk or the network sets the pace."""
 
 from __future__ import annotations
 

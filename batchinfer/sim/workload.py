@@ -1,4 +1,4 @@
-"""Requests to simulate: drawn from a described distribution, or those of a planned run. Called by answer."""
+"""Requests to simulate: drawn from a described distribution, or those of a planned run."""
 
 # N requests
 
@@ -30,7 +30,7 @@ class Workload:
     cached_tokens: np.ndarray  # [N] int64, below the prompt's
     output_tokens: np.ndarray  # [N] int64, at least 1
     arrival_s: np.ndarray  # [N] float64, rising
-    part_tokens: int = PART_TOKENS  # a prompt with more new tokens is prefilled in parts of so many
+    part_tokens: int = PART_TOKENS  # a prompt with more new tokens is prefilled in parts of this size
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Talks to a Slurm cluster: sbatch, squeue, scontrol and scancel. Called by submission and status.
+"""Talks to a Slurm cluster: sbatch, squeue, scontrol and scancel.
 
 Nothing here goes through a shell: every command is a list of arguments, and what a template needs to know it gets as
 arguments of its own, so that no path or name can turn into a command.

@@ -1,4 +1,4 @@
-"""Tasks of a run by time of day, so that it takes what others leave free. Called by `batchinfer submit --follow`."""
+"""Tasks of a run by time of day, so that it takes what others leave free."""
 
 from __future__ import annotations
 

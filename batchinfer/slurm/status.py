@@ -1,4 +1,4 @@
-"""How far a run is, from its folder alone: on a login node, while others work on it. Called by `batchinfer status`."""
+"""How far a run is, from its folder alone: on a login node, while others work on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's status as JSON, as lines for a terminal, and again and again. Called by `batchinfer status`."""
+"""A run's status as JSON, as lines for a terminal, and again and again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from batchinfer.report.terminal import fit
+from batchinfer.sanitize import fit
 from batchinfer.slurm.status import Status, StatusReader, duration
 
 WATCH_S = 5.0
@@ -21,7 +21,7 @@ def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
     """Show the status again and again until the run is finished, or a signal ends the command."""
     while True:
         status = reader.read()
-        # on a terminal each one takes the place of the one before
+        # on a terminal each one replaces the one before
         show(("\033[H\033[2J" if sys.stdout.isatty() else "") + format_status(status))
         if status.state in ("finished", "partial"):
             return

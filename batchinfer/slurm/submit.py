@@ -6,7 +6,6 @@
     slurm/drain/<array>_<task> this task was sent away: it does not go back into the queue
 
 Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
-Called by `batchinfer submit`, `cancel`, `retry` and `status`.
 """
 
 from __future__ import annotations

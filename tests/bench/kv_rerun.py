@@ -22,7 +22,7 @@ import duckdb
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from batchinfer.report.metrics import report_details, report_metrics  # noqa: E402
+from batchinfer.report.read import read_report  # noqa: E402
 from support.jobs import batchinfer, write_job, write_shard  # noqa: E402
 
 MODEL = TESTS.parent / "sample_data" / "model"
@@ -56,8 +56,8 @@ def run_once(folder: Path, prompts: str, store: Path | None) -> tuple[float, flo
         sys.exit(ended.err)
     sql = f"SELECT max(start_s + duration_s) - min(start_s) FROM read_parquet('{run}/stats/steps/*.parquet')"
     ((seconds,),) = duckdb.execute(sql).fetchall()
-    details = report_details(run)
-    return float(seconds), float(report_metrics(run)["wall_s"] or 0), details.computed_tokens, details.disk_tokens
+    values = read_report(run).values
+    return float(seconds), float(values["wall_s"] or 0), int(values["computed_tokens"]), int(values["disk_tokens"])
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.plan.earlier_run import NO_GROUP, Speeds, answer_lengths, expert_loads, measured_speeds
 from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
 from batchinfer.records import ConfigError
-from batchinfer.report.metrics import report_details, report_metrics
+from batchinfer.report.read import read_report
 from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
 from support.paths import RANDOM_MODEL
 from support.runs import request, session, step, write_run
@@ -147,7 +147,7 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     ended = batchinfer("run", job)
     assert ended.code == 0, ended.err
     assert output_bytes(earlier / "second") == output_bytes(earlier / "plain")
-    details = report_details(earlier / "second")
+    details = read_report(earlier / "second")
     found = {item.name: item for item in details.predictions}
     assert found["output_tokens"].planned == found["output_tokens"].happened == NUM_ROWS * 32
     assert found["work_s"].planned == pytest.approx(summary["work_s"])
@@ -156,7 +156,7 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
         assert found[name].happened >= 1.0
     panel = ended.out.splitlines()
     assert any(line.split() == ["Plan", "planned", "happened", "at", "best"] for line in panel)
-    assert any(line.startswith("  output tokens") and line.split()[-3:] == ["1,536", "1,536", "-"] for line in panel)
+    assert any(line.startswith("  output tokens") and line.split()[-3:] == ["1,536", "1,536", "–"] for line in panel)
 
 
 @pytest.mark.parametrize("option", ["--learn-from", "--expert-loads"])
@@ -223,20 +223,20 @@ def test_balance_idle_turns_and_tail_are_counted_from_steps(tmp_path):
     run = write_run(
         tmp_path / "r", requests=[request(0, 9, 4)], steps=steps, nodes=[node], predicted_cost_usd=0.02, **planned
     )
-    details = report_details(run)
+    details = read_report(run)
     found = {item.name: item for item in details.predictions}
     # 60 + 7 tokens of 60 + 20 + 10 on two ranks
     assert found["prefill_balance"].happened == pytest.approx(67 / 45)
     assert (found["prefill_balance"].planned, found["prefill_balance"].at_best) == (1.25, 1.0)
     assert found["decode_balance"].happened == pytest.approx((30 + 10 + 20 + 5) / (20 + 10 + 10 + 5))
     assert found["expert_balance"].happened == pytest.approx(90 / 60)
-    assert found["cost_usd"].happened == pytest.approx(report_metrics(run)["cost_usd"])
-    assert details.decode_idle_share == pytest.approx(1 / 8)
-    assert details.tail_s == pytest.approx(13.5 - 12.0)
+    assert found["cost_usd"].happened == pytest.approx(details.values["cost_usd"])
+    assert details.values["decode_idle_share"] == pytest.approx(1 / 8)
+    assert details.values["tail_s"] == pytest.approx(13.5 - 12.0)
 
 
 def test_one_rank_has_no_balance(tmp_path):
     steps = [step("a", "decode", 1.0, new=1, cached=0, output=1, step=0, num_requests=1, kv_tokens=4)]
-    details = report_details(write_run(tmp_path / "r", steps=steps, nodes=[session("a", 0, 9, prefill_s=1)]))
-    assert details.decode_idle_share is None
+    details = read_report(write_run(tmp_path / "r", steps=steps, nodes=[session("a", 0, 9, prefill_s=1)]))
+    assert details.values["decode_idle_share"] is None
     assert {item.happened for item in details.predictions if item.name.endswith("balance")} == {None}

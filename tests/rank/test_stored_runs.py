@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.report.metrics import report_details, report_metrics
+from batchinfer.report.read import read_report
 from support.faults import run_while_killing
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
@@ -99,7 +99,7 @@ def accounts_balance(run: Path) -> None:
         assert sum(cached) < row["prompt_tokens"] or row["cached_duplicate_tokens"]
         if row["generated_tokens"]:
             computed += row["prompt_tokens"] - sum(cached)
-    metrics = report_metrics(run)
+    metrics = read_report(run).values
     assert prefill_tokens(run) == computed + metrics["replicated_tokens"]
     assert metrics["wasted_tokens"] == 0
 
@@ -118,25 +118,25 @@ def test_cold_warm_and_half_evicted_stores_give_the_outputs_of_none(job_folder, 
         assert ended.code == 0, ended.err
         assert answers(run) == plain
         accounts_balance(run)
-        found[state] = (prefill_tokens(run), report_details(run), report_metrics(run))
+        found[state] = (prefill_tokens(run), read_report(run).values)
     lengths = [row["prompt_tokens"] for row in plain]
     # whole blocks come from the disk, less the last token of a prompt that ends with one: it has to run
     beyond_blocks = sum((length - 1) % PAGE_TOKENS + 1 for length in lengths)
     cold, warm = found["cold"], found["warm"]
-    assert cold[1].disk_tokens == 0
-    assert cold[1].store.written_bytes == warm[1].store.read_bytes > 0
+    assert cold[1]["disk_tokens"] == 0
+    assert cold[1]["store_written_bytes"] == warm[1]["store_read_bytes"] > 0
     assert warm[0] <= beyond_blocks < cold[0]
-    assert warm[1].disk_tokens >= cold[0] - cold[2]["replicated_tokens"] - beyond_blocks
-    assert warm[1].store.written_bytes == 0
+    assert warm[1]["disk_tokens"] >= cold[0] - cold[1]["replicated_tokens"] - beyond_blocks
+    assert warm[1]["store_written_bytes"] == 0
     assert "half" not in found or warm[0] < found["half"][0] < cold[0]
-    for _, _, metrics in found.values():
+    for _, metrics in found.values():
         assert metrics["cached_tokens"] == metrics["optimal_cached_tokens"]
 
 
 def test_shared_prefixes_alone_are_kept_when_asked_for(job_folder, tmp_path):
     store = tmp_path / "store"
     runs = [run_job(job_folder.path, f"shared-{turn}", store=store, persist="shared")[1] for turn in range(2)]
-    first, second = (report_details(run) for run in runs)
+    first, second = (read_report(run).values for run in runs)
     assert answers(runs[1]) == plain_answers(job_folder, RANDOM_MODEL)
     held = json.loads(batchinfer("kv", "stat", store, "--json").out)
     # the blocks that several prompts begin with
@@ -144,12 +144,12 @@ def test_shared_prefixes_alone_are_kept_when_asked_for(job_folder, tmp_path):
     starts = Counter(p[:end] for p in prompts for end in range(PAGE_TOKENS, len(p) + 1, PAGE_TOKENS))
     num_shared = sum(count > 1 for count in starts.values())
     assert 2 <= num_shared == held["blocks"] < len(starts)
-    assert first.store.written_bytes == second.store.read_bytes > 0
+    assert first["store_written_bytes"] == second["store_read_bytes"] > 0
     # a token with which all prompts begin is in memory by then
-    assert num_shared * PAGE_TOKENS - len(SYSTEMS) < second.disk_tokens <= num_shared * PAGE_TOKENS
+    assert num_shared * PAGE_TOKENS - len(SYSTEMS) < second["disk_tokens"] <= num_shared * PAGE_TOKENS
     nothing, run = run_job(job_folder.path, "none", store=tmp_path / "unused", persist="none")
     assert nothing.code == 0, nothing.err
-    assert report_details(run).store.written_bytes == 0
+    assert read_report(run).values["store_written_bytes"] == 0
 
 
 def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_folder, tmp_path):
@@ -162,7 +162,7 @@ def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_fol
     again = batchinfer("run", job_folder.path / "first.toml")
     assert again.code == 0, again.err
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
-    assert report_details(run).disk_tokens > 0
+    assert read_report(run).values["disk_tokens"] > 0
 
 
 def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, tmp_path):
@@ -195,12 +195,12 @@ def test_damaged_files_are_never_served(job_folder, copied_store):
     assert ended.code == 0, ended.err
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
     accounts_balance(run)
-    details = report_details(run)
-    assert 0 < details.store.damaged_files <= len(harmed)
+    details = read_report(run)
+    assert 0 < details.values["store_damaged_files"] <= len(harmed)
     assert "damaged" in ended.out
     # what was computed again is good again
     ended, run = run_job(job_folder.path, "healed", store=store, persist="all")
-    assert report_details(run).store.damaged_files + details.store.damaged_files <= len(harmed)
+    assert read_report(run).values["store_damaged_files"] + details.values["store_damaged_files"] <= len(harmed)
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
 
 
@@ -216,8 +216,8 @@ def test_nothing_is_shared_with_another_model_or_salt(job_folder, copied_store, 
         kv = {"salt": {"salt": "x"}, "block_tokens": {"block_tokens": 128}}[other]
     ended, run = run_job(job_folder.path, "other", store=store, model=model, persist="all", **kv)
     assert ended.code == 0, ended.err
-    assert report_details(run).disk_tokens == 0
-    assert report_details(run).store.written_bytes > 0
+    assert read_report(run).values["disk_tokens"] == 0
+    assert read_report(run).values["store_written_bytes"] > 0
 
 
 def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sample(job_folder, tmp_path):
@@ -234,7 +234,7 @@ def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sa
         json.loads((folder / "run.json").read_text())["fingerprint"]["model.weights"] for folder in (run, changed)
     ]
     assert digests[0] == digests[1], "otherwise this says nothing"
-    assert report_details(changed).disk_tokens == 0
+    assert read_report(changed).values["disk_tokens"] == 0
     plain = run_job(job_folder.path, "afresh", store=None, model=model)[1]
     assert answers(changed) == answers(plain) != answers(run)
 

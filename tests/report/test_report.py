@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,26 @@ import pytest
 
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
 from batchinfer.records import ConfigError, ExitCode
-from batchinfer.report.metrics import METRICS, Prediction, RunDetails, report_details, report_metrics
+from batchinfer.report.figures import FIGURES, PARTS
+from batchinfer.report.panel import format_report
+from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.price import margin
-from batchinfer.report.rows import format_rows, json_records, json_value
-from batchinfer.report.table import format_report
-from batchinfer.report.terminal import display_width, fit
+from batchinfer.report.read import Prediction, Report, as_document, read_report
+from batchinfer.report.rows import json_records, json_value, table_of_rows
+from batchinfer.report.terminal import UNCUT, WARNING, drawn, text
+from batchinfer.report.terminal import table as drawn_table
 from batchinfer.report.views import open_views, run_query
+from batchinfer.sanitize import display_width, fit
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run
 
 HOUR_S = 3600.0
+# of `report --json`, by the design
+CONTRACT = """
+rows rows_ok rows_error input_tokens cached_tokens cache_hit_rate optimal_cached_tokens output_tokens
+output_tokens_per_s_per_request mean_kv_tokens_per_output_token prefill_tokens_per_s_per_node
+decode_tokens_per_s_per_node replicated_tokens wasted_tokens hidden_comm_share wall_s busy_s idle_s startup_s peak_nodes
+mean_nodes gpu_hours cost_usd revenue_usd cost_profit_margin gross_margin
+"""
 DAY_S = 24 * HOUR_S
 
 
@@ -73,10 +85,9 @@ def test_a_worked_example_gives_every_figure(tmp_path):
         input_miss=200_000.0,
         output=300_000.0,
     )
-    metrics = report_metrics(run)
-    assert list(metrics) == list(METRICS)
+    metrics = read_report(run).values
     cost, revenue = 160 / 3600 * 36, 32 * 0.1 + 36 * 0.2 + 14 * 0.3
-    assert metrics == pytest.approx(
+    assert {key: metrics[key] for key in CONTRACT.split()} == pytest.approx(
         {
             "rows": 5,
             "rows_ok": 4,
@@ -136,7 +147,7 @@ def test_the_published_day_gives_the_published_figures(tmp_path):
         for _ in range(608)
     ] + [step("n0", "decode", 131.4 * rank_day_s / 608, new=generated, cached=0, output=generated) for _ in range(608)]
     prices = {"gpu_hour": 2.0, "input_hit": 0.14, "input_miss": 0.55, "output": 2.19}
-    metrics = report_metrics(write_run(tmp_path / "day", requests=requests, steps=steps, nodes=nodes, **prices))
+    metrics = read_report(write_run(tmp_path / "day", requests=requests, steps=steps, nodes=nodes, **prices)).values
     published = {
         "input_tokens": 608e9,
         "cached_tokens": 342e9,
@@ -161,9 +172,9 @@ def test_the_published_day_gives_the_published_figures(tmp_path):
     assert metrics["cost_usd"] == pytest.approx(87_072, abs=0.5)
     assert metrics["revenue_usd"] == pytest.approx(562_100, abs=0.5)
     assert f"{metrics['cost_profit_margin']:.3f}, {metrics['gross_margin']:.4f}" == "5.456, 0.8451"
-    panel = format_report(metrics, report_details(tmp_path / "day"))
+    panel = format_report(read_report(tmp_path / "day"))
     for words in ("87,072.00 $", "562,100.00 $", "545.6 %", "84.5 %", "226.75", "43,536.00 h"):
-        assert words in panel, words
+        assert words in " ".join(panel.split()), words
 
 
 def test_nodes_of_several_ranks_add_up(tmp_path):
@@ -173,7 +184,7 @@ def test_nodes_of_several_ranks_add_up(tmp_path):
         session("b", 50, 100, ranks=4, prefill_s=60, node="n2"),
     ]
     steps = [step(name, "prefill", 20, new=100, cached=0, output=1, rank=rank) for name in "ab" for rank in range(4)]
-    metrics = report_metrics(write_run(tmp_path / "r", steps=steps, nodes=nodes))
+    metrics = read_report(write_run(tmp_path / "r", steps=steps, nodes=nodes)).values
     assert metrics["prefill_tokens_per_s_per_node"] == pytest.approx(4 * 100 / 20)
     assert metrics["mean_nodes"] == pytest.approx(1.5)
     assert metrics["peak_nodes"] == 2
@@ -187,26 +198,26 @@ def test_nodes_of_several_ranks_add_up(tmp_path):
 def test_two_sessions_on_one_host_are_one_node(tmp_path):
     nodes = [session("a", 0, 100, prefill_s=0), session("b", 0, 100, prefill_s=0)]
     steps = [step(name, "decode", 50, new=10, cached=0, output=10) for name in "ab"]
-    metrics = report_metrics(write_run(tmp_path / "r", steps=steps, nodes=nodes))
+    metrics = read_report(write_run(tmp_path / "r", steps=steps, nodes=nodes)).values
     assert (metrics["peak_nodes"], metrics["mean_nodes"]) == (1, 1)
     assert metrics["decode_tokens_per_s_per_node"] == pytest.approx(2 * 10 / 50)
 
 
 def test_nodes_that_follow_one_another_are_not_held_together(tmp_path):
     nodes = [session("a", 0, 50, node="n1"), session("b", 50, 90, node="n2"), session("c", 70, 70, node="n3")]
-    metrics = report_metrics(write_run(tmp_path / "r", nodes=nodes))
+    metrics = read_report(write_run(tmp_path / "r", nodes=nodes)).values
     assert metrics["peak_nodes"] == 1
     assert metrics["mean_nodes"] == pytest.approx(1)
 
 
 def test_a_session_without_prefill_is_all_startup(tmp_path):
-    metrics = report_metrics(write_run(tmp_path / "r", nodes=[session("a", 0, 30, state="failed")]))
+    metrics = read_report(write_run(tmp_path / "r", nodes=[session("a", 0, 30, state="failed")])).values
     assert (metrics["startup_s"], metrics["busy_s"], metrics["idle_s"]) == (30, 0, 0)
 
 
 def test_a_clock_that_was_set_back_gives_no_negative_time(tmp_path):
     nodes = [session("a", 100, 40, prefill_s=90), session("b", 0, 50, prefill_s=70)]
-    metrics = report_metrics(write_run(tmp_path / "r", nodes=nodes))
+    metrics = read_report(write_run(tmp_path / "r", nodes=nodes)).values
     assert metrics["wall_s"] == 50
     assert metrics["startup_s"] == 50
     assert metrics["gpu_hours"] == pytest.approx(50 / 3600)
@@ -223,7 +234,7 @@ def test_spans_agree_with_a_plain_count_of_seconds(tmp_path, seed):
         host = f"n{draw.randrange(4)}"
         prefill_s = start_s + draw.randrange(length_s)
         nodes.append(session(f"s{index}", start_s, start_s + length_s, ranks=ranks, prefill_s=prefill_s, node=host))
-    metrics = report_metrics(write_run(tmp_path / "r", nodes=nodes))
+    metrics = read_report(write_run(tmp_path / "r", nodes=nodes)).values
 
     def alive(second: int) -> list[dict[str, Any]]:
         return [node for node in nodes if node["start_s"] <= second < node["end_s"]]
@@ -237,26 +248,26 @@ def test_spans_agree_with_a_plain_count_of_seconds(tmp_path, seed):
 
 
 def test_an_empty_run_has_no_undefined_figures(tmp_path):
-    metrics = report_metrics(write_run(tmp_path / "empty", gpu_hour=2.0, input_hit=1.0, input_miss=1.0, output=1.0))
+    metrics = read_report(write_run(tmp_path / "empty", gpu_hour=2.0, input_hit=1.0, input_miss=1.0, output=1.0)).values
     assert [metrics[key] for key in ("rows", "input_tokens", "wall_s", "busy_s", "gpu_hours", "cost_usd")] == [0] * 6
     assert metrics["revenue_usd"] == 0
     for key in ("cache_hit_rate", "mean_nodes", "prefill_tokens_per_s_per_node", "cost_profit_margin", "gross_margin"):
         assert metrics[key] is None, key
     assert all(value is None or math.isfinite(value) for value in metrics.values())
-    assert "no node held ranks" in format_report(metrics, report_details(tmp_path / "empty"))
+    assert "no node held ranks" in format_report(read_report(tmp_path / "empty"))
 
 
 def test_a_run_of_error_rows_only(tmp_path):
     outputs = {"a.parquet": [error_output(0, "the prompt is null"), error_output(1, "the prompt is null")]}
     run = write_run(tmp_path / "r", requests=[error_request(0), error_request(1)], outputs=outputs)
-    metrics = report_metrics(run)
+    metrics = read_report(run).values
     assert (metrics["rows"], metrics["rows_ok"], metrics["rows_error"]) == (2, 0, 2)
     assert metrics["cache_hit_rate"] is None
-    assert report_details(run).errors == (("the prompt is null", 2),)
+    assert read_report(run).errors == (("the prompt is null", 2),)
 
 
 def test_lost_steps_never_give_negative_waste(tmp_path):
-    metrics = report_metrics(write_run(tmp_path / "r", requests=[request(0, 9, 3, 0, 1)]))
+    metrics = read_report(write_run(tmp_path / "r", requests=[request(0, 9, 3, 0, 1)])).values
     assert metrics["wasted_tokens"] == 0
 
 
@@ -322,7 +333,7 @@ def test_odd_characters_in_paths_are_no_syntax(tmp_path, name):
         "empty.parquet": [],
     }
     run = write_run(tmp_path / name / name, outputs=outputs, requests=[request(0, 4, 2, 0, 1)])
-    assert report_metrics(run)["rows"] == 1
+    assert read_report(run).values["rows"] == 1
     assert query(run, "SELECT row FROM outputs ORDER BY row") == [(0,), (1,), (2,), (3,)]
     assert query(run, "SELECT * FROM outputs WHERE row = 0")[0][0] == "id-0"
     assert len(list(run_query([run, write_run(tmp_path / "z")], "FROM outputs")[1])) == 4
@@ -341,7 +352,7 @@ def test_files_that_are_being_written_are_not_read(tmp_path):
 
 def test_what_is_no_finished_run_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a run folder .* give the job's output.dir"):
-        report_metrics(tmp_path)
+        read_report(tmp_path)
     with pytest.raises(ConfigError, match="is not a run folder"):
         open_views([tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="name at least one"):
@@ -349,14 +360,14 @@ def test_what_is_no_finished_run_is_refused_with_the_remedy(tmp_path):
     run = write_run(tmp_path / "r")
     (run / "stats" / "run.parquet").unlink()
     with pytest.raises(ConfigError, match=r"not finished; run `batchinfer finish .*/r` first"):
-        report_metrics(run)
+        read_report(run)
 
 
 def test_a_damaged_table_is_named(tmp_path):
     run = write_run(tmp_path / "r", nodes=[session("a", 0, 1)])
     (run / "stats" / "nodes" / "a.parquet").write_bytes(b"not parquet")
     with pytest.raises(ConfigError, match=r"cannot read the table nodes of .*/r") as caught:
-        report_metrics(run)
+        read_report(run)
     assert caught.value.exit_code == ExitCode.BAD_JOB
     assert "\n" not in str(caught.value)
 
@@ -496,61 +507,101 @@ def test_a_result_can_be_left_halfway(small_run):
 # ---- text
 
 
-def full_details(**more: Any) -> RunDetails:
-    values = {
-        "run": "demo",
-        "model": "/models/tiny",
-        "dtype": "bfloat16",
-        "memory_tokens": 1,
-        "disk_tokens": 2,
-        "duplicate_tokens": 3,
-        "computed_tokens": 266_000_000_000,
-        "predictions": (Prediction("computed_tokens", 265e9, 266e9, None),),
-        "decode_idle_share": None,
-        "tail_s": None,
-        "has_gpu_price": True,
-        "has_token_prices": True,
-        "unreadable_shards": (),
-        "errors": (),
-        "num_error_texts": 0,
-        "comm_s": 0.0,
-        "ranks": (),
-        "restarts": 0,
-        "moves": 0,
-        "store": None,
-    }
-    return RunDetails(**{**values, **more})
+def report_with(value: float | None, **values: float | None) -> Report:
+    """All figures are `value`, but for those that are named."""
+    return Report(
+        run="demo",
+        model="/models/tiny",
+        dtype="bfloat16",
+        values=dict.fromkeys((*FIGURES, "comm_s"), value) | values,
+        seconds=dict.fromkeys(PARTS, 0.0),
+        predictions=(Prediction("computed_tokens", 265e9, 266e9, None),),
+        ranks=(),
+        unreadable_shards=(),
+        errors=(),
+        num_error_texts=0,
+        bit_equal=None,
+        bit_equal_reason=None,
+        processor=None,
+    )
+
+
+def squeezed(panel: str) -> list[str]:
+    return [" ".join(line.split()) for line in panel.splitlines()]
 
 
 def test_the_panel_shows_units_and_fits_the_terminal():
-    big = dict.fromkeys(METRICS, 608_000_000_000) | {"cache_hit_rate": 0.5625, "gross_margin": 0.845}
-    panel = format_report(big, full_details())
-    lines = panel.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "demo   (/models/tiny, bfloat16)"
-    by_label = {line[:28].strip(): " ".join(line[28:].split()) for line in lines}
-    assert by_label["input"] == "608,000,000,000 tokens"
-    assert by_label["from a cache"] == "608,000,000,000 tokens 56.2% of input"
-    assert by_label["prompt tokens computed"] == "265,000,000,000 266,000,000,000 -"
-    assert by_label["decode per node"] == "608,000,000,000 tok/s"
-    assert by_label["gross margin"] == "84.5 % profit / revenue"
+    panel = format_report(report_with(608_000_000_000, cache_hit_rate=0.5625, gross_margin=0.845))
+    assert max(map(len, panel.splitlines())) <= 80
+    lines = squeezed(panel)
+    assert lines[0] == "demo (/models/tiny, bfloat16)"
+    for line in (
+        "input 608,000,000,000 tokens",
+        "hit share 56.2 %",
+        "prompt tokens computed 265,000,000,000 266,000,000,000 –",
+        "decode per node 608,000,000,000 tok/s",
+        "gross margin 84.5 % profit / revenue",
+        "damaged 608,000,000,000 files computed again",
+    ):
+        assert line in lines
 
 
 def test_the_panel_says_why_something_is_not_known():
-    unknown = dict.fromkeys(METRICS) | {"rows": 0}
-    panel = format_report(unknown, full_details(has_gpu_price=False, predictions=()))
-    assert max(map(len, panel.splitlines())) <= 80
-    assert "- no gpu_hour price in the job" in panel
-    assert "- no token prices in the job" in panel
-    assert "None" not in panel
-    assert format_report(unknown)
+    lines = squeezed(format_report(report_with(None, rows=0, cost_usd=1.0)))
+    assert "revenue at list prices – no token prices" in lines
+    assert "gross margin – needs cost and revenue" in lines
+    assert "prefill per node – no prefill step" in lines
+    assert not any("None" in line for line in lines)
+    assert not any(line.startswith(("restarts", "read", "KV store")) for line in lines)
+
+
+def test_without_prices_the_panel_says_how_to_give_them():
+    panel = format_report(report_with(0, cost_usd=None, revenue_usd=None, cost_profit_margin=None, gross_margin=None))
+    assert "set gpu_hour, input_hit, input_miss and output under" in panel
+    assert not any(line.startswith(("cost", "revenue")) for line in squeezed(panel))
 
 
 def test_the_panel_tells_small_sums_apart_from_nothing():
-    small = dict.fromkeys(METRICS, 0) | {"cost_usd": 0.000123, "gpu_hours": 0.0002}
-    panel = format_report(small)
-    assert "0.000123 $" in panel
-    assert "0.000200 h" in panel
+    lines = squeezed(format_report(report_with(0, cost_usd=0.000123, gpu_hours=0.0002)))
+    assert "cost 0.000123 $" in lines
+    assert "GPU-hours 0.000200 h" in lines
+
+
+def test_many_rows_that_were_cut_come_with_a_hint(tmp_path):
+    reasons = ["stop"] * 6 + ["length"] * 3
+    rows = [output(row, finish_reason=reason) for row, reason in enumerate(reasons)]
+    rows.append(error_output(9, "no room") | {"finish_reason": "error"})
+    requests = [request(row, 4, 2, 0, 1) for row in range(9)] + [error_request(9)]
+    run = write_run(tmp_path / "r", requests=requests, outputs={"s.parquet": rows})
+    report = read_report(run)
+    assert as_document(report)["finish_reasons"] == {"stop": 6, "length": 3, "error": 1}
+    lines = squeezed(format_report(report))
+    assert "ended by themselves 6" in lines
+    assert "cut at max_tokens 3 33.3% of ok: raise max_tokens?" in lines
+    few = report.values | {"rows_ok": 31}
+    assert FIGURES["finish_reasons.length"].note_of(few) == ""
+
+
+def test_a_terminal_gets_colours_and_nobody_elses_markup(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    parts = [text("[red]x[/red] :smile: \x1b[31m", WARNING), drawn_table([["[b]a[/b]", "1"]], "lr")]
+    assert drawn(*parts) == "[red]x[/red] :smile: \\x1b[31m\n[b]a[/b]  1\n"
+    coloured = drawn(*parts, on_terminal=True)
+    assert coloured.startswith("\x1b[33m[red]x[/red] :smile: \\x1b[31m\x1b[0m\n")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[33m" not in drawn(*parts, on_terminal=True)
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 200])
+def test_a_narrow_terminal_cuts_no_number(tmp_path, width):
+    nodes = [session("a", 0, 100, ranks=2, prefill_s=10)]
+    steps = [step("a", "decode", 20, new=100, cached=0, output=1, rank=rank) for rank in range(2)]
+    run = write_run(tmp_path / "r", steps=steps, nodes=nodes, gpu_hour=2.0)
+    panel = drawn(*panel_parts(read_report(run)), width=width)
+    assert max(map(len, panel.splitlines())) <= width
+    assert "…" not in panel
+    assert "rank 1 prefill + decode 0 1 20.00" in squeezed(panel)
 
 
 def test_the_panel_names_unreadable_shards_and_the_commonest_errors(tmp_path):
@@ -562,10 +613,10 @@ def test_the_panel_names_unreadable_shards_and_the_commonest_errors(tmp_path):
         {"index": 1, "path": "/data/\x1b[31mbad.parquet", "name": "b", "num_rows": 0, "problem": "no footer\n\x1b[0m"},
     ]
     run = write_run(tmp_path / "r\x1b[1m", outputs={"s.parquet": rows}, shards=shards, predicted_computed_tokens=5)
-    details = report_details(run)
+    details = read_report(run)
     assert details.errors[0] == ("no room for a token", 3)
     assert details.num_error_texts == 10
-    panel = format_report(report_metrics(run), details)
+    panel = format_report(details)
     assert all(char.isprintable() or char == "\n" for char in panel)
     assert max(map(display_width, panel.splitlines())) <= 80
     assert "Unreadable shards (1)" in panel
@@ -588,6 +639,10 @@ def test_fitted_text_is_printable_and_no_wider_than_asked(seed):
             assert fitted == text
 
 
+def rows_text(columns: list[str], rows: Iterable[tuple[Any, ...]], **limits: int) -> str:
+    return drawn(*table_of_rows(columns, rows, **limits), width=UNCUT)
+
+
 def test_rows_are_aligned_cut_and_counted():
     rows = [
         (1, "a\x1b[2Jb", None, 0.5),
@@ -595,16 +650,17 @@ def test_rows_are_aligned_cut_and_counted():
         (3, "x" * 99, [1, 2], None),
         (4, "", "", 1.0),
     ]
-    text = format_rows(["n", "text", "any", "rate"], rows, max_rows=3)
-    lines = text.splitlines()
+    lines = rows_text(["n", "text", "any", "rate"], rows, max_rows=3).splitlines()
     assert lines[0].split() == ["n", "text", "any", "rate"]
-    assert lines[2].startswith(" 1  a\\x1b[2Jb")
-    assert len({display_width(line[: line.rindex("…") + 1]) for line in lines[:5] if "…" in line}) == 1
+    assert lines[2].startswith(" 1   a\\x1b[2Jb")
+    assert display_width(lines[2]) == display_width(lines[4]) == display_width(lines[0])
     assert lines[3].endswith("1234567.2")
+    assert lines[4].split()[1] == "x" * 39 + "…"
     assert lines[-1] == "… 1 more row"
     endless = ((number,) for number in iter(int, 1))
-    assert format_rows(["n"], endless, count_rows=10).splitlines()[-1] == "… more than 10 more rows"
-    assert "(no rows)" in format_rows(["n"], [])
+    assert rows_text(["n"], endless, count_rows=10).splitlines()[-1] == "… more than 10 more rows"
+    assert "(no rows)" in rows_text(["n"], [])
+    assert len(rows_text(["n"] * 99, [("x" * 30,) * 99]).splitlines()) == 3
 
 
 def test_query_values_become_json():
@@ -629,9 +685,9 @@ def test_every_value_duckdb_knows_can_be_shown(small_run):
     columns, rows = run_query([small_run], "SELECT * FROM test_all_types()")
     rows = list(rows)
     json.dumps(list(json_records(columns, rows)), allow_nan=False)
-    assert format_rows(columns, rows)
+    assert rows_text(columns, rows)
 
 
 def test_the_report_starts_without_torch():
-    code = "import sys, batchinfer.report.table, batchinfer.report.rows; sys.exit('torch' in sys.modules)"
+    code = "import sys, batchinfer.report.panel, batchinfer.report.rows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

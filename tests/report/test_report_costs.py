@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from batchinfer.records import ConfigError
-from batchinfer.report.metrics import (
-    METRICS,
-    RankSeconds,
-    UnitCosts,
-    metrics_and_details,
-    metrics_together,
-    report_details,
-    report_metrics,
-)
-from batchinfer.report.side_by_side import LINES, all_figures, changes
+from batchinfer.report.figures import FIGURES, PUBLISHED, UNIT_COSTS, changes
+from batchinfer.report.read import read_report, read_together
 from support.jobs import batchinfer
 from support.runs import error_request, request, session, step, write_run
 
@@ -51,37 +43,40 @@ def two_ranks(root: Path, *, wasted: int = 0, **run: float) -> Path:
 
 
 def test_each_second_of_each_rank_is_counted_once(tmp_path):
-    seconds = report_details(two_ranks(tmp_path / "r")).seconds
-    assert seconds == RankSeconds(startup=20, prefill=37, decode=40, exchange=3, waste=0, tail=20, idle=80)
-    assert seconds.total == 200
+    seconds = read_report(two_ranks(tmp_path / "r")).seconds
+    assert seconds == {
+        "startup": 20, "prefill": 37, "decode": 40, "exchange": 3, "waste": 0, "tail": 20, "idle": 80,
+    }  # fmt: skip
+    assert sum(seconds.values()) == 200
 
 
 def test_wasted_tokens_take_their_share_of_the_steps(tmp_path):
     # 20 of 80 tokens: a quarter of 80 s in steps
-    seconds = report_details(two_ranks(tmp_path / "r", wasted=20)).seconds
-    assert seconds.waste == pytest.approx(20)
-    assert seconds.prefill == pytest.approx(37 * 0.75)
-    assert seconds.exchange == pytest.approx(3 * 0.75)
-    assert seconds.total == pytest.approx(200)
+    seconds = read_report(two_ranks(tmp_path / "r", wasted=20)).seconds
+    assert seconds["waste"] == pytest.approx(20)
+    assert seconds["prefill"] == pytest.approx(37 * 0.75)
+    assert seconds["exchange"] == pytest.approx(3 * 0.75)
+    assert sum(seconds.values()) == pytest.approx(200)
 
 
 def test_parts_never_add_up_to_more_than_was_held(tmp_path):
     # a host's clock was set back: the session is shorter than its steps
     steps = [step("a", "decode", 500.0, new=5, cached=0, output=5, start_s=50.0)]
     run = write_run(tmp_path / "r", steps=steps, nodes=[session("a", 0, 100, prefill_s=40)])
-    seconds = report_details(run).seconds
-    assert seconds.total == pytest.approx(100)
-    assert (seconds.startup, seconds.idle) == (40, 0)
+    seconds = read_report(run).seconds
+    assert sum(seconds.values()) == pytest.approx(100)
+    assert (seconds["startup"], seconds["idle"]) == (40, 0)
+
+
+def unit_costs(run: Path) -> list[float | None]:
+    values = read_report(run).values
+    return [values[figure.key] for figure in UNIT_COSTS.figures]
 
 
 def test_three_conventions_for_the_price_of_a_token(tmp_path):
     # $2 for 200 rank-seconds; the ranks do both, so their seconds in steps split the cost: 40 prefill, 40 decode
-    costs = report_details(two_ranks(tmp_path / "r")).unit_costs
-    assert costs == UnitCosts(
-        usd_per_million_output_tokens=pytest.approx(2 / 12 * 1e6),
-        usd_per_million_tokens=pytest.approx(2 / 62 * 1e6),
-        prefill_usd_per_million_input_tokens=pytest.approx(1 / 50 * 1e6),
-        decode_usd_per_million_output_tokens=pytest.approx(1 / 12 * 1e6),
+    assert unit_costs(two_ranks(tmp_path / "r")) == pytest.approx(
+        [2 / 12 * 1e6, 2 / 62 * 1e6, 1 / 50 * 1e6, 1 / 12 * 1e6]
     )
 
 
@@ -89,17 +84,15 @@ def test_ranks_of_one_kind_cost_by_their_number(tmp_path):
     node = session("a", 0, 100, ranks=4, prefill_s=1, mode="disaggregated", prefill_ranks=1, decode_ranks=3)
     steps = [step("a", "prefill", 90.0, new=20, cached=0, output=1, rank=0)]
     run = write_run(tmp_path / "r", requests=[request(0, 20, 10, 1, 2)], steps=steps, nodes=[node], gpu_hour=9.0)
-    costs = report_details(run).unit_costs
-    assert costs.prefill_usd_per_million_input_tokens == pytest.approx(0.25 / 20 * 1e6)
-    assert costs.decode_usd_per_million_output_tokens == pytest.approx(0.75 / 10 * 1e6)
+    assert unit_costs(run)[2:] == pytest.approx([0.25 / 20 * 1e6, 0.75 / 10 * 1e6])
 
 
 def test_without_a_price_or_tokens_there_is_no_unit_cost(tmp_path):
-    assert report_details(two_ranks(tmp_path / "free", gpu_hour=None)).unit_costs == UnitCosts()
+    assert unit_costs(two_ranks(tmp_path / "free", gpu_hour=None)) == [None] * 4
     only_errors = write_run(tmp_path / "errors", requests=[error_request(0)], nodes=[session("a", 0, 9)], gpu_hour=1.0)
-    assert report_details(only_errors).unit_costs == UnitCosts()
+    assert unit_costs(only_errors) == [None] * 4
     panel = batchinfer("report", only_errors).out
-    assert "no such tokens" in panel
+    assert "per million tokens" not in panel
     assert max(map(len, panel.splitlines())) <= 80
 
 
@@ -118,9 +111,10 @@ def test_the_panel_shows_parts_with_their_cost(tmp_path):
     assert "all cost on output 166,666.67 $/M output tokens" in lines
 
 
-def test_json_has_the_contract_keys_first_then_the_rest(tmp_path):
+def test_json_has_the_published_keys(tmp_path):
     document = json.loads(batchinfer("report", two_ranks(tmp_path / "r"), "--json").out)
-    assert list(document)[: len(METRICS)] == list(METRICS)
+    assert {figure.key.split(".")[0] for figure in PUBLISHED} < set(document)
+    assert document["finish_reasons"] == {"stop": 0, "length": 0, "error": 0}
     assert document["tail_cost_usd"] == pytest.approx(0.2)
     assert document["usd_per_million_output_tokens"] == pytest.approx(2 / 12 * 1e6)
     assert document["memory_tokens"] == document["disk_tokens"] == 0
@@ -145,17 +139,18 @@ PRICES = {"gpu_hour": 36.0, "input_hit": 1.0, "input_miss": 2.0, "output": 3.0}
 def test_several_runs_together_add_up(tmp_path):
     # at the same time, on hosts of their own
     runs = [small(tmp_path / "one", 10, 4, 100, "n1", **PRICES), small(tmp_path / "two", 30, 8, 60, "n2", **PRICES)]
-    each = [report_metrics(run) for run in runs]
-    metrics, details = metrics_together(runs, each)
+    each = [read_report(run) for run in runs]
+    together = read_together(runs, each)
+    metrics = together.values
     for key in ("rows", "input_tokens", "output_tokens", "gpu_hours", "cost_usd", "revenue_usd"):
-        assert metrics[key] == pytest.approx(sum(one[key] for one in each)), key
+        assert metrics[key] == pytest.approx(sum(one.values[key] for one in each)), key
     assert metrics["optimal_cached_tokens"] == 0
     assert metrics["wall_s"] == 100
     assert metrics["peak_nodes"] == 2
     assert metrics["decode_tokens_per_s_per_node"] == pytest.approx(12 / 80)
     assert metrics["gross_margin"] == pytest.approx((metrics["revenue_usd"] - 1.6) / metrics["revenue_usd"])
-    assert details.seconds.total == pytest.approx(160)
-    assert details.run == "one + two"
+    assert sum(together.seconds.values()) == pytest.approx(160)
+    assert together.run == "one + two"
 
 
 def test_runs_at_different_prices_add_up_in_dollars(tmp_path):
@@ -163,11 +158,11 @@ def test_runs_at_different_prices_add_up_in_dollars(tmp_path):
         small(tmp_path / "dear", 10, 4, 100, "n1", **PRICES),
         small(tmp_path / "cheap", 10, 4, 100, "n1", **(PRICES | {"gpu_hour": 18.0})),
     ]
-    metrics, _ = metrics_together(runs, [report_metrics(run) for run in runs])
+    metrics = read_together(runs, [read_report(run) for run in runs]).values
     assert metrics["cost_usd"] == pytest.approx(1.5)
     assert metrics["peak_nodes"] == 1  # the same host
     free = small(tmp_path / "free", 10, 4, 100, "n1")
-    metrics, _ = metrics_together([*runs, free], [report_metrics(run) for run in [*runs, free]])
+    metrics = read_together([*runs, free], [read_report(run) for run in [*runs, free]]).values
     assert metrics["cost_usd"] is None
 
 
@@ -175,25 +170,25 @@ def test_a_copy_of_a_run_is_another_run_and_a_run_named_twice_is_not(tmp_path):
     run = two_ranks(tmp_path / "r")
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
-    once, once_details = metrics_and_details(run)
-    twice, details = metrics_together([run, copy], [report_metrics(run), report_metrics(copy)])
-    assert twice["rows"] == 2 * once["rows"]
-    assert twice["cost_usd"] == pytest.approx(2 * once["cost_usd"])
-    assert details.seconds == RankSeconds(startup=40, prefill=74, decode=80, exchange=6, waste=0, tail=40, idle=160)
-    assert details.unit_costs == once_details.unit_costs
-    same, _ = metrics_together([run, run], [report_metrics(run)] * 2)
-    assert same == once
+    once = read_report(run)
+    twice = read_together([run, copy], [once, read_report(copy)])
+    assert twice.values["rows"] == 2 * once.values["rows"]
+    assert twice.values["cost_usd"] == pytest.approx(2 * once.values["cost_usd"])
+    assert twice.seconds == {part: 2 * part_s for part, part_s in once.seconds.items()}
+    key = "prefill_usd_per_million_input_tokens"
+    assert twice.values[key] == once.values[key]
+    assert read_together([run, run], [once] * 2).values == once.values
 
 
-def test_several_runs_stand_side_by_side_and_together(tmp_path):
+def test_several_runs_are_shown_side_by_side_and_together(tmp_path):
     runs = [small(tmp_path / f"run{i}", 10, 4, 100, f"n{i}", **PRICES) for i in range(3)]
     out = batchinfer("report", *runs).out
     assert max(map(len, out.splitlines())) <= 80
     heads = [line.split() for line in out.splitlines() if "run0" in line or "together" in line]
     assert heads == [["run0", "run1", "run2"], ["together"]]
     first, last = out.split("\n\n")
-    assert "  input                                     10              10              10" in first.splitlines()
-    assert "  input                                     30" in last.splitlines()
+    assert "input tokens 10 10 10" in [" ".join(line.split()) for line in first.splitlines()]
+    assert "input tokens 30" in [" ".join(line.split()) for line in last.splitlines()]
     documents = json.loads(batchinfer("report", *runs, "--json").out)
     assert [document["rows"] for document in documents] == [1, 1, 1]
     assert json.loads(batchinfer("report", *runs, "--together", "--json").out)["rows"] == 3
@@ -203,25 +198,26 @@ def test_several_runs_stand_side_by_side_and_together(tmp_path):
 def test_two_runs_are_compared_with_what_changed(tmp_path):
     before = small(tmp_path / "before", 10, 4, 100, "n1", **PRICES)
     after = small(tmp_path / "after", 10, 8, 50, "n1", **(PRICES | {"input_miss": None}))
-    lines = {
-        line[:30].strip(): line[30:].split()
-        for line in batchinfer("report", before, after, "--compare").out.splitlines()
-    }
-    assert lines[""] == ["before", "after", "change"]
-    assert lines["output"] == ["4", "8", "+100.0", "%"]
-    assert lines["wall, s"] == ["100.00", "50.00", "-50.0", "%"]
-    assert lines["wasted"] == ["0", "0", "0"]
-    assert lines["hit share, %"] == ["0.0", "0.0", "+0.0", "points"]
-    assert lines["gross margin, %"][1:] == ["-", "-"]
+    lines = [" ".join(line.split()) for line in batchinfer("report", before, after, "--compare").out.splitlines()]
+    assert lines[0] == "before after change"
+    for line in (
+        "output tokens 4 8 +100.0 %",
+        "wall s 100.00 50.00 -50.0 %",
+        "wasted tokens 0 0 0",
+        "hit share % 0.0 0.0 +0.0 points",
+    ):
+        assert line in lines
+    assert any(line.startswith("gross margin % ") and line.endswith(" – –") for line in lines)
     document = json.loads(batchinfer("report", before, after, "--compare", "--json").out)
     assert document["output_tokens"] == {"before": 4, "after": 8, "difference": 4, "relative": 1.0}
     assert document["revenue_usd"]["difference"] is None
 
 
-def test_every_line_of_the_table_is_a_known_figure(tmp_path):
-    figures = all_figures(*metrics_and_details(two_ranks(tmp_path / "r")))
-    assert [key for _, lines in LINES for _, key, _ in lines if key not in figures] == []
-    assert set(changes(figures, figures)) == set(figures)
+def test_every_figure_has_a_value_and_a_place_in_json(tmp_path):
+    values = read_report(two_ranks(tmp_path / "r")).values
+    assert [key for key in FIGURES if key not in values] == []
+    assert set(changes(values, values)) == {figure.key.split(".")[0] for figure in PUBLISHED}
+    assert changes(values, values)["finish_reasons"]["stop"]["difference"] == 0
 
 
 def test_long_and_hostile_names_of_runs_keep_the_columns(tmp_path):
@@ -287,5 +283,6 @@ def test_reports_that_exclude_each_other_are_a_usage_error(tmp_path, options, wo
 
 
 def test_a_run_that_is_not_finished_is_named_among_several(tmp_path):
+    one = read_report(two_ranks(tmp_path / "r"))
     with pytest.raises(ConfigError, match="nothing"):
-        metrics_together([two_ranks(tmp_path / "r"), tmp_path / "nothing"], [{}, {}])
+        read_together([tmp_path / "r", tmp_path / "nothing"], [one, one])

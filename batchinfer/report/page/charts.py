@@ -1,4 +1,4 @@
-"""Pictures as inline SVG: columns over time, stacked bars, heat maps. Called by html.
+"""Pictures as inline SVG: columns over time, stacked bars, heat maps.
 
 Every picture is drawn on a canvas of WIDTH units, so that its letters can be read on a telephone and are not huge on a
 screen. Colours are CSS classes (page.css): s0, s1, … for series, h0 … h8 for the steps of a heat map. Text is escaped
@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from markupsafe import Markup
 
 from batchinfer.sanitize import sanitize
 
@@ -70,8 +72,8 @@ def columns(
     *,
     stacked: bool = True,
     as_share: bool = False,
-) -> str:
-    """A column per place of the axis, series upon each other or (stacked=False) beside each other.
+) -> Markup:
+    """A column per name of the axis, series upon each other or (stacked=False) next to each other.
 
     Args:
         key: start of the ids in it, unique on the page.
@@ -91,28 +93,30 @@ def columns(
     pitch = (WIDTH - LEFT - 4) / max(1, num)
     parts = [_y_axis(steps, scale, base, as_share)]
     gap = min(2.0, pitch * 0.2)
-    for place in range(num):
-        left, bottom = LEFT + place * pitch + gap / 2, float(base)
+    for column in range(num):
+        left, bottom = LEFT + column * pitch + gap / 2, float(base)
         for index, one in enumerate(series):
-            height = heights[index][place] * scale
+            height = heights[index][column] * scale
             wide = (pitch - gap) / (1 if stacked else len(series))
             x = left if stacked else left + index * wide
             if height > 0:
                 parts.append(_rect(x, bottom - height, wide, height, one.colour))
             bottom -= height if stacked else 0
         told = ", ".join(
-            f"{one.name} {form(one.values[place] or 0.0)}" for one in series if one.values[place] is not None
+            f"{one.name} {form(one.values[column] or 0.0)}" for one in series if one.values[column] is not None
         )
-        full = _rect(LEFT + place * pitch, TOP, pitch, PLOT_HEIGHT, "spot", f"{axis.names[place]}: {told or 'nothing'}")
+        full = _rect(
+            LEFT + column * pitch, TOP, pitch, PLOT_HEIGHT, "spot", f"{axis.names[column]}: {told or 'nothing'}"
+        )
         parts.append(full)
     parts.append(f'<line class="base" x1="{LEFT}" x2="{WIDTH - 4}" y1="{base}" y2="{base}"/>')
-    parts += _x_marks([(LEFT + place * pitch, text) for place, text in axis.marks], base)
+    parts += _x_marks([(LEFT + column * pitch, text) for column, text in axis.marks], base)
     return _svg(key, title, base + BOTTOM, parts)
 
 
 def bars(
     key: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], form: Callable[[float], str]
-) -> str:
+) -> Markup:
     """A horizontal bar per row, made of parts, all on one scale.
 
     Args:
@@ -149,13 +153,13 @@ def heat_map(
     form: Callable[[float], str],
     *,
     left: int = LEFT,
-) -> str:
+) -> Markup:
     """Cells in eight steps of one colour, from 0 to `largest` and more.
 
     Args:
         key: start of the ids in it, unique on the page.
         title: what it shows, for people who cannot see it.
-        rows: a label per line; every so many lines one is written.
+        rows: a label per line; as many of them are written as there is room for.
         axis: the columns.
         values: [rows][columns].
         largest: value of the strongest colour.
@@ -176,11 +180,11 @@ def heat_map(
             text_y = y + min(high, 13) / 2 + 4
             text = label if len(label) <= most_letters else f"{label[: most_letters - 1]}…"
             parts.append(f'<text class="tick" x="{left - 5}" y="{text_y:.1f}" text-anchor="end">{inert(text)}</text>')
-        for place, value in enumerate(values[line]):
+        for column, value in enumerate(values[line]):
             step = min(HEAT_STEPS, max(0, math.ceil(value / largest * HEAT_STEPS - 1e-9))) if largest > 0 else 0
-            x = left + place * wide
+            x = left + column * wide
             if with_titles:
-                told = f"{label}, {axis.names[place]}: {form(value)}"
+                told = f"{label}, {axis.names[column]}: {form(value)}"
                 parts.append(
                     _rect(x, y, max(0.4, wide - min(1, wide * 0.12)), high - min(1, high * 0.12), f"h{step}", told)
                 )
@@ -192,25 +196,25 @@ def heat_map(
             parts.append(_rect(left, y, WIDTH - left - 2, high, "spot", told))
     drawn = [f'<path class="h{step}" d="{"".join(path)}"/>' for step, path in sorted(outlines.items())]
     base = TOP + num_rows * high
-    marks = _x_marks([(left + place * wide, text) for place, text in axis.marks], base)
+    marks = _x_marks([(left + column * wide, text) for column, text in axis.marks], base)
     return _svg(key, title, base + BOTTOM, [*drawn, *parts, *marks])
 
 
-def heat_scale(largest: float, form: Callable[[float], str]) -> str:
+def heat_scale(largest: float, form: Callable[[float], str]) -> Markup:
     """The colours of a heat map from 0 to `largest`, as one line of HTML."""
     cells = "".join(
         f'<rect class="h{step}" x="{step * 14}" y="0" width="14" height="10"/>' for step in range(HEAT_STEPS + 1)
     )
     wide = 14 * (HEAT_STEPS + 1)
-    return (
+    return Markup(
         f'<p class="scale">{inert(form(0.0))} '
         f'<svg aria-hidden="true" viewBox="0 0 {wide} 10" width="{wide}" height="10">'
         f"{cells}</svg> {inert(form(largest))}</p>"
     )
 
 
-def _svg(key: str, title: str, height: float, parts: Sequence[str]) -> str:
-    return (
+def _svg(key: str, title: str, height: float, parts: Sequence[str]) -> Markup:
+    return Markup(
         f'<svg class="chart" role="img" aria-labelledby="{key}-title" viewBox="0 0 {WIDTH} {height:.0f}">'
         f'<title id="{key}-title">{inert(title)}</title>{"".join(parts)}</svg>'
     )

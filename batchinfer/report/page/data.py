@@ -1,4 +1,4 @@
-"""What the page of a run shows beside its figures: rows of queries/*.sql over time, ranks, experts. Called by html."""
+"""What the page of a run shows besides its figures: rows of queries/*.sql over time, ranks, experts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,17 @@ from typing import Any
 
 from batchinfer.data.duck import read_parquet
 from batchinfer.report.computed import Computed
-from batchinfer.report.metrics import Figure, RunDetails, figures_of
+from batchinfer.report.read import Report, report_of
 from batchinfer.rundir import RunDir, read_json
 
 MAX_BINS = 48
 # stretches of time that people count in, seconds; a day's run gets hours
 WIDTHS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400)
 TEXT_CHARS = 300  # of an answer or an error that are shown
-QUERIES = (
-    "bins",
-    "throughput",
-    "occupancy",
-    "revenue",
-    "rank_work",
-    "rank_times",
-    "expert_tokens",
-    "slowest",
-    "failed",
-)
+# tables on the page
+LISTS = (
+    "throughput", "occupancy", "revenue", "rank_work", "rank_times", "expert_tokens", "slowest", "failed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +50,7 @@ class ShownRow:
 class PageData:
     """Everything on the page of one run. The lists have the columns of the query of that name."""
 
-    metrics: dict[str, Figure]
-    details: RunDetails
+    report: Report
     axis: TimeAxis | None  # None: no session is known
     throughput: list[dict[str, Any]]
     occupancy: list[dict[str, Any]]
@@ -77,7 +69,6 @@ def read_page_data(run_folder: Path) -> PageData:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
     """
     with Computed([run_folder]) as computed:
-        metrics, details = figures_of(computed)
         ((start_s, end_s),) = computed.rows(
             "SELECT min(start_s) FILTER (num_ranks > 0), max(end_s) FILTER (num_ranks > 0) FROM sessions"
         )
@@ -88,21 +79,11 @@ def read_page_data(run_folder: Path) -> PageData:
             f"CREATE TEMP TABLE axis AS SELECT {start_s!r}::DOUBLE AS start_s, {width_s!r}::DOUBLE AS width_s, "
             f"{num_bins} AS num_bins"
         )
-        computed.create(QUERIES)
-        found = {name: computed.records(f"SELECT * FROM {name}") for name in QUERIES}
-        return PageData(
-            metrics,
-            details,
-            axis,
-            throughput=found["throughput"],
-            occupancy=found["occupancy"],
-            revenue=found["revenue"],
-            rank_work=found["rank_work"],
-            rank_times=found["rank_times"],
-            expert_tokens=found["expert_tokens"],
-            slowest=_with_texts(computed, RunDir(Path(run_folder)), found["slowest"]),
-            failed=_with_texts(computed, RunDir(Path(run_folder)), found["failed"]),
-        )
+        computed.create(["bins", *LISTS])
+        found: dict[str, Any] = {name: computed.records(f"SELECT * FROM {name}") for name in LISTS}
+        for name in ("slowest", "failed"):
+            found[name] = _with_texts(computed, RunDir(Path(run_folder)), found[name])
+        return PageData(report_of(computed), axis, **found)
 
 
 def time_axis(start_s: float, end_s: float) -> TimeAxis:

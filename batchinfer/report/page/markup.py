@@ -1,94 +1,82 @@
-"""Pieces of an HTML page: text made harmless, tables, figures with a caption. Called by html and page_charts.
-
-Everything that comes from a run (names, ids, answers, errors) passes `shown` or `table` here, or is escaped by charts.
-"""
+"""The template of the page and what it is filled with: sections of cards with pictures and tables."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
+from typing import Any
 
-from batchinfer.report.page.charts import Series, inert
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from batchinfer.sanitize import sanitize
+
+SHOWN_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """HTML of a table cell and the class that says how it is set."""
+class Table:
+    """Numbers and texts; the first cell of a row names it."""
 
-    html: str
-    kind: str = "name"  # 'name', 'number' or 'text'
+    caption: str
+    headers: Sequence[tuple[str, str]]  # text, and 'name', 'number' or 'text' for the cells below it
+    rows: Sequence[Sequence[str]]
 
 
-def shown(text: str, limit: int = 300, num_chars: int | None = None) -> str:
-    """Text as HTML that shows it and does nothing else: escaped, what does not print as its escape, cut visibly.
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A picture with its title, what one should know about it, and its numbers; or tables alone."""
+
+    title: str = ""
+    note: str = ""
+    picture: Markup | str = ""
+    legend: Sequence[tuple[str, str]] = ()  # names and classes of their colours
+    numbers: Table | None = None  # opens on a click
+    tables: Sequence[Table] = ()
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Cards under a heading; without cards it is left out."""
+
+    title: str
+    cards: Sequence[Card]
+
+
+def shown(text: str, limit: int = SHOWN_CHARS, num_chars: int | None = None) -> Markup:
+    """Text as HTML that shows it and does nothing else: what does not print as its escape, cut visibly.
 
     Args:
-        text: any text.
+        text: any text; what is HTML already stays as it is.
         limit: characters to show.
         num_chars: length of the whole text when `text` is only its start.
     """
+    if isinstance(text, Markup):
+        return text
     whole = len(text) if num_chars is None else num_chars
-    kept = escape(sanitize(text[:limit]))
-    html = f"<bdi>{kept.replace(chr(10), '<br>')}</bdi>"
-    if whole > min(limit, len(text)):
-        html += f' <span class="cut">… cut, {whole:,} characters in all</span>'
-    return html
+    kept = escape(sanitize(text[:limit])).replace("\n", "<br>")
+    is_cut = whole > min(limit, len(text))
+    cut = f' <span class="cut">… cut, {whole:,} characters in all</span>' if is_cut else ""
+    return Markup(f"<bdi>{kept}</bdi>{cut}")
 
 
-def number(text: str | None) -> Cell:
-    """A number that is text already; '-' for what is not known."""
-    return Cell("–" if text is None else escape(text), "number")
-
-
-def name(text: str, limit: int = 120) -> Cell:
-    """A short text."""
-    return Cell(shown(text, limit))
-
-
-def table(caption: str, headers: Sequence[tuple[str, str]], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table that scrolls by itself where it is wider than the page.
-
-    Args:
-        caption: what it holds.
-        headers: (text, kind of its cells).
-        rows: cells; the first of each names the row.
-    """
-    head = "".join(f'<th scope="col" class="{kind}">{inert(text)}</th>' for text, kind in headers)
-    body = []
-    for row in rows:
-        first, rest = row[0], row[1:]
-        cells = "".join(f'<td class="{cell.kind}">{cell.html}</td>' for cell in rest)
-        body.append(f'<tr><th scope="row" class="{first.kind}">{first.html}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{inert(caption)}"><table>'
-        f"<caption>{inert(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+def render(**values: Any) -> str:
+    """The HTML document of page.html.j2; every text in it is sanitized and escaped."""
+    environment = Environment(
+        loader=PackageLoader("batchinfer.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else sanitize(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def folded(summary: str, html: str) -> str:
-    """HTML that opens on a click."""
-    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Names beside their colours.
-
-    Args:
-        entries: (name, class of the colour).
-    """
-    items = "".join(f'<li><span class="swatch {colour}"></span>{inert(text)}</li>' for text, colour in entries)
-    return f'<ul class="legend">{items}</ul>'
-
-
-def legend_of(series: Sequence[Series]) -> str:
-    """The legend of a picture's series."""
-    return legend([(one.name, one.colour) for one in series])
-
-
-def card(title: str, note: str, *pieces: str, wide: bool = False) -> str:
-    """A picture with its title, what one should know about it, and its parts."""
-    kind = "card wide" if wide else "card"
-    caption = f"<figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p></figcaption>"
-    return f'<figure class="{kind}">{caption}{"".join(pieces)}</figure>'
+    environment.filters["shown"] = shown
+    style = (resources.files("batchinfer.report.page") / "page.css").read_text(encoding="utf-8")
+    # nothing may be loaded or run, whatever is on the page; the style is allowed by its hash
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return environment.get_template("page.html.j2").render(style=Markup(style), style_digest=digest, **values)

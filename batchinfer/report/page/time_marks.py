@@ -1,4 +1,4 @@
-"""The time axis of pictures in words: names of its stretches and marks below them. Called by the pages' pictures."""
+"""The time axis of pictures in words: names of its stretches and marks below them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MARKS_S = (
 
 def time_marks(axis: TimeAxis) -> Axis:
     """Names and marks of the stretches: times of day (UTC) for minutes and more, seconds from the start below."""
-    starts = [axis.start_s + place * axis.width_s for place in range(axis.num_bins)]
+    starts = [axis.start_s + column * axis.width_s for column in range(axis.num_bins)]
     span_s = axis.width_s * axis.num_bins
     apart_s = next((step for step in MARKS_S if step >= span_s / MAX_MARKS and step >= axis.width_s), span_s)
     if axis.width_s < 60:
         marks = [index * apart_s for index in range(int(span_s / apart_s) + 1) if index * apart_s < span_s]
-        names = [f"second {place * axis.width_s:g}" for place in range(axis.num_bins)]
+        names = [f"second {column * axis.width_s:g}" for column in range(axis.num_bins)]
         return Axis(names, [(mark / axis.width_s, f"{mark:g} s") for mark in marks])
     form = "%H:%M" if apart_s < 86400 else "%d %b"
     first = math.ceil(axis.start_s / apart_s)

@@ -1,4 +1,4 @@
-"""What a run costs and what it would earn at list prices: plain arithmetic. Called by metrics and `batchinfer price`.
+"""What a run costs and what it would earn at list prices: plain arithmetic.
 
 Two margins that are easily mixed up, both ratios: cost_profit_margin is the profit over the cost (a markup: 5.45 means
 545 %), gross_margin is the profit over the revenue (0.845 means 84.5 %).

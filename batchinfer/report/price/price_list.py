@@ -1,6 +1,6 @@
 """Prices as data: a TOML file with source and date, discounts for batches and for hours of the day.
 
-Called by what_if and by the simulator. Every price may be left out; figures that need it are then unknown.
+Every price may be left out; figures that need it are then unknown.
 """
 
 from __future__ import annotations

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from batchinfer.config import load_job
 from batchinfer.records import ConfigError
-from batchinfer.report.metrics import report_metrics
+from batchinfer.report import forms
+from batchinfer.report.figures import FIGURES, Figure, Group
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PRICES, PriceList
+from batchinfer.report.read import read_report
+from batchinfer.report.terminal import figure_table, text
 from batchinfer.rundir import RunDir
-
-LABEL_WIDTH = 34
-VALUE_WIDTH = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
     Raises:
         ConfigError: the folder is no finished run.
     """
-    figures = report_metrics(run_folder)
+    figures = read_report(run_folder).values
     hit = figures["cached_tokens"] or 0
     amounts = Amounts(
         hit_tokens=hit,
@@ -122,35 +125,34 @@ def price(
     }
 
 
-def format_price(figures: dict[str, float | None], prices: PriceList) -> str:
-    """The figures as lines with units, and where the prices come from."""
-    rows: list[tuple[str, str, str, float]] = [
-        ("input_tokens", "input", "tokens", 1),
-        ("cached_tokens", "of it from a cache", "tokens", 1),
-        ("cache_hit_rate", "hit share", "%", 100),
-        ("output_tokens", "output", "tokens", 1),
-        ("gpu_hours", "GPU-hours", "h", 1),
-        ("cost_usd", "cost", "$", 1),
-        ("revenue_usd", "revenue at these prices", "$", 1),
-        ("profit_usd", "profit", "$", 1),
-        ("cost_profit_margin", "cost profit margin (profit / cost)", "%", 100),
-        ("gross_margin", "gross margin (profit / revenue)", "%", 100),
-        ("token_price_factor", "token prices after discounts", "%", 100),
-        ("usd_per_million_output_tokens", "cost per M output tokens", "$", 1),
-        ("usd_per_million_tokens", "cost per M input + output tokens", "$", 1),
-        ("usd_per_million_computed_tokens", "cost per M computed tokens", "$", 1),
-    ]
-    lines = [f"{label:{LABEL_WIDTH}}{_text(figures[key], factor):>{VALUE_WIDTH}} {unit}"
-             for key, label, unit, factor in rows]  # fmt: skip
+SHOWN = (
+    Group(
+        "",
+        (
+            FIGURES["input_tokens"],
+            FIGURES["cached_tokens"],
+            FIGURES["cache_hit_rate"],
+            FIGURES["output_tokens"],
+            FIGURES["gpu_hours"],
+            FIGURES["cost_usd"],
+            FIGURES["revenue_usd"].called("revenue at these prices"),
+            Figure("profit_usd", "profit", forms.number, "$", why_empty="needs cost and revenue"),
+            FIGURES["cost_profit_margin"],
+            FIGURES["gross_margin"],
+            Figure("token_price_factor", "token prices after discounts", forms.percent, "%"),
+            FIGURES["usd_per_million_output_tokens"],
+            FIGURES["usd_per_million_tokens"],
+            Figure("usd_per_million_computed_tokens", "all cost on computed tokens", forms.unit_dollars, "$/M",
+                   note="misses and output", why_empty="no such tokens"),
+        ),
+    ),
+)  # fmt: skip
+
+
+def price_table(figures: dict[str, float | None], prices: PriceList) -> Iterator[RenderableType]:
+    """The figures with units, and where the prices come from."""
+    yield from figure_table(figures, SHOWN)
     known = {name: value for name, value in asdict(prices).items() if name in PRICES and value is not None}
-    lines.append("prices: " + ", ".join(f"{name} ${value:g}" for name, value in known.items()))
+    yield text("prices: " + ", ".join(f"{name} ${value:g}" for name, value in known.items()))
     if prices.source:
-        lines.append(f"source: {prices.source} ({prices.date})")
-    return "\n".join(lines)
-
-
-def _text(value: float | None, factor: float) -> str:
-    if value is None:
-        return "-"
-    value *= factor
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+        yield text(f"source: {prices.source} ({prices.date})")

@@ -3,7 +3,7 @@
 --   planned   by the plan
 --   happened  in the run
 --   at_best   what no plan could go below; null where nothing is known
-SELECT 1 AS place, 'computed_tokens' AS name, predicted_computed_tokens::DOUBLE AS planned,
+SELECT 1 AS position, 'computed_tokens' AS name, predicted_computed_tokens::DOUBLE AS planned,
        computed_tokens::DOUBLE AS happened, distinct_tokens - disk_tokens::DOUBLE AS at_best
 FROM run, tokens
 UNION ALL

@@ -1,6 +1,6 @@
 -- rank_seconds: one row, where each second of each rank went; the first seven add up to the rank-seconds held.
 --   startup   until the session's first prefill step
---   prefill, decode   in steps that ran tokens, without what stands in the next two
+--   prefill, decode   in steps that ran tokens, without the next two
 --   exchange  in these steps, while experts' rows travelled and the rank computed nothing
 --   waste     the share of these steps that went into wasted_tokens
 --   tail      after a rank's last tokens, until the last tokens of its session
@@ -30,7 +30,7 @@ totals AS (
     SELECT
         (SELECT gpu_hours * 3600 FROM held) AS held,
         (SELECT coalesce(sum(num_ranks * startup_s), 0) FROM sessions) AS startup,
-        -- tokens are run in vain as fast as others
+        -- wasted tokens are run as fast as others
         coalesce((SELECT wasted_tokens FROM extra_work) / nullif((SELECT sum(new_tokens) FROM steps), 0), 0) AS wasted
 ),
 parts AS (

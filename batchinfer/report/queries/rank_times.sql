@@ -1,7 +1,7 @@
 -- rank_times: one row per line of the picture and bin: the share of the bin in which its ranks were in steps with tokens.
 -- A line is one rank; with more than 48 ranks it is several that follow one another, and their mean.
 WITH lines AS (
-    SELECT place, node, rank, place // CAST(ceil((SELECT count(*) FROM rank_work) / 48) AS INTEGER) AS line
+    SELECT position, node, rank, position // CAST(ceil((SELECT count(*) FROM rank_work) / 48) AS INTEGER) AS line
     FROM rank_work
 ),
 sizes AS (SELECT line, count(*) AS num_ranks FROM lines GROUP BY line),

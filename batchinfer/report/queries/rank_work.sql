@@ -1,4 +1,4 @@
--- rank_work: one row per rank of a node that ran a step, with its place in the pictures.
+-- rank_work: one row per rank of a node that ran a step, with its position in the pictures.
 --   node, rank   where, and its number in its group
 --   role         as in `ranks`
 --   prefill_tokens, decode_tokens, kv_tokens, expert_rows, working_s   what it ran: tokens of prefill and of decode steps,
@@ -16,7 +16,7 @@ WITH worked AS (
     GROUP BY node, rank
 )
 SELECT
-    CAST(row_number() OVER (ORDER BY node, rank) - 1 AS INTEGER) AS place,
+    CAST(row_number() OVER (ORDER BY node, rank) - 1 AS INTEGER) AS position,
     node,
     rank,
     role,
@@ -26,4 +26,4 @@ SELECT
     CAST(coalesce(worked.expert_rows, 0) AS BIGINT) AS expert_rows,
     coalesce(working_s, 0) AS working_s
 FROM worked JOIN ranks USING (rank)
-ORDER BY place
+ORDER BY position

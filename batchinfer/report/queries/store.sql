@@ -1,10 +1,9 @@
--- store: one row, what the KV store on disk did for the ranks, added up over all of them; zeros without a store.
+-- store: one row, what the KV store on disk did for the ranks, added up over all of them; nulls without a store.
 SELECT
-    count(*) > 0 AS is_used,
-    coalesce(sum(hit_bytes), 0) AS read_bytes,
-    coalesce(sum(written_bytes), 0) AS written_bytes,
-    coalesce(sum(wait_s), 0) AS wait_s,
-    coalesce(sum(damaged_files), 0) AS damaged_files,
-    coalesce(sum(dropped_blocks + refused_blocks), 0) AS unwritten_blocks,
-    coalesce(sum(evicted_bytes), 0) AS evicted_bytes
+    CAST(sum(hit_bytes) AS BIGINT) AS store_read_bytes,
+    CAST(sum(written_bytes) AS BIGINT) AS store_written_bytes,
+    sum(wait_s) AS store_wait_s,
+    CAST(sum(damaged_files) AS BIGINT) AS store_damaged_files,
+    CAST(sum(dropped_blocks + refused_blocks) AS BIGINT) AS store_unwritten_blocks,
+    CAST(sum(evicted_bytes) AS BIGINT) AS store_evicted_bytes
 FROM kv

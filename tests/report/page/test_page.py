@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from batchinfer.report.metrics import report_metrics
+from batchinfer.report.figures import PUBLISHED
 from batchinfer.report.page import charts
 from batchinfer.report.page import page as page_file
 from batchinfer.report.page.charts import Axis, Series
 from batchinfer.report.page.data import MAX_BINS, PageData, TimeAxis, read_page_data, time_axis
 from batchinfer.report.page.page import page, write_page
 from batchinfer.report.page.time_marks import stretch, time_marks
+from batchinfer.report.read import read_report
 from support.browser import Browser
 from support.jobs import batchinfer, write_job, write_questions, write_shard
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run, write_table
@@ -87,7 +88,7 @@ def test_a_day_is_shown_by_the_hour(day_data):
 
 
 def test_the_pictures_over_time_add_up_to_the_figures(day_data):
-    metrics, rows = day_data.metrics, day_data.occupancy
+    metrics, rows = day_data.report.values, day_data.occupancy
     assert [row["nodes"] for row in rows] == [pytest.approx(1.0)] * 24
     assert [row["cost_usd"] for row in rows] == [pytest.approx(10.0)] * 24  # 5 ranks at $2
     assert sum(row["cost_usd"] for row in rows) == pytest.approx(metrics["cost_usd"])
@@ -120,7 +121,7 @@ def test_work_that_spans_several_hours_is_spread_over_them(tmp_path):
     assert [row["prefill_per_s"] * HOUR_S for row in data.throughput[:4]] == pytest.approx([200, 400, 400, 0])
     assert [row["nodes"] for row in data.occupancy[:6]] == pytest.approx([1, 2, 1, 1, 0, 1])
     assert [row["cost_usd"] for row in data.occupancy[:6]] == pytest.approx([2, 6, 2, 2, 0, 2])
-    assert sum(row["income_usd"] for row in data.occupancy) == pytest.approx(data.metrics["revenue_usd"])
+    assert sum(row["income_usd"] for row in data.occupancy) == pytest.approx(data.report.values["revenue_usd"])
 
 
 def test_ranks_and_experts_by_their_load(day_data):
@@ -146,7 +147,7 @@ def test_the_revenue_is_split_by_kind_of_tokens(day_data):
     assert parts == pytest.approx(
         {"cached_input": 2400 * 0.14e-6, "computed_input": 7200 * 0.55e-6, "output": 360 * 2.19e-6}
     )
-    assert sum(parts.values()) == pytest.approx(day_data.metrics["revenue_usd"])
+    assert sum(parts.values()) == pytest.approx(day_data.report.values["revenue_usd"])
     assert "revenue of cached input: $0.000336" in page([day_data])
 
 
@@ -229,9 +230,9 @@ def test_runs_without_steps_sessions_or_prices_have_a_page(tmp_path):
 
 def test_the_page_is_whole_or_not_written(day, tmp_path, monkeypatch):
     file = tmp_path / "page.html"
-    write_page([day], None, file)
+    write_page([day], file)
     whole = file.read_text()
-    write_page([day], None, file)
+    write_page([day], file)
     assert file.read_text() == whole  # nothing in it depends on the moment
 
     def fails(*_: Any) -> str:
@@ -239,7 +240,7 @@ def test_the_page_is_whole_or_not_written(day, tmp_path, monkeypatch):
 
     monkeypatch.setattr(page_file, "page", fails)
     with pytest.raises(RuntimeError):
-        write_page([day], None, file)
+        write_page([day], file)
     assert file.read_text() == whole
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
@@ -345,14 +346,14 @@ def test_every_picture_is_there(browser: Browser, pages):
 
 def test_the_page_shows_the_figures_of_the_run(browser: Browser, pages, real_run):
     browser.open(pages["real"])
-    metrics = report_metrics(real_run)
+    metrics = read_report(real_run).values
     tiles = browser.evaluate("[...document.querySelectorAll('.tile')].map(t => t.innerText)")
     assert f"input tokens\n{metrics['input_tokens']:,}\n" in "\n".join(tiles)
     assert "2 error rows" in "\n".join(tiles)
     rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map(r => r.innerText)")
     assert any("bad.parquet row 0" in row and "null" in row for row in rows)
-    for key in metrics:
-        assert any(row.startswith(f"{key}\t") for row in rows), key
+    for figure in PUBLISHED:
+        assert any(row.startswith(f"{figure.key}\t") for row in rows), figure.key
 
 
 def test_a_table_opens_without_a_script(browser: Browser, pages):

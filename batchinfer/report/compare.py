@@ -1,0 +1,59 @@
+"""Several runs in one table for a terminal: side by side, or two and what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from batchinfer.report.figures import GROUPS, Figure, Values, groups_of
+from batchinfer.report.terminal import HEADING, NOTE, table, text
+from batchinfer.sanitize import fit
+
+MAX_COLUMNS = 3  # runs in one table of at most 80 columns
+NAME_WIDTH = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One run in the table, or several together."""
+
+    name: str
+    values: Values
+
+
+def run_names(run_folders: Sequence[Path]) -> list[str]:
+    """What tells runs apart: their folders' names, or whole paths where two names are the same."""
+    folders = [Path(folder).resolve() for folder in run_folders]
+    names = [folder.name for folder in folders]
+    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+
+
+def side_by_side(columns: Sequence[Column]) -> Iterator[RenderableType]:
+    """A line per figure and a column per run; more runs follow in further tables."""
+    for start in range(0, len(columns), MAX_COLUMNS):
+        if start:
+            yield text("")
+        yield _table(columns[start : start + MAX_COLUMNS])
+
+
+def changed(before: Column, after: Column) -> RenderableType:
+    """Two runs and what became of each figure from the first to the second."""
+    return _table([before, after], lambda figure: figure.change(before.values[figure.key], after.values[figure.key]))
+
+
+def _table(columns: Sequence[Column], change: Callable[[Figure], str] | None = None) -> RenderableType:
+    names = [fit(column.name, NAME_WIDTH, keep_end=True) for column in columns]
+    rows: list[list[str | Text]] = [
+        ["", "", *(text(name, HEADING) for name in [*names, *(["change"] if change else [])])]
+    ]
+    for group, figures in groups_of([column.values for column in columns], GROUPS):
+        if figures:
+            rows.append([text(group.title, HEADING)])
+        for figure in figures:
+            numbers = [figure.form(column.values[figure.key]) for column in columns]
+            rows.append([f"  {figure.label}", text(figure.unit, NOTE), *numbers, *([change(figure)] if change else [])])
+    return table(rows, "ll" + "r" * (len(columns) + bool(change)))

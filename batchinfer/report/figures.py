@@ -1,0 +1,270 @@
+"""The figures of a finished run, one entry each: for the panel, the comparison, the page and `--json`.
+
+A new figure is an entry here and a column of that name in a one-row table of queries/*.sql (read.ONE_ROW_TABLES).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchinfer.report import forms
+from batchinfer.report.forms import Form, Value
+
+Values = Mapping[str, Value]
+MANY_CUT_ROWS = 0.1  # share of the ok rows from which the report says what to do
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run: its name, its unit, how it is printed, and what is said when there is none."""
+
+    key: str  # of --json; with a dot: of the table there
+    label: str  # for people; "": in --json only
+    form: Form
+    unit: str = ""
+    meaning: str = ""  # on the page; "": for people only, not in --json
+    note: str | Callable[[Values], str] = ""  # after it
+    why_empty: str = "not known"  # "": nothing is said of it then
+    only_if_any: bool = False  # nothing is said of it when it is 0
+    is_added_up: bool = False  # over several runs, from each run's own; others are computed from all tables together
+
+    def called(self, label: str, note: str = "") -> Figure:
+        """The same one by another name."""
+        return replace(self, label=label, note=note)
+
+    def note_of(self, values: Values) -> str:
+        """What is said after the number."""
+        return self.note if isinstance(self.note, str) else self.note(values)
+
+    def is_shown(self, values: Values) -> bool:
+        """Whether people are told of it."""
+        value = values[self.key]
+        return bool(self.label and (value if self.only_if_any else value is not None or self.why_empty))
+
+    def change(self, before: Value, after: Value) -> str:
+        """What became of it in the second of two runs: in percent, or in points of what is in percent."""
+        if before is None or after is None:
+            return forms.DASH
+        if self.unit == "%":
+            return f"{100 * (after - before):+,.1f} points"
+        if before:
+            return f"{100 * (after - before) / abs(before):+,.1f} %"
+        return "0" if after == before else "from 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Figures under one heading."""
+
+    title: str
+    figures: tuple[Figure, ...]
+    why_empty: str | None = None  # said instead of the figures when none of them is known; "": nothing is said then
+
+
+def _of_length(values: Values) -> str:
+    cut, ok = values["finish_reasons.length"] or 0, values["rows_ok"] or 0
+    return f"{cut / ok:.1%} of ok: raise max_tokens?" if ok and cut / ok >= MANY_CUT_ROWS else ""
+
+
+ROWS = Group(
+    "Rows",
+    (
+        Figure("rows", "output rows", forms.count, "", "output rows: input rows times samples"),
+        Figure("rows_ok", "ok", forms.count, "", "output rows with status ok; all token counts below are theirs"),
+        Figure("finish_reasons.stop", "  ended by themselves", forms.count, "", "output rows that ended by themselves"),
+        Figure("finish_reasons.length", "  cut at max_tokens", forms.count, "", "output rows with all the tokens that "
+               "they were allowed, most likely not at their end", note=_of_length),
+        Figure("rows_error", "error", forms.count, "", "output rows with status error"),
+        Figure("finish_reasons.error", "", forms.count, "", "output rows that did not get an answer"),
+    ),
+)  # fmt: skip
+TOKENS = Group(
+    "Tokens",
+    (
+        Figure("input_tokens", "input", forms.count, "tokens", "prompt tokens, counted once per sample"),
+        Figure("cached_tokens", "from a cache", forms.count, "tokens",
+               "prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's"),
+        Figure("memory_tokens", "  in memory", forms.count, "tokens", "of these, found in memory"),
+        Figure("disk_tokens", "  on disk", forms.count, "tokens", "of these, read from the store on disk"),
+        Figure("duplicate_tokens", "  of duplicate rows", forms.count, "tokens",
+               "of these, of rows that another row's answer serves"),
+        Figure("cache_hit_rate", "hit share", forms.percent, "%", "cached_tokens / input_tokens", why_empty="no input"),
+        Figure("optimal_cached_tokens", "at best from a cache", forms.count, "tokens",
+               "input_tokens minus tokens of distinct prefixes that were not on disk: a perfect cache"),
+        Figure("computed_tokens", "computed", forms.count, "tokens"),
+        Figure("output_tokens", "output", forms.count, "tokens",
+               "tokens delivered, a duplicate's delivered output included"),
+        Figure("replicated_tokens", "replicated on purpose", forms.count, "tokens",
+               "prefix tokens computed on more than one rank on purpose"),
+        Figure("wasted_tokens", "wasted", forms.count, "tokens",
+               "tokens run through the model for nothing: lost with a killed session, done again, or of failed rows"),
+    ),
+)  # fmt: skip
+SPEED = Group(
+    "Speed",
+    (
+        Figure("prefill_tokens_per_s_per_node", "prefill per node", forms.rate, "tok/s",
+               "prompt tokens, cached ones included, per second of prefill steps on one node",
+               note="cached tokens included", why_empty="no prefill step"),
+        Figure("decode_tokens_per_s_per_node", "decode per node", forms.rate, "tok/s",
+               "generated tokens per second of decode steps on one node", why_empty="no decode step"),
+        Figure("output_tokens_per_s_per_request", "output per request", forms.rate, "tok/s",
+               "mean over generated requests of (tokens - 1) / (time of last - of first token)",
+               why_empty="no request of two tokens"),
+        Figure("mean_kv_tokens_per_output_token", "mean KV per output token", forms.rate, "tokens",
+               "mean KV length that a generated token attended to", why_empty="nothing was generated"),
+        Figure("hidden_comm_share", "communication hidden", forms.percent, "%",
+               "share of communication time hidden behind computation; null when there was none",
+               note=lambda values: f"of {forms.seconds(values['comm_s'])} s", why_empty="there was none"),
+    ),
+)  # fmt: skip
+TIME = Group(
+    "Time",
+    (
+        Figure("wall_s", "wall", forms.rate, "s",
+               "seconds in which a session of the run was alive (planning and finishing too); gaps do not count",
+               note=lambda values: forms.duration(values["wall_s"])),
+        Figure("busy_s", "busy", forms.rate, "s",
+               "seconds in model steps; busy, idle, startup: means over ranks, together the time ranks were held",
+               note="mean over ranks"),
+        Figure("idle_s", "idle", forms.rate, "s",
+               "seconds in which ranks were held but neither starting up nor in a step", note="mean over ranks"),
+        Figure("startup_s", "start-up", forms.rate, "s",
+               "seconds from the start of a session that holds ranks to its first prefill step",
+               note="mean over ranks"),
+        Figure("peak_nodes", "nodes, peak", forms.count, "", "most hosts on which ranks were held at one time"),
+        Figure("mean_nodes", "nodes, mean", forms.rate, "", "mean number of hosts held, over the time in which any was",
+               why_empty="no node held ranks"),
+        Figure("gpu_hours", "GPU-hours", forms.hours, "h", "ranks held x hours held"),
+    ),
+)  # fmt: skip
+MONEY = Group(
+    "Money",
+    (
+        Figure("cost_usd", "cost", forms.dollars, "$",
+               "gpu_hours x the price of an accelerator-hour; null without that price",
+               why_empty="no gpu_hour price", is_added_up=True),
+        Figure("revenue_usd", "revenue at list prices", forms.dollars, "$",
+               "hit, miss and output tokens at their list prices; null unless all three are set",
+               why_empty="no token prices", is_added_up=True),
+        Figure("cost_profit_margin", "cost profit margin", forms.percent, "%",
+               "(revenue - cost) / cost, a ratio: 5.45 means 545 %",
+               note="profit / cost", why_empty="needs cost and revenue"),
+        Figure("gross_margin", "gross margin", forms.percent, "%",
+               "(revenue - cost) / revenue, a ratio: 0.845 means 84.5 %",
+               note="profit / revenue", why_empty="needs cost and revenue"),
+    ),
+    why_empty="The job has no prices: set gpu_hour, input_hit, input_miss and output under [pricing], then run "
+    "`batchinfer finish` again.",
+)  # fmt: skip
+# $ per million tokens by the three usual conventions: what is divided by which tokens
+UNIT_COSTS = Group(
+    "Cost per million tokens",
+    (
+        Figure("usd_per_million_output_tokens", "all cost on output", forms.unit_dollars, "$/M",
+               "the whole cost by output tokens", note="output tokens", why_empty="no such tokens"),
+        Figure("usd_per_million_tokens", "all cost on all tokens", forms.unit_dollars, "$/M",
+               "the whole cost by input and output tokens", note="input + output tokens", why_empty="no such tokens"),
+        Figure("prefill_usd_per_million_input_tokens", "by pool: prefill", forms.unit_dollars, "$/M",
+               "what prefill cost by input tokens", note="input tokens", why_empty="no such tokens"),
+        Figure("decode_usd_per_million_output_tokens", "by pool: decode", forms.unit_dollars, "$/M",
+               "what decode cost by output tokens", note="output tokens", why_empty="no such tokens"),
+    ),
+    why_empty="",
+)  # fmt: skip
+# where each second of each rank went: columns of rank_seconds.sql
+PARTS = {
+    "startup": "start-up",
+    "prefill": "prefill",
+    "decode": "decode",
+    "exchange": "waiting for expert rows",
+    "waste": "wasted work",
+    "tail": "tail",
+    "idle": "idle otherwise",
+}
+PART_COSTS = Group(
+    "Cost by part",
+    tuple(
+        Figure(f"{part}_cost_usd", label, forms.dollars, "$", f"{part}: its share of the ranks' seconds x cost_usd")
+        for part, label in PARTS.items()
+    ),
+    why_empty="",
+)
+RANKS = Group(
+    "Ranks",
+    (
+        Figure("decode_idle_share", "decode turns without work", forms.percent, "%", why_empty=""),
+        Figure("tail_s", "tail", forms.seconds, "s", note="with an idle decode rank", why_empty=""),
+        Figure("moves", "moved while running", forms.count, "", note="requests", only_if_any=True),
+        Figure("restarts", "restarts", forms.count, "", note="after a rank died", only_if_any=True),
+    ),
+    why_empty="",
+)
+STORE = Group(
+    "KV store",
+    (
+        Figure("store_read_bytes", "read", forms.megabytes, "MB", why_empty=""),
+        Figure("store_written_bytes", "written", forms.megabytes, "MB", why_empty=""),
+        Figure("store_wait_s", "prefill waited for it", forms.seconds, "s", note="added up over ranks", why_empty=""),
+        Figure("store_evicted_bytes", "evicted", forms.megabytes, "MB", only_if_any=True),
+        Figure("store_unwritten_blocks", "not written", forms.count, "blocks", note="no room, or disk too slow",
+               only_if_any=True),
+        Figure("store_damaged_files", "damaged", forms.count, "files", note="computed again", only_if_any=True),
+    ),
+    why_empty="",
+)  # fmt: skip
+GROUPS = (ROWS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, STORE)
+FIGURES = {figure.key: figure for group in GROUPS for figure in group.figures}
+PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
+
+# what a plan predicts, by its name in predictions.sql
+PREDICTIONS: dict[str, tuple[str, Form]] = {
+    "computed_tokens": ("prompt tokens computed", forms.count),
+    "output_tokens": ("output tokens", forms.count),
+    "prefill_balance": ("prefill, busiest / mean", forms.ratio),
+    "decode_balance": ("decode KV, busiest / mean", forms.ratio),
+    "expert_balance": ("experts, busiest / mean", forms.ratio),
+    "work_s": ("seconds on ranks", forms.rate),
+    "gpu_hours": ("GPU-hours", forms.hours),
+    "cost_usd": ("cost, $", forms.dollars),
+}
+
+
+def groups_of(columns: Sequence[Values], groups: Sequence[Group] = GROUPS) -> Iterator[tuple[Group, list[Figure]]]:
+    """The groups that people are told of, each with its figures; with none where the group's `why_empty` is said."""
+    for group in groups:
+        shown = [figure for figure in group.figures if any(figure.is_shown(values) for values in columns)]
+        if group.why_empty is None or any(values[figure.key] is not None for values in columns for figure in shown):
+            yield group, shown
+        elif group.why_empty:
+            yield group, []
+
+
+def as_tables(by_key: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with a dot as tables: {'a.b': 1} becomes {'a': {'b': 1}}."""
+    found: dict[str, Any] = {}
+    for key, value in by_key.items():
+        table, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(table, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def document(values: Values) -> dict[str, Any]:
+    """The published figures as JSON has them."""
+    return as_tables({figure.key: values[figure.key] for figure in PUBLISHED})
+
+
+def changes(before: Values, after: Values) -> dict[str, Any]:
+    """For every published figure: before, after, their difference, and that by the first (null when the first is 0)."""
+    found = {}
+    for key in (figure.key for figure in PUBLISHED):
+        old, new = before[key], after[key]
+        difference = None if old is None or new is None else new - old
+        relative = None if difference is None or not old else difference / abs(old)
+        found[key] = {"before": old, "after": new, "difference": difference, "relative": relative}
+    return as_tables(found)

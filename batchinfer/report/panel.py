@@ -1,0 +1,111 @@
+"""The panel of a finished run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from batchinfer.report import forms
+from batchinfer.report.figures import GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
+from batchinfer.report.forms import Value
+from batchinfer.report.read import RankDetails, Report, is_worth_showing
+from batchinfer.report.terminal import (
+    HEADING,
+    LINED_UP,
+    WARNING,
+    WIDTH,
+    drawn,
+    figure_lines,
+    figure_table,
+    line,
+    table,
+    text,
+)
+from batchinfer.run.equal_rows import UNEQUAL
+from batchinfer.sanitize import fit
+
+Cells = Sequence[str | Text]
+MAX_SHARDS = 10  # unreadable ones that are named
+
+
+def panel(report: Report) -> Iterator[RenderableType]:
+    """Everything a person wants to know of a run, as lines and tables."""
+    yield text(fit(f"{report.run}   ({report.model}, {report.dtype})", WIDTH), HEADING)
+    if report.bit_equal is False:  # answers may depend on what rows were batched with
+        yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
+    first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, STORE))
+    yield from figure_table(report.values, first)
+    if sum(report.seconds.values()):
+        yield _number_table(["Where the time went", "rank-seconds", "share", "cost, $"], _part_lines(report))
+    plan = list(_plan_lines(report))
+    if plan:
+        yield _number_table(["Plan", "planned", "happened", "at best"], plan)
+    several = len(report.ranks) > 1
+    if several:
+        yield _number_table(["Ranks", "prefilled", "decoded", "busy s"], _rank_lines(report.ranks))
+    lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table above has the heading
+    balance = _balance_lines(report.ranks) if several else ()
+    yield table([*balance, *lines, *figure_lines(report.values, [STORE])], "lrw", min_widths=LINED_UP)
+    yield from _trouble(report)
+
+
+def format_report(report: Report) -> str:
+    """The panel as plain text, at most 80 columns wide."""
+    return drawn(*panel(report))
+
+
+def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> RenderableType:
+    return table([[text(name, HEADING) for name in header], *lines], "lrrr", min_widths=LINED_UP)
+
+
+def _part_lines(report: Report) -> Iterator[Cells]:
+    """Where each second of each rank went, and what it cost."""
+    total = sum(report.seconds.values())
+    for part, label in PARTS.items():
+        cost = forms.dollars(report.values[f"{part}_cost_usd"])
+        yield [f"  {label}", forms.rate(report.seconds[part]), f"{report.seconds[part] / total:.1%}", cost]
+
+
+def _plan_lines(report: Report) -> Iterator[Cells]:
+    """The plan and what happened, for what it could foresee and what applies."""
+    for found in filter(is_worth_showing, report.predictions):
+        label, form = PREDICTIONS[found.name]
+        yield [f"  {label}", form(found.planned), form(found.happened), form(found.at_best)]
+
+
+def _rank_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
+    digits = len(str(ranks[-1].rank))
+    for rank in ranks:
+        tokens = forms.count(rank.prefill_tokens), forms.count(rank.output_tokens)
+        yield [f"  rank {rank.rank:>{digits}}  {rank.role}", *tokens, forms.rate(rank.busy_s)]
+
+
+def _balance_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
+    """How evenly the experts' work was spread over the ranks of one role: they hold the experts between them."""
+    roles = list(dict.fromkeys(rank.role for rank in ranks))
+    for role in roles:
+        rows = [rank.expert_rows for rank in ranks if rank.role == role]
+        if len(rows) > 1:
+            ratio: Value = max(rows) * len(rows) / sum(rows) if any(rows) else None
+            note = f"{role} ranks" if len(roles) > 1 else ""
+            yield line("expert rows, max / mean", forms.rate(ratio), note=note if any(rows) else "no expert was used")
+
+
+def _trouble(report: Report) -> Iterator[RenderableType]:
+    """Shards that could not be read, and what went wrong with rows."""
+    shards, errors = report.unreadable_shards, report.errors
+    if shards:
+        yield text(f"Unreadable shards ({len(shards):,})", HEADING)
+        for path, problem in shards[:MAX_SHARDS]:
+            yield text(f"  {fit(path, WIDTH - 2, keep_end=True)}\n    {fit(problem, WIDTH - 4)}")
+        if len(shards) > MAX_SHARDS:
+            yield text(f"  and {len(shards) - MAX_SHARDS:,} more")
+    if errors:
+        yield text("Errors", HEADING)
+        for error, num_rows in errors:
+            yield text(f"{num_rows:>12,} x {fit(error, WIDTH - 15)}")
+        if report.num_error_texts > len(errors):
+            num_more = report.num_error_texts - len(errors)
+            yield text(f"{'':>12}   and {num_more:,} other texts (column error of the outputs)")

@@ -1,0 +1,186 @@
+"""The report of finished runs, read by queries/*.sql over their views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.report.computed import Computed, query_text
+from batchinfer.report.figures import FIGURES, Values, document
+from batchinfer.report.forms import Value
+from batchinfer.report.price import margin
+from batchinfer.rundir import RunDir, read_json
+
+MAX_ERRORS = 5  # different texts that a report shows
+# tables of one row; each column is a value, the figures by their keys
+ONE_ROW_TABLES = (
+    "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "balance", "trouble", "store",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankDetails:
+    """What one rank did, added up over the sessions that had a rank of this number."""
+
+    rank: int
+    role: str  # 'prefill + decode', 'prefill' or 'decode'
+    prefill_tokens: int  # run in prefill steps
+    output_tokens: int  # sampled in decode steps
+    busy_s: float
+    expert_rows: int  # (token, expert) rows that its experts computed
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the plan said of a figure, and what became of it; None where it is not known or does not apply."""
+
+    name: str  # as in queries/predictions.sql
+    planned: float | None
+    happened: float | None
+    at_best: float | None  # what no plan could go below
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a person wants to know of a run, or of several runs together."""
+
+    run: str
+    model: str
+    dtype: str
+    values: dict[str, Value]  # every key of FIGURES and what else the tables hold; None: not known or not defined
+    seconds: dict[str, float]  # of ranks, by the names of PARTS: together all seconds in which ranks were held
+    predictions: tuple[Prediction, ...]
+    ranks: tuple[RankDetails, ...]  # in the order of their numbers
+    unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
+    errors: tuple[tuple[str, int], ...]  # (error text, number of rows), most frequent first, at most MAX_ERRORS
+    num_error_texts: int  # different texts in all
+    bit_equal: bool | None  # whether a row has the same bits whatever it is batched with; None: not known
+    bit_equal_reason: str | None  # why it is false or not known
+    processor: str | None  # what ranks computed on, with vector units; None: nothing was computed
+
+
+def is_worth_showing(found: Prediction) -> bool:
+    """Balance always has a bound to be measured by; other figures say something only next to a plan."""
+    return found.happened is not None and (found.planned is not None or found.name.endswith("_balance"))
+
+
+def as_document(report: Report) -> dict[str, Any]:
+    """The report as a JSON document: the published figures, equal rows, the plan."""
+    equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor")}
+    predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
+                   for found in report.predictions}  # fmt: skip
+    return {**document(report.values), **equality, "predictions": predictions}
+
+
+def read_report(run_folder: Path) -> Report:
+    """The report of a finished run; its values are never NaN or infinity.
+
+    Raises:
+        ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
+    """
+    with Computed([run_folder]) as computed:
+        return report_of(computed)
+
+
+def read_together(run_folders: Sequence[Path], each: Sequence[Report]) -> Report:
+    """Several runs as if they were one: tokens, times and money add up, rates are over all of them.
+
+    Args:
+        run_folders: at least one; one that is given twice counts once.
+        each: the report of every folder. Runs may have different prices, so money is added up from these.
+
+    Raises:
+        ConfigError: as read_report.
+    """
+    values_of = {Path(folder).resolve(): report.values for folder, report in zip(run_folders, each, strict=True)}
+    with Computed(list(values_of)) as computed:
+        return report_of(computed, list(values_of.values()))
+
+
+def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
+    """The report of runs whose tables are open; `each`: the values of every run when there are several."""
+    run = computed.one_row("run")
+    seconds = computed.one_row("rank_seconds")
+    prefill_share = seconds.pop("prefill_share")
+    values: dict[str, Any] = {}
+    for table in ONE_ROW_TABLES:
+        values |= computed.one_row(table)
+    values |= _cost_and_revenue(values, run)
+    if each:
+        added_up = [figure.key for figure in FIGURES.values() if figure.is_added_up]
+        values |= {key: _total([one[key] for one in each]) for key in added_up}
+    values |= _margins(values) | _unit_costs(values, prefill_share) | _part_costs(values["cost_usd"], seconds)
+    errors = computed.rows(f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {MAX_ERRORS}")
+    return Report(
+        run=str(run["run"]),
+        model=str(run["model"]),
+        dtype=str(run["dtype"]),
+        values={key: _finite(value) for key, value in values.items()},
+        seconds=seconds,
+        predictions=tuple(
+            Prediction(*row)
+            for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
+        ),
+        ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
+        unreadable_shards=tuple(shard for folder in computed.folders for shard in _unreadable_shards(folder)),
+        errors=tuple((error, num_rows) for error, num_rows, _ in errors),
+        num_error_texts=errors[0][2] if errors else 0,
+        bit_equal=run["bit_equal"],
+        bit_equal_reason=run["bit_equal_reason"],
+        processor=run["processor"],
+    )
+
+
+def _cost_and_revenue(values: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Value]:
+    hit_tokens = values["cached_tokens"]
+    miss_tokens = values["input_tokens"] - hit_tokens
+    prices = {name: run[name] for name in ("input_hit", "input_miss", "output")}
+    return {
+        "cost_usd": margin.cost(values["gpu_hours"], run["gpu_hour"]),
+        "revenue_usd": margin.revenue(hit_tokens, miss_tokens, values["output_tokens"], **prices),
+    }
+
+
+def _margins(values: Values) -> dict[str, Value]:
+    revenue, cost = values["revenue_usd"], values["cost_usd"]
+    return {
+        "cost_profit_margin": margin.cost_profit_margin(revenue, cost),
+        "gross_margin": margin.gross_margin(revenue, cost),
+    }
+
+
+def _unit_costs(values: Values, prefill_share: float | None) -> dict[str, Value]:
+    cost, inputs, outputs = values["cost_usd"], values["input_tokens"] or 0, values["output_tokens"] or 0
+    prefill = None if cost is None or prefill_share is None else cost * prefill_share
+    decode = None if cost is None or prefill_share is None else cost * (1 - prefill_share)
+    return {
+        "usd_per_million_output_tokens": margin.per_million(cost, outputs),
+        "usd_per_million_tokens": margin.per_million(cost, inputs + outputs),
+        "prefill_usd_per_million_input_tokens": margin.per_million(prefill, inputs),
+        "decode_usd_per_million_output_tokens": margin.per_million(decode, outputs),
+    }
+
+
+def _part_costs(cost: Value, seconds: Mapping[str, float]) -> dict[str, Value]:
+    total = sum(seconds.values())
+    return {
+        f"{part}_cost_usd": None if cost is None or not total else cost * part_s / total
+        for part, part_s in seconds.items()
+    }
+
+
+def _total(values: list[Value]) -> Value:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _unreadable_shards(run_folder: Path) -> tuple[tuple[str, str], ...]:
+    shards = read_json(RunDir(Path(run_folder)).run_json).get("shards", [])
+    return tuple((str(shard["path"]), str(shard["problem"])) for shard in shards if shard.get("problem") is not None)
+
+
+def _finite(value: Value) -> Value:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
