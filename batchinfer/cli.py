@@ -17,7 +17,7 @@ from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
-    from batchinfer.launch.spare_rank import SpareRank
+    from batchinfer.launch.rank_process import SpareRank
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)

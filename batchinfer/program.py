@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from batchinfer.launch.spare_rank import SpareRank
+from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ExitCode
 
 

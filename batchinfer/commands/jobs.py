@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from batchinfer.config import JobConfig
     from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_loader import RankLoader
-    from batchinfer.launch.spare_rank import SpareRank
+    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir

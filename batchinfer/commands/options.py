@@ -13,7 +13,7 @@ import click
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
-    from batchinfer.launch.spare_rank import SpareRank
+    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
 

@@ -27,7 +27,7 @@ from batchinfer.host_info import slurm_task
 from batchinfer.launch.agent import serve_node
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
-from batchinfer.launch.spare_rank import SpareRank
+from batchinfer.launch.rank_process import SpareRank
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
 from batchinfer.records import InputError, InterruptedRunError, Shard, StoreError

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from batchinfer.config import JobConfig
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
-from batchinfer.launch.rank_process import has_gpu
-from batchinfer.launch.spare_rank import SpareRank
+from batchinfer.launch.rank_process import SpareRank, has_gpu
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, read_json
 from batchinfer.stop import StopSignal

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import time
 
-from batchinfer.launch.rank_process import RankEnvironment, rank_variables, start_rank
-from batchinfer.launch.spare_rank import SpareRank
+from batchinfer.launch.rank_process import RankEnvironment, SpareRank, rank_variables, start_rank
 
 
 class LocalRanks:

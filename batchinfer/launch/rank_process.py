@@ -7,14 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.host_info import matrix_library_settings
 from batchinfer.records import ConfigError
 
-PREFIX = "BATCHINFER_RANK_"
-SPARE = PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
+_PREFIX = "BATCHINFER_RANK_"
+_SPARE = _PREFIX + "_SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
 _MALLOC = (
@@ -42,7 +44,7 @@ class RankEnvironment:
         values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
         values |= {"INDEX": self.index, "WEIGHT_BYTES": self.weight_bytes}
         values["CORES"] = ",".join(map(str, cores))
-        return {PREFIX + name: str(value) for name, value in values.items()}
+        return {_PREFIX + name: str(value) for name, value in values.items()}
 
     @classmethod
     def read(cls) -> RankEnvironment:
@@ -51,14 +53,14 @@ class RankEnvironment:
         Raises:
             ConfigError: it was started by hand.
         """
-        if os.environ.pop(SPARE, None):
+        if os.environ.pop(_SPARE, None):
             line = sys.stdin.readline()
             if not line:
                 sys.exit()
             os.environ.update(json.loads(line))
         try:
             names = ("NUMBER", "HOST", "PORT", "TOKEN", "INDEX", "WEIGHT_BYTES")
-            number, host, port, token, index, weight_bytes = (os.environ[PREFIX + name] for name in names)
+            number, host, port, token, index, weight_bytes = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
         return cls(int(number), host, int(port), token, int(index), int(weight_bytes))
@@ -66,7 +68,7 @@ class RankEnvironment:
     @staticmethod
     def take_cores() -> None:
         """Keep this process to the cores that its starter chose; without a choice it may use all."""
-        cores = os.environ.get(PREFIX + "CORES")
+        cores = os.environ.get(_PREFIX + "CORES")
         if cores:
             os.sched_setaffinity(0, map(int, cores.split(",")))
 
@@ -97,6 +99,48 @@ def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> su
     # standard output stays the command's own: what a rank's libraries print is for people
     command = [sys.executable, "-m", "batchinfer.rank.main"]
     return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2)
+
+
+class SpareRank:
+    """A lone rank started before its job is known: its imports take longer than all that the command does until then.
+
+    It waits for its task. Whoever makes one calls `end` at last.
+    """
+
+    def __init__(self) -> None:
+        self._variables = rank_variables(RankEnvironment(0, "", 0, ""), num_ranks=1, one_host=True)
+        self._process: subprocess.Popen[bytes] | None = None  # None: taken, ended, or never started
+        self.started_s = time.time()
+        with suppress(OSError):  # too many processes, say; the rank is started when it is needed, and then this is told
+            self._process = start_rank({**self._variables, _SPARE: "1"}, subprocess.PIPE)
+
+    def take(self, variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """Hand the process over with its task; ends it if it was started with other settings than are wanted now."""
+        process = self._process
+        if process is None or _settings(self._variables) != _settings(variables):
+            self.end()
+            return None
+        self._process = None
+        assert process.stdin is not None
+        task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
+        try:
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            process.stdin.close()
+        except BrokenPipeError:  # somebody has killed it
+            process.wait()
+            return None
+        return process
+
+    def end(self) -> None:
+        """End the process unless somebody took it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _settings(variables: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not name.startswith(_PREFIX)}
 
 
 def thread_settings(num_threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which units workers claim, and how often they ask the file system; real leases, see claimants.py."""
+"""Which units controllers claim, and how often they ask the file system; real leases, see claimants.py."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_calls_per_unit_do_not_grow_with_the_number_of_units(quick_folder, count
     assert not list(quick_folder.glob("800/units/*/0001"))
 
 
-def test_calls_per_unit_hardly_grow_with_the_number_of_workers(quick_folder, counter):
+def test_calls_per_unit_hardly_grow_with_the_number_of_controllers(quick_folder, counter):
     few, many = (claim_all(quick_folder / str(count), 400, count, counter) for count in (2, 16))
     assert many.calls_per_unit < 1.7 * few.calls_per_unit
 
 
-def test_a_lone_worker_takes_the_units_in_the_plans_order(tmp_path):
+def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
     run = RunDir(tmp_path)
     with UnitClaims(run) as mine:
         units = OpenUnits(run, rows(4))
@@ -71,7 +71,7 @@ def test_a_lone_worker_takes_the_units_in_the_plans_order(tmp_path):
         assert not units.are_all_done(mine.completed)
 
 
-def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
+def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
     run = RunDir(tmp_path)
     with UnitClaims(run) as first, UnitClaims(run) as second:
         ours, theirs = OpenUnits(run, rows(40)), OpenUnits(run, rows(40))
@@ -83,7 +83,7 @@ def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
         assert sum(after == before + 1 for before, after in itertools.pairwise(taken)) >= 10
 
 
-def test_an_old_listing_does_not_have_a_worker_try_the_same_units_for_ever(tmp_path, monkeypatch):
+def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(tmp_path, monkeypatch):
     """Clients of a network file system may be shown a folder as it was a minute ago."""
     run, tried = RunDir(tmp_path), []
     with UnitClaims(run) as other, UnitClaims(run) as mine:
@@ -119,7 +119,7 @@ def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pause
         assert ours.are_all_done(first.completed)
 
 
-def test_a_unit_that_was_opened_again_is_seen_by_a_worker_that_waits(tmp_path, without_pauses):
+def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_path, without_pauses):
     run = RunDir(tmp_path)
     with UnitClaims(run) as mine, UnitClaims(run) as other:
         units = OpenUnits(run, rows(2))
@@ -145,7 +145,7 @@ def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monk
             monkeypatch.undo()
 
 
-def test_asking_whether_all_is_done_does_not_keep_a_worker_from_claiming(tmp_path, monkeypatch):
+def test_asking_whether_all_is_done_does_not_keep_a_controller_from_claiming(tmp_path, monkeypatch):
     class Clock:
         now_s = 0.0
 

@@ -119,22 +119,22 @@ def test_finish_with_allow_partial_marks_what_is_missing(reference):
     assert output_bytes(run) == reference[1]
 
 
-def test_two_workers_share_the_units_of_one_run(reference, monkeypatch):
+def test_two_controllers_share_the_units_of_one_run(reference, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     options, run = another(reference, "two")
     assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0
     num_units = pq.read_table(run / "plan" / "units.parquet").num_rows
     assert num_units > 3
-    workers = [start("work", run) for _ in range(2)]
-    for worker in workers:
-        _, err = worker.communicate(timeout=120)
-        assert worker.returncode == 0, err
+    controllers = [start("work", run) for _ in range(2)]
+    for controller in controllers:
+        _, err = controller.communicate(timeout=120)
+        assert controller.returncode == 0, err
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
     assert len(list(run.glob("done/*"))) == num_units
 
 
-def test_a_second_worker_takes_over_from_a_killed_one(reference, monkeypatch):
+def test_a_second_controller_takes_over_from_a_killed_one(reference, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     options, run = another(reference, "takeover")
     assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.launch import spare_rank
+from batchinfer.launch import rank_process
 from batchinfer.rank.torch_import import PUT_OFF
 from support.faults import ended, wait_until
 from support.jobs import start, write_job, write_questions
@@ -150,7 +150,7 @@ def test_a_command_that_cannot_start_its_rank_early_goes_on(monkeypatch):
     def refuse(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(spare_rank, "start_rank", refuse)
-    spare = spare_rank.SpareRank()
+    monkeypatch.setattr(rank_process, "start_rank", refuse)
+    spare = rank_process.SpareRank()
     assert spare.take({}) is None
     spare.end()
