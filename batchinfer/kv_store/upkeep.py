@@ -14,8 +14,7 @@ from batchinfer.config import load_job
 from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
 from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
 from batchinfer.kv_store.claims import BlockClaims
-from batchinfer.kv_store.history import read_history
-from batchinfer.kv_store.session import Counters
+from batchinfer.kv_store.session import Counters, read_history
 from batchinfer.kv_store.space_ledger import LockTimeoutError, open_ledger
 from batchinfer.kv_store.space_manager import SpaceManager
 from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantine, quarantined_files, stored_files
