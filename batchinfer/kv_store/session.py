@@ -1,4 +1,4 @@
-"""One process's use of a KV store: what it did, and whether the disk still does its part.
+"""One process's use of a KV store: whether the disk still does its part, and what it did, which the store remembers.
 
 A store never fails a job. When the disk does, the store is switched off, has one sentence about it for the user, finds
 nothing and writes nothing from then on. Trouble with writing alone leaves reading on.
@@ -7,16 +7,19 @@ nothing and writes nothing from then on. Trouble with writing alone leaves readi
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import threading
 import time
 from dataclasses import dataclass, field, fields
 from itertools import count
+from typing import Any
 
 from batchinfer.kv_store.blocks import KvIdentity
-from batchinfer.kv_store.store_dir import StoreDir
+from batchinfer.kv_store.store_dir import StoreDir, list_folder, publish_private
 
+MAX_SESSIONS = 1000
 _REMEDIES = {
     errno.ENOSPC: "free space there or set a lower kv.max_bytes",
     errno.EDQUOT: "free space there or set a lower kv.max_bytes",
@@ -93,3 +96,42 @@ class StoreSession:
                 f"the KV store {self.store.root} is switched off{' for writing' * self.is_readable}: cannot {what} "
                 f"{where}: {reason}; {goes_on}; {remedy}"
             )
+
+
+def publish_history(session: StoreSession) -> None:
+    """Write a session's counters as they are now: one small file each, the latest MAX_SESSIONS are kept.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    counts, identity, store = session.counters.as_dict(), session.identity, session.store
+    document = {
+        "session": session.name,
+        "model": identity.describe()["model"],
+        "identity": identity.digest.hex(),
+        "started_s": session.started_s,
+        "last_s": time.time(),
+        "hit_tokens": counts["hit_blocks"] * identity.block_tokens,
+        "written_tokens": counts["written_blocks"] * identity.block_tokens,
+        **counts,
+    }
+    publish_private(store.history / f"{session.name}.json", document)
+    # names begin with the time: the oldest come first
+    finished = [name for name in list_folder(store.history) if not name.startswith(".")]
+    for name in finished[:-MAX_SESSIONS]:
+        (store.history / name).unlink(missing_ok=True)
+
+
+def read_history(store: StoreDir) -> list[dict[str, Any]]:
+    """The counters of all sessions, the oldest first; what cannot be read (just being removed, damaged) is left out."""
+    found = []
+    for name in list_folder(store.history):
+        if name.startswith("."):
+            continue
+        try:
+            document = json.loads((store.history / name).read_bytes())
+        except (FileNotFoundError, ValueError):
+            continue
+        if isinstance(document, dict) and "session" in document:
+            found.append(document)
+    return found

@@ -14,17 +14,16 @@ from batchinfer.config import load_job
 from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
 from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
 from batchinfer.kv_store.claims import BlockClaims
-from batchinfer.kv_store.history import read_history
-from batchinfer.kv_store.session import Counters
+from batchinfer.kv_store.session import Counters, read_history
 from batchinfer.kv_store.space_ledger import LockTimeoutError, open_ledger
 from batchinfer.kv_store.space_manager import SpaceManager
 from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantine, quarantined_files, stored_files
 from batchinfer.records import ConfigError
 
 VERIFY_THREADS = 4
-_UNITS = {"": 1} | {
-    f"{prefix}{infix}B": base**power
-    for power, prefix in enumerate("KMGTP", start=1)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
     for infix, base in (("", 1000), ("i", 1024))
 }
 
@@ -36,12 +35,10 @@ def parse_bytes(text: str) -> int:
         ConfigError: it is neither.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    units = {name.lower(): size for name, size in _UNITS.items()} | {"b": 1}
-    if match is None or match[2].lower() not in units:
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is no number of bytes; write for example 500000000, 10GB or 1.5TiB")
-    return (
-        int(float(match[1]) * units[match[2].lower()]) if "." in match[1] else int(match[1]) * units[match[2].lower()]
-    )
+    size = _UNITS[match[2].lower()]
+    return int(float(match[1]) * size) if "." in match[1] else int(match[1]) * size
 
 
 def open_kv_store(target: Path) -> StoreDir:

@@ -35,6 +35,10 @@ class RankContext:
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
 
+    def __post_init__(self) -> None:
+        # before the first step, so that pages for which there is no memory are refused at the start
+        _ = self.pages, self.schedule
+
     @cached_property
     def pages(self) -> torch.Tensor:
         """[L, P, 64, W], the pool; where graphs need it, one more page behind it that no request has."""

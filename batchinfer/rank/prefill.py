@@ -65,12 +65,14 @@ class Prefill:
         self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
     ) -> tuple[StepOutput, list[Sequence]]:
         """Run the chunks; returns the output and the sequences whose prompt is complete, one per row of logits."""
-        step: StepInput | StepHalves = prefill_step(chunks, copies)
+        step: StepInput | StepHalves
         if in_pairs:
             first, second = _halve_chunks(chunks)
             chunks = first + second
             halves = zip((first, second), _halve_copies(copies, first), strict=True)
             step = StepHalves(*(prefill_step(*half) for half in halves))
+        else:
+            step = prefill_step(chunks, copies)
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
 

@@ -67,7 +67,6 @@ class StoredPrefixes:
         self._prompts: dict[RequestKey, _Prompt] = {}
         self._computed_tokens, self._compute_s = 0, 0.0
         self._later_uses = _LaterUses(store)
-        self._told: list[str] = []
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """These prompts come next: begin to read what memory is not expected to hold."""
@@ -126,10 +125,7 @@ class StoredPrefixes:
 
     def take_problems(self) -> list[str]:
         """Sentences for the user, each once."""
-        while (problem := self._store.take_problem()) is not None:
-            self._told.append(problem)
-        told, self._told = self._told, []
-        return told
+        return list(iter(self._store.take_problem, None))
 
     def counts(self) -> dict[str, float]:
         """What the store has done for this rank so far (kv_store/session.py)."""
@@ -165,7 +161,7 @@ class StoredPrefixes:
         )
         if not self._rule.is_worthwhile and not self._has_ended_reading:
             self._has_ended_reading = True
-            self._told.append(
+            self._store.session.problems.append(
                 f"reading KV from {self._store.store.root} is slower than computing it: nothing more is read; "
                 'kv.reuse = "always" reads on'
             )

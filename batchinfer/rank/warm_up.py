@@ -39,7 +39,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
 
 
 def _step_bytes(model: Transformer, num_tokens: int) -> int:
-    """Memory of a prefill step, roughly: the stream, queries and attention, and the rows of the chosen experts."""
+    """Memory of a prefill step, roughly: the residual, queries and attention, and the rows of the chosen experts."""
     config = model.config
     heads = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     per_expert = config.hidden_size + config.moe_intermediate_size
