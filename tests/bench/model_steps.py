@@ -2,7 +2,8 @@
 
 A decode step of many requests (alone, and in groups that share most of their pages) and a prefill step, without the
 engine around them. The limit of a step is the larger of the time in which its weights can be read and the time in which
-its products can be multiplied, both at rates measured in the same run.
+its products can be multiplied, both at rates measured in the same run. Under each decode step stand what its logits
+take, which is a part of it, and what sampling from them takes, which is not.
 
     python tests/bench/model_steps.py [--sizes tiny small] [--dtype bfloat16 fp8] [--threads N] [--ops]
 """
@@ -20,6 +21,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -28,11 +30,12 @@ sys.path.insert(0, str(TESTS))
 from bench_models import SIZES, make_model  # noqa: E402
 from engine import body_flops, gemm_flops, last_layer_flops, read_bytes_per_s  # noqa: E402
 
-from batchinfer.config import PAGE_TOKENS  # noqa: E402
+from batchinfer.config import PAGE_TOKENS, SamplingConfig  # noqa: E402
 from batchinfer.model import transformer  # noqa: E402
 from batchinfer.model.mla import Attention  # noqa: E402
 from batchinfer.model.moe import MoeMlp  # noqa: E402
 from batchinfer.model.ops import Ops  # noqa: E402
+from batchinfer.model.sampling import SamplingRows, sample  # noqa: E402
 from batchinfer.model.step import PrefillSpan, StepInput  # noqa: E402
 from batchinfer.model.transformer import Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
@@ -41,6 +44,10 @@ BATCH = {"tiny": 256, "small": 64, "release": 64}
 CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
 PREFILL_TOKENS, CHUNK_TOKENS = 4096, 512
 FIRST_TOKEN = 8
+SAMPLINGS = {
+    "greedy": SamplingConfig(max_tokens=1),
+    "temperature 0.6, top_p 0.95": SamplingConfig(max_tokens=1, temperature=0.6, top_p=0.95),
+}
 
 
 class OpSeconds:
@@ -135,6 +142,19 @@ def median_seconds(work: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
+def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, rounds: int) -> None:
+    """What the product with the head takes, and sampling, beside the step without sampling."""
+    num_rows, ops = len(logits), Ops.select("auto", torch.bfloat16)
+    hidden = torch.randn(num_rows, model.config.hidden_size).bfloat16()
+    product_s = median_seconds(lambda: ops.linear(hidden, model.weights.lm_head, wide=True), rounds)
+    print(f"    logits {product_s * 1e3:.1f} ms, {product_s / step_s:.1%} of the step")
+    first = np.zeros(num_rows, dtype=np.int64)
+    for name, config in SAMPLINGS.items():
+        rows = SamplingRows.of([config.to_sampling()] * num_rows, list(range(num_rows)))
+        sampling_s = median_seconds(partial(sample, logits, rows, first, model.logit_ops), rounds)
+        print(f"    sampling, {name}: {sampling_s * 1e3:.1f} ms, {sampling_s / (step_s + sampling_s):.1%} of both")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
@@ -174,6 +194,8 @@ def main() -> None:
                     if options.ops:
                         for name, total in ops.seconds.most_common(8):
                             print(f"    {name:<20}{total / (options.rounds + 1) * 1e3:>9.2f} ms")
+                    if kind.startswith("decode"):
+                        print_end_of_step(model, model.forward(step, pages).logits, seconds, options.rounds)
 
 
 if __name__ == "__main__":

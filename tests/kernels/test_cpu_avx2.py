@@ -6,21 +6,17 @@ They run in a process of their own, which is told to use AVX2 also where the pro
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from batchinfer_kernels.cpu import build
+from support.instructions import OPERATIONS, TESTS, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
-TESTS = Path(__file__).parents[1]
 (AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
-OPERATIONS = ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py")
 # What only AVX-512 has: its wide and its additional registers, and masks.
 BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 LIBRARY = "from batchinfer_kernels.cpu import build; assert build.why_not() is None; print(build.library())"
@@ -38,24 +34,8 @@ def _supported():
         pytest.skip(f"the C++ operations for AVX2 cannot run here: {missing}")
 
 
-def run(*arguments, instructions="avx2"):
-    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels"))
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, build.CHOICE: instructions, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        cwd=TESTS.parent,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.strip()
-
-
 def test_results_are_as_good_and_keep_their_bits_in_any_company():
-    said = run("-m", "pytest", "-v", "-p", "no:cacheprovider", *(str(TESTS / "kernels" / name) for name in OPERATIONS))
-    assert "passed" in said
-    assert "skipped" not in said
+    run_tests_with(AVX2.name, *OPERATIONS)
 
 
 SOME_JOBS = "small"
@@ -65,15 +45,13 @@ SOME_JOBS = "small"
     "which", [SOME_JOBS, pytest.param(f"not ({SOME_JOBS})", marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_whole_jobs_keep_their_bytes_however_they_are_run(which):
-    said = run("-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", which, str(TESTS / "rank" / "test_cpu_engine.py"))
-    assert "passed" in said
-    assert "skipped" not in said
+    run_tests_with(AVX2.name, "-k", which, str(TESTS / "rank" / "test_cpu_engine.py"))
 
 
 def test_no_instruction_in_it_is_beyond_avx2():
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump to look into the library with")
-    library = run("-c", LIBRARY).splitlines()[-1]
+    library = run_with(AVX2.name, "-c", LIBRARY).splitlines()[-1]
     said = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
     ).stdout
@@ -99,16 +77,15 @@ def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_p
             sampling={"max_tokens": 8, "logprobs": 2, "temperature": 0.7},
             kv={"dir": str(tmp_path / "kv"), "persist": "all"},
         )
-        run("-m", "batchinfer", "run", str(job), instructions=name)
+        run_with(name, "-m", "batchinfer", "run", str(job))
         found[name] = answers(tmp_path / name)
     assert found[best] == found[AVX2.name]
     sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
-    assert (
-        json.loads(run("-m", "batchinfer", "report", str(tmp_path / AVX2.name), "--json", "--sql", sql))[0]["hits"] > 0
-    )
+    said = run_with(AVX2.name, "-m", "batchinfer", "report", str(tmp_path / AVX2.name), "--json", "--sql", sql)
+    assert json.loads(said)[0]["hits"] > 0
 
 
 def test_doctor_says_why_better_instructions_are_not_in_use():
     if build.instructions().name == AVX2.name:
         pytest.skip("this processor has nothing better")
-    assert run("-c", EXPLAIN).splitlines()[-1] == f"for avx2, as {build.CHOICE} says"
+    assert run_with(AVX2.name, "-c", EXPLAIN).splitlines()[-1] == f"for avx2, as {build.CHOICE} says"

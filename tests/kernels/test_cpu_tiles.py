@@ -6,22 +6,18 @@ Where the processor has AMX, all other tests of the C++ operations run with the 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from batchinfer_kernels.cpu import build
+from support.instructions import OPERATIONS, TESTS, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 from support.random_shapes import make_model
 
-TESTS = Path(__file__).parents[1]
 PLAIN, AMX = "amx-plain", "amx"
-OPERATIONS = ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py")
 AGREE = """
 import torch
 from batchinfer_kernels.cpu import build
@@ -33,35 +29,19 @@ NAMES = "from batchinfer_kernels.cpu import build; import torch; print(*map(buil
 pytestmark = pytest.mark.usefixtures("cpp")
 
 
-def run(*arguments, instructions=PLAIN):
-    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, build.CHOICE: instructions, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        cwd=TESTS.parent,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.strip()
-
-
 def test_sums_have_the_promised_order_and_not_that_of_other_products():
-    assert run("-c", AGREE).splitlines()[-1] == "True False"
+    assert run_with(PLAIN, "-c", AGREE).splitlines()[-1] == "True False"
 
 
 def test_results_are_as_good_and_keep_their_bits_in_any_company():
-    said = run("-m", "pytest", "-v", "-p", "no:cacheprovider", *(str(TESTS / "kernels" / name) for name in OPERATIONS))
-    assert "passed" in said
-    assert "skipped" not in said
+    run_tests_with(PLAIN, *OPERATIONS)
 
 
 def test_float32_has_the_bits_of_other_instructions_and_bfloat16_a_family_of_its_own(tmp_path):
     for seed in range(3):
         make_model(tmp_path, seed)
     script = (str(TESTS / "support" / "random_shapes.py"), str(tmp_path), "0", "1", "2")
-    tiles, others = (json.loads(run(*script, instructions=name).splitlines()[-1]) for name in (PLAIN, "avx2"))
+    tiles, others = (json.loads(run_with(name, *script).splitlines()[-1]) for name in (PLAIN, "avx2"))
     assert tiles["finite"]
     float32 = [name for name in others if name.endswith("float32")]
     assert len(float32) == 3
@@ -69,7 +49,7 @@ def test_float32_has_the_bits_of_other_instructions_and_bfloat16_a_family_of_its
     bfloat16 = [name for name in others if name.endswith("bfloat16")]
     assert [tiles[name] for name in bfloat16] != [others[name] for name in bfloat16]
     for dtype, is_shared in (("float32", True), ("bfloat16", False)):
-        names = [run("-c", NAMES.format(dtype), instructions=name) for name in (PLAIN, "avx2")]
+        names = [run_with(name, "-c", NAMES.format(dtype)) for name in (PLAIN, "avx2")]
         assert (names[0] == names[1]) == is_shared
 
 
@@ -85,9 +65,9 @@ def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_p
             sampling={"max_tokens": 4, "logprobs": 0},
             kv={"dir": str(tmp_path / "kv"), "persist": "all"},
         )
-        run("-m", "batchinfer", "run", str(job), instructions=name)
+        run_with(name, "-m", "batchinfer", "run", str(job))
     sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
-    (row,) = json.loads(run("-m", "batchinfer", "report", str(tmp_path / PLAIN), "--json", "--sql", sql))
+    (row,) = json.loads(run_with(PLAIN, "-m", "batchinfer", "report", str(tmp_path / PLAIN), "--json", "--sql", sql))
     assert (row["hits"] > 0) == (dtype == "float32")
     if dtype == "float32":
         assert answers(tmp_path / PLAIN) == answers(tmp_path / "avx2")

@@ -14,28 +14,17 @@ constexpr int64_t kTaskValues = 4096;
 // sin(r) and cos(r) for |r| <= pi / 4: Taylor sums to r^17 and r^16.
 inline double sine(double r) {
   const double square = r * r;
-  double p = 2.8114572543455206e-15;
-  p = __builtin_fma(p, square, -7.647163731819816e-13);
-  p = __builtin_fma(p, square, 1.6059043836821613e-10);
-  p = __builtin_fma(p, square, -2.505210838544172e-08);
-  p = __builtin_fma(p, square, 2.7557319223985893e-06);
-  p = __builtin_fma(p, square, -1.984126984126984e-04);
-  p = __builtin_fma(p, square, 8.333333333333333e-03);
-  p = __builtin_fma(p, square, -1.6666666666666666e-01);
+  const double p = polynomial(square, 2.8114572543455206e-15, -7.647163731819816e-13, 1.6059043836821613e-10,
+                              -2.505210838544172e-08, 2.7557319223985893e-06, -1.984126984126984e-04,
+                              8.333333333333333e-03, -1.6666666666666666e-01);
   return __builtin_fma(p * square, r, r);
 }
 
 inline double cosine(double r) {
   const double square = r * r;
-  double p = 4.779477332387385e-14;
-  p = __builtin_fma(p, square, -1.1470745597729725e-11);
-  p = __builtin_fma(p, square, 2.08767569878681e-09);
-  p = __builtin_fma(p, square, -2.755731922398589e-07);
-  p = __builtin_fma(p, square, 2.48015873015873e-05);
-  p = __builtin_fma(p, square, -1.3888888888888889e-03);
-  p = __builtin_fma(p, square, 4.1666666666666664e-02);
-  p = __builtin_fma(p, square, -0.5);
-  return __builtin_fma(p, square, 1.0);
+  return polynomial(square, 4.779477332387385e-14, -1.1470745597729725e-11, 2.08767569878681e-09,
+                    -2.755731922398589e-07, 2.48015873015873e-05, -1.3888888888888889e-03, 4.1666666666666664e-02, -0.5,
+                    1.0);
 }
 
 }  // namespace

@@ -299,7 +299,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
   TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");
   Tensor ids = at::empty({num_tokens, topk}, logits.options().dtype(at::kLong));
   Tensor weights = at::empty({num_tokens, topk}, logits.options());
-  batchinfer::gate({static_cast<batchinfer::GateMethod>(method), num_tokens, experts, topk, num_groups, topk_groups, normalize, static_cast<float>(scale)},
+  batchinfer::gate({static_cast<batchinfer::GateMethod>(method), num_tokens, experts, topk, num_groups, topk_groups,
+                    normalize, static_cast<float>(scale)},
                    read<float>(logits), bias ? read<float>(*bias) : nullptr, write<int64_t>(ids),
                    write<float>(weights));
   return {ids, weights};
@@ -425,7 +426,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
   m.def("packed_bytes(int num_columns, int depth, int kind, bool is_paired) -> int", packed_bytes);
   m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
-  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, int kind, bool wide, Tensor? stream) -> Tensor", linear);
+  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, int kind, bool wide, Tensor? stream) -> Tensor",
+        linear);
   m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth, int kind) -> Tensor", batched_linear);
   m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);
   m.def(
@@ -450,8 +452,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
       rope_and_cache);
   m.def(
-      "gate(Tensor logits, Tensor? bias, int method, int topk, int num_groups, int topk_groups, bool normalize, float scale) -> "
-      "(Tensor, Tensor)",
+      "gate(Tensor logits, Tensor? bias, int method, int topk, int num_groups, int topk_groups, bool normalize, float "
+      "scale) -> (Tensor, Tensor)",
       gate);
   m.def("sort_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", sort_by_expert);
   m.def("sum_per_token(Tensor rows, Tensor place, Tensor weights) -> Tensor", sum_per_token);

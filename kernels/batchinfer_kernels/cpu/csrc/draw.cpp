@@ -182,7 +182,8 @@ class Row {
     block_sums_.clear();
     int64_t total = 0;
     for (int64_t start = 0; start < num_tokens_; start += kBlockTokens) {
-      const int64_t stop = std::min(num_tokens_, start + kBlockTokens), middle = std::clamp(last.token + 1, start, stop);
+      const int64_t stop = std::min(num_tokens_, start + kBlockTokens);
+      const int64_t middle = std::clamp(last.token + 1, start, stop);
       block_sums_.push_back(sum_from(last.weight, weights_.data() + start, middle - start) +
                             sum_from(last.weight + 1, weights_.data() + middle, stop - middle));
       total += block_sums_.back();

@@ -60,7 +60,9 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
             store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
                           silu_values(load(gate)) * load(gate + kPairs));
           }
-          if (column + columns == intermediate) std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
+          if (column + columns == intermediate) {
+            std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
+          }
         }
       }
     }
@@ -101,14 +103,6 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
   return total;
 }
 
-// Calls copy(row) for all rows, some at a time on each thread.
-template <class Copy>
-void copy_rows(int64_t num_rows, Copy copy) {
-  run_tasks((num_rows + 63) / 64, [&](int64_t task) {
-    for (int64_t row = task * 64; row < std::min(num_rows, (task + 1) * 64); ++row) copy(row);
-  });
-}
-
 // Rows that an index names, one after the other: tiles take rows at equal distances.
 template <class Value>
 struct Gathered {
@@ -117,7 +111,7 @@ struct Gathered {
 
   Gathered(const Rows<Value>& x, int64_t num_rows, const Weight& weight)
       : values(new Value[num_rows * weight.depth]), rows{values.get(), weight.depth} {
-    copy_rows(num_rows, [&](int64_t row) { std::copy_n(x.at(row), weight.depth, values.get() + row * weight.depth); });
+    gather_rows(x.data, x.stride * sizeof(Value), weight.depth * sizeof(Value), x.index, num_rows, values.get());
   }
 };
 template <>
@@ -130,11 +124,9 @@ struct Gathered<uint8_t> {
       : values(new uint8_t[num_rows * x.num_blocks * kBlock]),
         scales(new float[num_rows * x.num_blocks]),
         rows{values.get(), scales.get(), x.num_blocks} {
-    copy_rows(num_rows, [&](int64_t row) {
-      const int64_t width = x.num_blocks * kBlock;
-      std::copy_n(x.data + x.index[row] * width, width, values.get() + row * width);
-      std::copy_n(x.scales + x.index[row] * x.num_blocks, x.num_blocks, scales.get() + row * x.num_blocks);
-    });
+    const int64_t width = x.num_blocks * kBlock, scale_bytes = x.num_blocks * sizeof(float);
+    gather_rows(x.data, width, width, x.index, num_rows, values.get());
+    gather_rows(x.scales, scale_bytes, scale_bytes, x.index, num_rows, scales.get());
   }
 };
 

@@ -23,7 +23,7 @@ inline Ints steps() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6
 inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
 inline Floats load(First first, const float* at) { return _mm512_maskz_loadu_ps(first, at); }  // 0 elsewhere
 inline Floats load_or(First first, const float* at, float other) {
-  return _mm512_mask_loadu_ps(floats(other), first, at);
+  return first == 0xFFFF ? load(at) : _mm512_mask_loadu_ps(floats(other), first, at);
 }
 inline Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
 inline Ints load_ints(First first, const void* at) { return _mm512_maskz_loadu_epi32(first, at); }

@@ -14,26 +14,18 @@
 namespace batchinfer::tensors {
 namespace {
 
-// Rows by number. Torch would copy them on threads of its own, which all have to come before it goes on.
+// Rows by number.
 Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
   check_indices(numbers, "numbers");
   const Tensor rows = with_whole_rows(rows_in);
-  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
-  const int64_t row_bytes = rows.size(1) * rows.element_size(), step_bytes = rows.stride(0) * rows.element_size();
-  const auto* const from = static_cast<const uint8_t*>(rows.const_data_ptr());
-  auto* const to = static_cast<uint8_t*>(out.mutable_data_ptr());
-  constexpr int64_t kTaskRows = 16, kBytesPerNanosecond = 10;
   const int64_t* const number = read<int64_t>(numbers);
   for (int64_t i = 0; i < numbers.numel(); ++i) {
     TORCH_CHECK(0 <= number[i] && number[i] < rows.size(0), "row ", number[i], " of ", rows.size(0));
   }
-  run_tasks((numbers.numel() + kTaskRows - 1) / kTaskRows, 1.0 * numbers.numel() * row_bytes / kBytesPerNanosecond,
-            [&](int64_t task) {
-              const int64_t end = std::min((task + 1) * kTaskRows, numbers.numel());
-              for (int64_t i = task * kTaskRows; i < end; ++i) {
-                std::memcpy(to + i * row_bytes, from + number[i] * step_bytes, row_bytes);
-              }
-            });
+  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
+  const int64_t value_bytes = rows.element_size();
+  gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes, number, numbers.numel(),
+              out.mutable_data_ptr());
   return out;
 }
 

@@ -39,35 +39,22 @@ float wide_of(bf16 value) {
   return wide;
 }
 
-void pack_panel(const Parts<bf16>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
+// 32 bits of each column after the other: a pair of bfloat16 or one float32.
+template <class Value>
+void pack_panel(const Parts<Value>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
+  constexpr int64_t kTogether = sizeof(uint32_t) / sizeof(Value);
   uint32_t* out = reinterpret_cast<uint32_t*>(packed);
-  const std::vector<bf16> nothing(shape.depth);
-  // 16 columns at a time, so that a pair of values of each makes one line
+  const std::vector<Value> nothing(shape.depth);
+  // 16 columns at a time, so that these bits of each make one line
   for (int64_t group = 0; group < kPanelColumns; group += 16) {
-    const bf16* rows[16];
+    const Value* rows[16];
     for (int64_t lane = 0; lane < 16; ++lane) {
       const int64_t column = column_at(shape, panel, group + lane);
       rows[lane] = column < 0 ? nothing.data() : source.column(column);
     }
-    for (int64_t pair = 0; pair < shape.depth / 2; ++pair) {
-      uint32_t* line = out + pair * kPanelColumns + group;
-      for (int64_t lane = 0; lane < 16; ++lane) std::memcpy(line + lane, rows[lane] + 2 * pair, sizeof(uint32_t));
-    }
-  }
-}
-
-void pack_panel(const Parts<float>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
-  float* out = reinterpret_cast<float*>(packed);
-  const std::vector<float> nothing(shape.depth);
-  for (int64_t group = 0; group < kPanelColumns; group += 16) {
-    const float* rows[16];
-    for (int64_t lane = 0; lane < 16; ++lane) {
-      const int64_t column = column_at(shape, panel, group + lane);
-      rows[lane] = column < 0 ? nothing.data() : source.column(column);
-    }
-    for (int64_t k = 0; k < shape.depth; ++k) {
-      float* line = out + k * kPanelColumns + group;
-      for (int64_t lane = 0; lane < 16; ++lane) line[lane] = rows[lane][k];
+    for (int64_t k = 0; k < shape.depth / kTogether; ++k) {
+      uint32_t* line = out + k * kPanelColumns + group;
+      for (int64_t lane = 0; lane < 16; ++lane) std::memcpy(line + lane, rows[lane] + kTogether * k, sizeof(uint32_t));
     }
   }
 }

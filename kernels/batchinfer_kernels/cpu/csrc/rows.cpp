@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "vector_math.h"
 
@@ -124,6 +125,18 @@ void combine(const Value* hidden, const Value* rows, const int64_t* place, const
       Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
       if (added) sum = sum + load_wide(first, added + token * width + i);
       store_rounded(out + token * width + i, first, load_wide(first, hidden + token * width + i) + rounded<Value>(sum));
+    }
+  });
+}
+
+void gather_rows(const void* rows, int64_t step_bytes, int64_t row_bytes, const int64_t* index, int64_t num_rows,
+                 void* out) {
+  constexpr int64_t kTaskRows = 16, kBytesPerNanosecond = 10;
+  const double nanoseconds = 1.0 * num_rows * row_bytes / kBytesPerNanosecond;
+  run_tasks((num_rows + kTaskRows - 1) / kTaskRows, nanoseconds, [&](int64_t task) {
+    for (int64_t row = task * kTaskRows; row < std::min(num_rows, (task + 1) * kTaskRows); ++row) {
+      const auto* const from = static_cast<const uint8_t*>(rows) + index[row] * step_bytes;
+      std::memcpy(static_cast<uint8_t*>(out) + row * row_bytes, from, row_bytes);
     }
   });
 }

@@ -10,13 +10,12 @@ void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t*
   const double nanoseconds = num_rows * num_columns / 10.0;  // on one thread, roughly
   run_tasks(num_rows, nanoseconds, [&](int64_t row) {
     const float* values = logits + row * num_columns;
-    Floats best = floats(-INFINITY);
+    Floats best = floats(-INFINITY), strange = floats(0.0f);
     Ints best_at = ints(0), at = steps();
-    Mask strange = no_lanes();
     for (int64_t i = 0; i < num_columns; i += 16, at = plus(at, ints(16))) {
-      const First first = lanes(num_columns - i);
-      const Floats part = load_or(first, values + i, -INFINITY);
-      strange = either(strange, both(first, not_below(magnitude(part), floats(INFINITY))));
+      // behind the last column the first value again, which changes nothing
+      const Floats part = load_or(lanes(num_columns - i), values + i, values[0]);
+      strange = strange + (part - part);  // what is not finite makes no number of it
       const Mask is_better = is_greater(part, best);
       best = choose(is_better, part, best);
       best_at = choose(is_better, at, best_at);
@@ -24,7 +23,7 @@ void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t*
     // of the lanes with the largest value the one that found it first
     const Mask has_it = is_equal(best, floats(largest_of(best)));
     tokens[row] = any(has_it) ? smallest_of(has_it, best_at) : 0;
-    is_finite[row] = !any(strange);
+    is_finite[row] = !any(not_below(strange, floats(INFINITY)));
   });
 }
 

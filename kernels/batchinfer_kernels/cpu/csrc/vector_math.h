@@ -9,6 +9,18 @@
 
 namespace batchinfer {
 
+// The sum of factors times falling powers of x, by Horner's rule; the last factor is that of x^0.
+inline Floats lanes_of(Floats, float factor) { return floats(factor); }
+inline Doubles lanes_of(Doubles, double factor) { return doubles(factor); }
+inline double lanes_of(double, double factor) { return factor; }
+inline double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+template <class Values, class Factor, class... Factors>
+inline Values polynomial(Values x, Factor first, Factors... others) {
+  Values sum = lanes_of(x, first);
+  ((sum = multiply_add(sum, x, lanes_of(x, others))), ...);
+  return sum;
+}
+
 // exp(x) to about one unit in the last place: 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2; -inf gives 0, NaN stays.
 inline Floats exp_values(Floats x) {
   // limits first: beyond them 2^n under- or overflows anyway; a NaN is kept
@@ -16,12 +28,8 @@ inline Floats exp_values(Floats x) {
   const Floats n = nearest_whole(x * floats(1.44269504f));
   const Floats r = subtract_product(subtract_product(x, n, floats(0.693359375f)), n, floats(-2.12194440e-4f));
   // the polynomial of Cephes expf
-  Floats p = floats(1.9875691500e-4f);
-  p = multiply_add(p, r, floats(1.3981999507e-3f));
-  p = multiply_add(p, r, floats(8.3334519073e-3f));
-  p = multiply_add(p, r, floats(4.1665795894e-2f));
-  p = multiply_add(p, r, floats(1.6666665459e-1f));
-  p = multiply_add(p, r, floats(5.0000001201e-1f));
+  Floats p = polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                        5.0000001201e-1f);
   p = multiply_add(p, r * r, r + floats(1.0f));
   return scaled(p, n);
 }
@@ -30,11 +38,7 @@ inline Floats exp_values(Floats x) {
 inline Floats exp2_values(Floats x) {
   x = larger(floats(-200.0f), x);
   const Floats n = nearest_whole(x), r = x - n;
-  Floats p = floats(9.5828530e-3f);
-  p = multiply_add(p, r, floats(5.5906425e-2f));
-  p = multiply_add(p, r, floats(2.4024099e-1f));
-  p = multiply_add(p, r, floats(6.9312419e-1f));
-  p = multiply_add(p, r, floats(1.0f));
+  const Floats p = polynomial(r, 9.5828530e-3f, 5.5906425e-2f, 2.4024099e-1f, 6.9312419e-1f, 1.0f);
   return scaled(p, n);
 }
 
@@ -42,13 +46,8 @@ inline Floats exp2_values(Floats x) {
 inline Floats fine_exp2_values(Floats x) {
   x = larger(floats(-200.0f), x);
   const Floats n = nearest_whole(x), r = x - n;
-  Floats p = floats(1.535336188319500e-4f);
-  p = multiply_add(p, r, floats(1.339887440266574e-3f));
-  p = multiply_add(p, r, floats(9.618437357674640e-3f));
-  p = multiply_add(p, r, floats(5.550332471162809e-2f));
-  p = multiply_add(p, r, floats(2.402264791363012e-1f));
-  p = multiply_add(p, r, floats(6.931472028550421e-1f));
-  p = multiply_add(p, r, floats(1.0f));
+  Floats p = polynomial(r, 1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f,
+                        2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f);
   return scaled(p, n);
 }
 
@@ -58,15 +57,6 @@ inline Floats sigmoid_divisor(Floats x) { return floats(1.0f) + exp_values(float
 inline Floats silu_values(Floats x) { return x / sigmoid_divisor(x); }
 
 inline Floats sigmoid_values(Floats x) { return floats(1.0f) / sigmoid_divisor(x); }
-
-// The sum of factors times falling powers of x, by Horner's rule; the last factor is that of x^0.
-inline Doubles times_plus(Doubles sum, Doubles x, double factor) { return multiply_add(sum, x, doubles(factor)); }
-template <class... Factors>
-inline Doubles polynomial(Doubles x, double first, Factors... others) {
-  Doubles sum = doubles(first);
-  ((sum = times_plus(sum, x, others)), ...);
-  return sum;
-}
 
 // exp of float64, for x <= 0: 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2, p a Taylor sum to r^13 / 13!; below -708 it
 // gives 0, NaN stays.
@@ -89,8 +79,8 @@ inline float largest_value(const float* values, int64_t count) {
   return largest_of(best);
 }
 
-// sampling.cpp: the sum of exp(logit - largest) over a row. The powers go to `powers`, which has room for whole groups of
-// 16 of them, unless it is null.
+// sampling.cpp: the sum of exp(logit - largest) over a row. The powers go to `powers`, which has room for whole groups
+// of 16 of them, unless it is null.
 double powers_of(const float* logits, int64_t count, float largest, double* powers);
 
 // rows.cpp: one row of rms_norm.

@@ -1,0 +1,38 @@
+"""Python in a process of its own whose C++ operations are made for the instructions named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from batchinfer_kernels.cpu import build
+
+TESTS = Path(__file__).parents[1]
+# Tests that hold for all of them.
+OPERATIONS = [
+    str(TESTS / "kernels" / name) for name in ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py")
+]
+
+
+def run_with(instructions: str, *arguments: str) -> str:
+    """What Python says with these arguments; it must end well."""
+    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, build.CHOICE: instructions, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.strip()
+
+
+def run_tests_with(instructions: str, *arguments: str) -> None:
+    """These tests pass, and none is skipped."""
+    said = run_with(instructions, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments)
+    assert "passed" in said
+    assert "skipped" not in said
