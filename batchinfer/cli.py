@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
 import click
 
 from batchinfer.commands import jobs, kv, reports, slurm
-from batchinfer.commands.options import EXIT_CODES
+from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from batchinfer.launch.rank_process import SpareRank
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
@@ -66,11 +70,15 @@ for command in (*JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
 
 
-def main() -> None:
-    """The command in this process: errors become one sentence on stderr and the exit code that the contract names."""
+def main(spare: SpareRank | None = None) -> None:
+    """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
+
+    Args:
+        spare: for a command that needs a lone rank.
+    """
     try:
         # installed first: a signal during the imports below counts too
-        cli.main(standalone_mode=False, obj=StopSignal())
+        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:

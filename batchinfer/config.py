@@ -1,4 +1,4 @@
-"""The job file: its schema, every default and every check. Called by the commands; nothing changes a config later."""
+"""The job file: its schema, every default and every check."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from batchinfer.records import ConfigError, Sampling
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
 INT64_MAX = 2**63 - 1
 
 Text = Annotated[str, Field(min_length=1)]

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from batchinfer.launch.local_ranks import end_spare, start_spare
+from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ExitCode
 
 
@@ -17,13 +17,12 @@ def program() -> NoReturn:
     gc.set_threshold(50_000, 20, 20)
     # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if sys.argv[1:2] == ["run"]:
-        start_spare()  # before the imports of the command
+    spare = SpareRank() if sys.argv[1:2] == ["run"] else None  # before the imports of the command
     code = ExitCode.OK
     try:
         from batchinfer.cli import main
 
-        main()
+        main(spare)
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
@@ -32,7 +31,8 @@ def program() -> NoReturn:
         print("stopped by SIGINT; run the same command to go on", file=sys.stderr)
         code = ExitCode.INTERRUPTED
     finally:
-        end_spare()
+        if spare is not None:
+            spare.end()
     sys.stdout.flush()
     sys.stderr.flush()
     # taking the interpreter and its libraries apart would take 0.1 s

@@ -1,4 +1,4 @@
-"""Every path in a run folder, and how files are published in it. Called by plan, engine, finish and report."""
+"""Every path in a run folder, and how files are published in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from batchinfer.records import ConfigError, InputError
 
@@ -98,9 +98,9 @@ class RunDir:
         """What was sent to Slurm, and what its tasks said."""
         return self.root / "slurm"
 
-    def parcels(self, session: str) -> Path:
+    def kv_transfers(self, session: str) -> Path:
         """KV on its way between hosts; gone with the command that sends it."""
-        return self.root / "work" / f"parcels-{session}"
+        return self.root / "work" / f"transfers-{session}"
 
     def meeting(self, group: str) -> Path:
         """Where a group of processes on several nodes meets."""
@@ -198,21 +198,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
-
-
-@contextmanager
-def open_lock(run: RunDir) -> Iterator[IO[str]]:
-    """The file that plan, finish and retry lock, so that only one of them runs at a time.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        file = open(run.lock, "a", encoding="utf-8")  # noqa: SIM115  (closed below)
-    except OSError as error:
-        raise cannot_write(run.lock, error) from None
-    with file:
-        yield file
 
 
 def refuse_bad_rows(run: RunDir) -> None:

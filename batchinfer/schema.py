@@ -1,4 +1,4 @@
-"""The job file's keys and the run folder's tables as text, from their definitions. Called by `batchinfer schema`."""
+"""The job file's keys and the run folder's tables as text, from their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1. Installed by the commands, asked by the step loop.
+"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1.
 
 Ranks leave them to their controller.
 """

@@ -21,8 +21,8 @@ ROOMS: dict[str, set[str]] = {
     "kv": set(),
     "kv_store": set(),
     "model": {"parallel"},
-    "protocol": {"parallel"},
     "run": {"data", "parallel"},
+    "protocol": {"parallel", "run"},
     "report": {"data", "run"},
     "sim": {"balance", "model", "report"},
     "plan": {"balance", "data", "model", "parallel", "run", "sim"},
@@ -192,7 +192,7 @@ def test_rooms_that_compute_nothing_start_without_torch(room):
 
 
 def test_ranks_are_started_before_anything_large_is_imported():
-    assert runs_without("batchinfer.launch.rank_group", {"numpy", "pyarrow", "torch"})
+    assert runs_without("batchinfer.launch.rank_loader", {"numpy", "pyarrow", "torch"})
 
 
 def test_a_rank_starts_without_torchs_compiler():

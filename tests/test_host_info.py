@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from batchinfer import host_info
-from batchinfer.launch.local_ranks import LocalRanks
+from batchinfer.launch.rank_process import RankEnvironment, rank_variables
 
 INFO = """processor\t: 0
 vendor_id\t: {maker}
@@ -50,9 +50,7 @@ def test_a_host_that_says_nothing_has_a_name_all_the_same(tmp_path, monkeypatch)
 
 
 def ranks_variables():
-    ranks = LocalRanks(range(1), "127.0.0.1", 1, "", one_host=True)
-    (environment,) = ranks._environments
-    return ranks._variables(environment, [0])
+    return rank_variables(RankEnvironment(0, "127.0.0.1", 1, ""), num_ranks=1, one_host=True)
 
 
 @pytest.mark.parametrize(("maker", "expected"), [("GenuineIntel", "AVX2,STRICT"), ("AuthenticAMD", None)])
@@ -68,5 +66,5 @@ def test_ranks_get_a_strict_matrix_library_from_intel_alone(of_maker, monkeypatc
 
 
 def test_it_is_known_without_importing_torch():
-    code = "import sys, batchinfer.host_info, batchinfer.launch.local_ranks; sys.exit('torch' in sys.modules)"
+    code = "import sys, batchinfer.host_info, batchinfer.launch.rank_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

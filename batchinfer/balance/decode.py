@@ -1,4 +1,4 @@
-"""Which rank decodes which request: equal KV tokens and equal request counts. Called by the controller.
+"""Which rank decodes which request: equal KV tokens and equal request counts.
 
 Ranks decode in lock-step, a step takes as long as the busiest rank, and nobody knows how long an answer will be:
 

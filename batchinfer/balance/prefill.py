@@ -1,4 +1,4 @@
-"""Which rank computes which prompt: equal new tokens and equal core-attention work per rank. Called by the dealer.
+"""Which rank computes which prompt: equal new tokens and equal core-attention work per rank.
 
 Both are balanced at once. Attention work grows with the square of the length, so that the long prompts decide it, and
 short ones can still level the tokens: items are dealt largest first, and what is searched for is how much attention

@@ -1,4 +1,4 @@
-"""Which rank runs which prompt of a work unit: equal work, and shared prefixes on one rank. Called by the dealer.
+"""Which rank runs which prompt of a work unit: equal work, and shared prefixes on one rank.
 
 A branch of the prefix tree that is more than a rank's share is cut where its children part: what they share above is
 then computed by each rank that gets one (`own_shared_tokens` says what is left of sharing). Finer cuts balance better

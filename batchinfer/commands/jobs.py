@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.commands.options import EXIT_CODES, alone, earlier_run_options, job_options, tracer_of
+from batchinfer.commands.options import (
+    EXIT_CODES,
+    Process,
+    alone,
+    earlier_run_options,
+    job_options,
+    pass_stop,
+    tracer_of,
+)
 from batchinfer.commands.reports import print_report
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.finish.finish import Finished
-    from batchinfer.launch.rank_group import RankGroup
+    from batchinfer.finish.finish import FinishedRun
+    from batchinfer.launch.rank_loader import RankLoader
+    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 @click.argument("job", type=click.Path(path_type=Path))
 @earlier_run_options
 @job_options
-@click.pass_obj
+@pass_stop
 def plan(
     stop: StopSignal,
     job: Path,
@@ -52,7 +61,7 @@ def plan(
 @click.command(epilog=EXIT_CODES)
 @click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
 @job_options
-@click.pass_obj
+@pass_stop
 def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
     """Compute the units of a planned JOB (a .toml file or a run folder) until none is left.
 
@@ -80,7 +89,7 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
 )
 @job_options
-@click.pass_obj
+@pass_stop
 def finish(
     stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
 ) -> None:
@@ -103,7 +112,7 @@ def finish(
 @job_options
 @click.pass_obj
 def run(
-    stop: StopSignal,
+    process: Process,
     job: Path,
     overrides: tuple[str, ...],
     strict: bool,
@@ -116,13 +125,15 @@ def run(
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
     from batchinfer.config import load_job
+    from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
     from batchinfer.launch.nodes import refuse_several_processes
-    from batchinfer.launch.rank_group import ranks_ahead, refuse_what_cannot_run_here
+    from batchinfer.launch.rank_loader import ranks_ahead
 
     refuse_several_processes("run")
+    stop, spare = process.stop, process.spare
     config = load_job(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
-    with ranks_ahead(config, stop, know_experts=know_experts) as ranks, alone("run", stop) as session:
+    with ranks_ahead(config, stop, spare, know_experts=know_experts) as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = plan_here(
             config,
@@ -131,12 +142,12 @@ def run(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
-            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop),
+            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop, spare),
         )
         if ranks is not None:
             import batchinfer.finish.finish  # while the ranks load: this process only waits for them
             import batchinfer.report.panel  # noqa: F401
-        _work(run_dir, config, session, stop, tracer, ranks)
+        _work(run_dir, config, session, stop, tracer, ranks, spare)
         code = _finish(run_dir, config, allow_partial=False)
     print_report([run_dir.root], as_json=False)
     sys.exit(code)
@@ -176,12 +187,13 @@ def _work(
     session: Session,
     stop: StopSignal,
     tracer: Tracer,
-    ranks: RankGroup | None = None,
+    ranks: RankLoader | None = None,
+    spare: SpareRank | None = None,
 ) -> None:
-    from batchinfer.controller.controller import work_on
+    from batchinfer.controller.work import work_on
 
     try:
-        work_on(run_dir, config, session, stop, tracer, ranks)
+        work_on(run_dir, config, session, stop, tracer, ranks, spare)
     finally:
         tracer.write(run_dir.trace)
 
@@ -194,7 +206,7 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
     return result.exit_code
 
 
-def _finished_text(run_dir: RunDir, result: Finished) -> str:
+def _finished_text(run_dir: RunDir, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")

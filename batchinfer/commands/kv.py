@@ -27,9 +27,9 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="One JSON do
 @_json_option
 def kv_stat(target: Path, as_json: bool) -> None:
     """What a store holds, by model, and what runs read from it and wrote to it."""
-    from batchinfer.kv_store.upkeep import describe_store, format_description, open_store
+    from batchinfer.kv_store.upkeep import describe_store, format_description, open_kv_store
 
-    found = describe_store(open_store(target))
+    found = describe_store(open_kv_store(target))
     click.echo(json.dumps(found, indent=1) if as_json else format_description(found))
 
 
@@ -38,9 +38,9 @@ def kv_stat(target: Path, as_json: bool) -> None:
 @_json_option
 def kv_verify(target: Path, as_json: bool) -> None:
     """Read every block and check its checksum. Damaged files go to quarantine; exit code 3 when there were any."""
-    from batchinfer.kv_store.upkeep import open_store, verify_store
+    from batchinfer.kv_store.upkeep import open_kv_store, verify_store
 
-    found = verify_store(open_store(target))
+    found = verify_store(open_kv_store(target))
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
@@ -56,9 +56,9 @@ def kv_verify(target: Path, as_json: bool) -> None:
 @_json_option
 def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
     """Delete what killed runs left behind and, with --max-bytes, the blocks least worth having. Live runs may go on."""
-    from batchinfer.kv_store.upkeep import open_store, parse_bytes, shrink_store
+    from batchinfer.kv_store.upkeep import open_kv_store, parse_bytes, shrink_store
 
-    found = shrink_store(open_store(target), None if max_bytes is None else parse_bytes(max_bytes))
+    found = shrink_store(open_kv_store(target), None if max_bytes is None else parse_bytes(max_bytes))
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
@@ -73,7 +73,7 @@ def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
 @click.argument("block", required=False)
 def kv_path(target: Path, block: str | None) -> None:
     """Print the folder of a store, or the file that holds BLOCK (its name in hex, 12 digits of it or more)."""
-    from batchinfer.kv_store.upkeep import find_block, open_store
+    from batchinfer.kv_store.upkeep import find_block, open_kv_store
 
-    store = open_store(target)
+    store = open_kv_store(target)
     click.echo(str(store.root if block is None else find_block(store, block)))

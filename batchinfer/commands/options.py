@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
+    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
 
@@ -23,6 +26,25 @@ Exit codes:
   3   finished, some rows are error rows
   75  interrupted; the same command goes on where it stopped
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What the process of a command brings along."""
+
+    stop: StopSignal
+    spare: SpareRank | None  # started before the command was read
+
+
+def pass_stop(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command its process's StopSignal."""
+
+    @click.pass_obj
+    @wraps(command)
+    def with_stop(process: Process, *arguments: Any, **options: Any) -> None:
+        command(process.stop, *arguments, **options)
+
+    return with_stop
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:

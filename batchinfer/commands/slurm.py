@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchinfer.commands.jobs import plan_here
-from batchinfer.commands.options import alone, job_options, tracer_of
+from batchinfer.commands.options import alone, job_options, pass_stop, tracer_of
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     help="Resize a submitted RUN by its slurm.schedule, until it is finished.",
 )
 @job_options
-@click.pass_obj
+@pass_stop
 def submit(
     stop: StopSignal,
     target: Path | None,

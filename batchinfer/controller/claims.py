@@ -1,13 +1,13 @@
-"""Work units: claimed by one worker at a time, taken over when their worker is gone. Called by the controller.
+"""Work units: claimed by one controller at a time, taken over when their controller is gone.
 
-    units/000007/0000/lease.json      who works on it: host, process; its date changes while the worker lives
+    units/000007/0000/lease.json      who works on it: host, process; its date changes while that lives
     units/000007/0000/claim.json      result files of earlier claims that count for this one
     units/000007/0000/part-00000.parquet
     done/000007                       the name of the claim whose results count; created once
 
-A claim folder appears whole by one rename. A worker that was taken over and wakes up again writes into its own old
-claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the watcher, by its own
-monotonic clock, has seen its date stand still for long enough, whatever date that is.
+A claim folder appears whole by one rename. A controller whose unit was taken over and that wakes up again writes into
+its own old claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the
+watcher, by its own monotonic clock, has seen its date unchanged for long enough, whatever date that is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, cannot_write, create_exclusively, publish_json, read_json
 
 HEARTBEAT_S = 5.0
-LEASE_S = 60.0  # a lease whose date stood still this long, by the watcher's own clock, has expired
+LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Claim:
         return self.folder.name
 
 
-class Claims:
+class UnitClaims:
     """Takes units for this process and keeps their leases alive."""
 
     def __init__(self, run: RunDir) -> None:
@@ -60,7 +60,7 @@ class Claims:
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
 
-    def __enter__(self) -> Claims:
+    def __enter__(self) -> UnitClaims:
         self._heart.start()
         return self
 
@@ -141,7 +141,7 @@ class Claims:
                     try:
                         os.utime(claim.folder / "lease.json")  # the file system's own time
                     except OSError as error:
-                        # the lease may run out and another worker take over; results stay correct
+                        # the lease may run out and another controller take over; results stay correct
                         note(f"warning: cannot renew the lease of unit {claim.unit}: {error.strerror}")
 
 
@@ -175,7 +175,7 @@ def last_claim(run: RunDir, unit: int) -> Path | None:
 
 
 def is_released(claim: Path) -> bool:
-    """Whether its worker has given the unit back."""
+    """Whether its controller has given the unit back."""
     return bool(read_json(claim / "lease.json")["released"])
 
 

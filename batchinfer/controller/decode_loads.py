@@ -1,4 +1,4 @@
-"""What each decode rank has to do, and which requests it gets or gives away. Called by the controller; no I/O here.
+"""What each decode rank has to do, and which requests it gets or gives away. No I/O here.
 
 The controller hears which requests run where; every decode step adds a token to each of a rank's. balance/decode.py
 decides.
@@ -32,8 +32,8 @@ class DecodeLoads:
     Args:
         ranks: those that decode.
         max_requests: slots of each.
-        request_load: what a request costs a step beside its KV, as KV tokens.
-        move_steps: sending a KV token takes as long as reading it in so many steps.
+        request_load: what a request costs a step besides its KV, as KV tokens.
+        move_steps: sending a KV token takes as long as reading it in this many steps.
     """
 
     def __init__(
@@ -79,32 +79,32 @@ class DecodeLoads:
         """A prompt has run on a rank that does not decode."""
         self._ready.append(request)
 
-    def place_ready(self) -> list[tuple[Request, int]]:
+    def assign_ready(self) -> list[tuple[Request, int]]:
         """Ranks for prompts that have run, as slots come free: the longest answers first."""
         if not self._ready:
             return []
         free_R = np.array([self._max_requests + self._max_requests // READY_SHARE + 1] * len(self._ranks))
         load_R = np.zeros(len(self._ranks))
-        place_of = {rank: place for place, rank in enumerate(self._ranks)}
+        index_of = {rank: index for index, rank in enumerate(self._ranks)}
         for item in self._running.values():
-            free_R[place_of[item.rank]] -= 1
-            load_R[place_of[item.rank]] += self._kv_tokens(item) + self._request_load
+            free_R[index_of[item.rank]] -= 1
+            load_R[index_of[item.rank]] += self._kv_tokens(item) + self._request_load
         for rank, request in self._sent.values():
-            free_R[place_of[rank]] -= 1
-            load_R[place_of[rank]] += len(request.token_ids) + self._request_load
-        place_W = admit(
+            free_R[index_of[rank]] -= 1
+            load_R[index_of[rank]] += len(request.token_ids) + self._request_load
+        index_W = admit(
             np.array([self._expected(request) for request in self._ready]),
             np.array([len(request.token_ids) for request in self._ready]),
             load_of_rank=load_R,
             free_slots_of_rank=free_R,
             request_load=self._request_load,
         )
-        choices = list(zip(self._ready, place_W.tolist(), strict=True))
-        placed = [(request, self._ranks[place]) for request, place in choices if place >= 0]
-        self._ready = deque(request for request, place in choices if place < 0)
-        for request, rank in placed:
+        choices = list(zip(self._ready, index_W.tolist(), strict=True))
+        assigned = [(request, self._ranks[index]) for request, index in choices if index >= 0]
+        self._ready = deque(request for request, index in choices if index < 0)
+        for request, rank in assigned:
             self._sent[request.key] = (rank, request)
-        return placed
+        return assigned
 
     def moves(self) -> list[tuple[RequestKey, int]]:
         """Requests to ask for, with the rank that has them; `arrived` says where each is to go."""
@@ -113,9 +113,9 @@ class DecodeLoads:
             return []
         self._last_look[0] = now
         items = list(self._running.values())
-        place_of = {rank: place for place, rank in enumerate(self._ranks)}
+        index_of = {rank: index for index, rank in enumerate(self._ranks)}
         proposed = propose_moves(
-            np.array([place_of[item.rank] for item in items], dtype=np.int64),
+            np.array([index_of[item.rank] for item in items], dtype=np.int64),
             np.array([self._kv_tokens(item) for item in items], dtype=np.int64),
             np.array([self._remaining(item) for item in items]),
             max_requests_of_rank=np.full(len(self._ranks), self._max_requests),

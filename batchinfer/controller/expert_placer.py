@@ -1,4 +1,4 @@
-"""When and where the experts of this process's ranks are placed. Called by the controller.
+"""When and where the experts of this process's ranks are placed.
 
 A plan that knows the loads has the placement (plan/experts.parquet). Without one the ranks begin with the experts in
 order, count tokens during the first unit, and place their experts by that, once; the table stays for whoever starts
@@ -16,7 +16,7 @@ import numpy as np
 from batchinfer.config import ClusterConfig
 from batchinfer.data.expert_tables import ExpertTables, read_expert_tables, write_expert_tables
 from batchinfer.progress import note
-from batchinfer.protocol.feed import ExpertSlots
+from batchinfer.protocol.messages import ExpertSlots
 from batchinfer.rundir import RunDir
 
 PHASES = ("prefill", "decode")
@@ -47,11 +47,9 @@ class ExpertPlacer:
         self._layers = tuple(layers)
 
     def slots(self, role: str) -> ExpertSlots | None:
-        """Where the experts of ranks with this role stand; None: in order."""
+        """Where the experts of ranks with this role are; None: in order."""
         tables = self._tables.get(role)
-        if tables is None:
-            return None
-        return ExpertSlots(tables.expert_of_slot.tolist(), tables.share_of_slot.tolist())
+        return None if tables is None else _slots(tables)
 
     def unit_done(self) -> None:
         """A unit is complete: what the ranks have counted says enough."""
@@ -82,14 +80,14 @@ class ExpertPlacer:
         if self._placing is None:
             self._counts = None
 
-    def take_placed(self) -> list[str]:
-        """Roles whose ranks are to move their experts now (see `slots`); each is named once."""
+    def take_placed(self) -> dict[str, ExpertSlots]:
+        """Where ranks are to move their experts now, by role; each is named once."""
         if self._placing is None or not self._placing.done():
-            return []
+            return {}
         self._tables, self._placing = self._placing.result(), None
         if not self._run.experts.exists():
             write_expert_tables(self._run.experts, list(self._tables.values()))
-        return list(self._tables)
+        return {role: _slots(tables) for role, tables in self._tables.items()}
 
     def _place(self, load_of_phase: dict[str, np.ndarray]) -> dict[str, ExpertTables]:
         # numba takes its time to load: one rank alone does without it
@@ -113,3 +111,7 @@ class ExpertPlacer:
 
     def _fits(self, role: str, tables: ExpertTables) -> bool:
         return self._groups.get(role) == tables.num_ranks and tables.expert_of_slot.shape[1] == self._num_slots
+
+
+def _slots(tables: ExpertTables) -> ExpertSlots:
+    return ExpertSlots(tables.expert_of_slot.tolist(), tables.share_of_slot.tolist())

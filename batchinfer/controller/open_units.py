@@ -1,14 +1,14 @@
-"""Which unit a worker tries to claim next, and whether any is left. Called by the controller.
+"""Which unit a controller tries to claim next, and whether any is left.
 
-With many workers, one that looked at every unit before each claim would do nothing else. Instead it lists two folders
-now and then: units/ has a folder for each unit that was ever claimed, done/ a file for each that is done.
+With many controllers, one that looked at every unit before each claim would do nothing else. Instead it lists two
+folders now and then: units/ has a folder for each unit that was ever claimed, done/ a file for each that is done.
 
     plan    [ done )[ mine )[ free: goes on here until somebody else's unit comes ... )[ held )[ free )
                                                                                     jumps ------^
 
 What nobody had claimed at the last look comes first, unit after unit, since neighbours share prefixes. Where somebody
-else is met, the worker goes on at another place, by chance: so workers spread over the plan and rarely meet. Units that
-others hold are tried last, a few at each look: their lease may have been given back or have run out.
+else is met, the controller goes on at another unit, by chance: so controllers spread over the plan and rarely meet.
+Units that others hold are tried last, a few at each look: their lease may have been given back or have run out.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class OpenUnits:
 
     Args:
         rows: all units, rows of plan/units: unit U is the U-th.
-        start: the unit to begin with; None: one by chance, for workers of which many start at once.
+        start: the unit to begin with; None: one by chance, for controllers of which many start at once.
     """
 
     def __init__(self, run: RunDir, rows: list[dict[str, Any]], *, start: int | None = 0) -> None:
         self._run, self._rows = run, rows
         self._random = random.Random()
         self._is_open = np.ones(len(rows), dtype=bool)  # not done at the last look
-        # by anybody, at any time: a listing may be older than what this worker has met itself
+        # by anybody, at any time: a listing may be older than what this controller has met itself
         self._was_claimed = np.zeros(len(rows), dtype=bool)
         self._untried: np.ndarray = np.zeros(0, dtype=np.int64)  # rising
-        self._held: np.ndarray = np.zeros(0, dtype=np.int64)  # by others or by this worker, at the last look
+        self._held: np.ndarray = np.zeros(0, dtype=np.int64)  # by others or by this controller, at the last look
         self._num_requests = np.array([row["num_requests"] for row in rows], dtype=np.int64)
-        self._is_taken = np.zeros(len(rows), dtype=bool)  # by this worker, at any time
+        self._is_taken = np.zeros(len(rows), dtype=bool)  # by this controller, at any time
         self._done_elsewhere = self._reopened = 0  # requests, not told of yet
-        self._num_completed = 0  # by this worker, at the last look
-        # apart: who asks whether all is done must not keep the same worker from claiming
+        self._num_completed = 0  # by this controller, at the last look
+        # apart: who asks whether all is done must not keep the same controller from claiming
         self._look_again_s = self._ask_again_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._watched_from = self._random.randrange(max(1, len(rows)))  # not all watch the same units
@@ -58,7 +58,7 @@ class OpenUnits:
         self._done_elsewhere = 0
         # units that were claimed before may have been given back
         self._untried = np.flatnonzero(self._is_open)
-        self._next = self._any_place() if start is None else start
+        self._next = self._any_unit() if start is None else start
 
     @property
     def all_rows(self) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ class OpenUnits:
 
         Args:
             try_claim: takes one unit, unless somebody else holds it or it is done.
-            mine: units that this worker holds already.
+            mine: units that this controller holds already.
         """
         found = self._claim_untried(try_claim)
         if found is not None or self._has_only(mine) or time.monotonic() < self._look_again_s:
@@ -101,7 +101,7 @@ class OpenUnits:
         """Whether nobody has anything left to do.
 
         Args:
-            completed: units that this worker has completed.
+            completed: units that this controller has completed.
         """
         if len(self._untried):
             return False
@@ -143,9 +143,9 @@ class OpenUnits:
     def _claim_untried(self, try_claim: Callable[[int], Claim | None]) -> tuple[dict[str, Any], Claim] | None:
         misses = 0
         while len(self._untried):
-            place = int(np.searchsorted(self._untried, self._next)) % len(self._untried)
-            unit = int(self._untried[place])
-            self._untried = np.delete(self._untried, place)
+            index = int(np.searchsorted(self._untried, self._next)) % len(self._untried)
+            unit = int(self._untried[index])
+            self._untried = np.delete(self._untried, index)
             claim = try_claim(unit)
             self._was_claimed[unit] = True
             if claim is not None:
@@ -155,15 +155,15 @@ class OpenUnits:
             misses += 1
             if misses % MISSES == 0:
                 self._look()
-            self._next = self._any_place()
+            self._next = self._any_unit()
         return None
 
     def _claim_held(
         self, try_claim: Callable[[int], Claim | None], mine: set[int]
     ) -> tuple[dict[str, Any], Claim] | None:
-        """Try units of others; the same ones as long as they are held, since a lease has to be seen standing still."""
-        place = int(np.searchsorted(self._held, self._watched_from))
-        others = [unit for unit in np.roll(self._held, -place).tolist() if unit not in mine]
+        """Try units of others; the same ones as long as they are held, since a lease has to be seen unchanged."""
+        first = int(np.searchsorted(self._held, self._watched_from))
+        others = [unit for unit in np.roll(self._held, -first).tolist() if unit not in mine]
         for unit in others[:MOST_WATCHED]:
             claim = try_claim(unit)
             if claim is not None:
@@ -171,7 +171,7 @@ class OpenUnits:
                 return self._rows[unit], claim
         return None
 
-    def _any_place(self) -> int:
+    def _any_unit(self) -> int:
         return int(self._random.choice(self._untried)) if len(self._untried) else 0
 
 

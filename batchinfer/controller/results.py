@@ -1,20 +1,19 @@
-"""What the ranks hand back, made durable: result files of claimed units, steps, experts. Called by the controller."""
+"""What the ranks hand back, made durable: result files of claimed units, steps, experts."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.controller.claims import Claim, Claims
+from batchinfer.controller.claims import Claim, UnitClaims
 from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_keys, result_table
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
-from batchinfer.protocol.feed import StepRecord
+from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
@@ -23,7 +22,7 @@ from batchinfer.rundir import RunDir
 class Results:
     """The open units of this process and what is finished of them."""
 
-    def __init__(self, run: RunDir, session: Session, claims: Claims) -> None:
+    def __init__(self, run: RunDir, session: Session, claims: UnitClaims) -> None:
         self._run, self._session, self._claims = run, session, claims
         self._open: dict[int, Claim] = {}
         self._missing: dict[int, int] = {}  # unit -> requests without a completion
@@ -121,7 +120,7 @@ class Results:
             return
         target = self._run.session_stats("steps", self._session.name, self._num_step_files)
         ranks, numbers, records = zip(*self._steps, strict=True)
-        names = [field.name for field in fields(StepRecord)]
+        names = StepRecord.__struct_fields__
         columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
         columns |= {"session": [self._session.name] * len(records), "rank": ranks, "step": numbers}
         with table_writer(target, STATS_STEPS.schema) as writer:

@@ -1,10 +1,7 @@
-"""Opens units again whose requests failed: `work` then computes these and no others. Called by `batchinfer retry`."""
+"""Opens units again whose requests failed: `work` then computes these and no others."""
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +12,9 @@ import pyarrow.parquet as pq
 from batchinfer.controller.claims import is_released, last_claim, offer_again, result_files, winning_claim
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas import RESULTS
-from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, open_lock, publish_json, read_json
+from batchinfer.run.lock import locked
+from batchinfer.rundir import RunDir, publish_json, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +37,9 @@ def retry_failed(run: RunDir) -> Retried:
     Raises:
         ConfigError: a file of the run folder is missing, damaged or cannot be written; or the run is being finished.
     """
-    with _no_finish(run):
+    # a finish that had begun before would call the run finished afterwards
+    with locked(run, doing="retry or finish this run"):
         return _retry(run)
-
-
-@contextmanager
-def _no_finish(run: RunDir) -> Iterator[None]:
-    """A finish that had begun before would call the run finished afterwards."""
-    with open_lock(run) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
-        except OSError as error:
-            note(f"no file locks in {run.root} ({error.strerror}); do not finish this run at the same time")
-        yield
 
 
 def _retry(run: RunDir) -> Retried:

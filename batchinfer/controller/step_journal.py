@@ -1,4 +1,4 @@
-"""Steps since the last commit, so that the report can count them when their controller is killed. Called by results.
+"""Steps since the last commit, so that the report can count them when their controller is killed.
 
     stats/steps/<session>.journal     one JSON line per step, written when the step is known, gone with the next commit
     stats/steps/<session>-lost.parquet   what `finish` made of a journal that nobody took away
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec.structs import asdict
 
 from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.schemas import STATS_STEPS
 from batchinfer.progress import note
-from batchinfer.protocol.feed import StepRecord
+from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir
 
 
@@ -49,7 +49,7 @@ class StepJournal:
             self._has_failed = True
 
     def clear(self) -> None:
-        """All noted steps stand in stats/steps now."""
+        """All noted steps are in stats/steps now."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -1,4 +1,4 @@
-"""What a work unit holds on disk: its requests as planned, its results as rows. Called by the controller."""
+"""What a work unit holds on disk: its requests as planned, its results as rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.data.schemas import RESULTS
 from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
 from batchinfer.rundir import RunDir
 
-# of a completion, as they stand in a result file
+# of a completion, as a result file has them
 COUNTS = ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "kv_tokens_sum")
 
 
@@ -59,7 +59,7 @@ def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def result_keys(path: Path) -> list[RequestKey]:
-    """The requests whose results stand in a result file."""
+    """The requests whose results a result file has."""
     with own_file(path):
         table = pq.read_table(path, columns=["shard", "row", "sample"])
     return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]

@@ -1,4 +1,4 @@
-"""The model's chat template: messages in, one text out. Called by the tokenizer.
+"""The model's chat template: messages in, one text out.
 
 Templates are code of the model's author, so they run in a sandbox. The text is what transformers' `apply_chat_template`
 gives, but what depends on the clock or on chance is missing (the same row must always give the same prompt), and its

@@ -1,4 +1,4 @@
-"""The column types that input may have, and their values in a common form. Called by validate."""
+"""The column types that input may have, and their values in a common form."""
 
 from __future__ import annotations
 

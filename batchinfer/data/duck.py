@@ -1,4 +1,4 @@
-"""File names as DuckDB's SQL wants them. Called by finish and report."""
+"""File names as DuckDB's SQL wants them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the experts of a group of ranks stand, as plan/experts.parquet holds it, and how often each was asked for.
 
-Written by the planner (from an earlier run's loads) or by the engine (from the first unit's); read by the engine.
+Written by the planner (from an earlier run's loads) or by the engine (from the first unit's).
 """
 
 # L mixture-of-experts layers, E experts, R slots of all ranks of a group

@@ -1,4 +1,4 @@
-"""A row's own sampling: the struct column named by input.sampling, laid over [sampling]. Called by validate."""
+"""A row's own sampling: the struct column named by input.sampling, laid over [sampling]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parquet in and out: reading input shards in bounded memory, writing whole files or none.
-
-Called by plan (prompts), engine (results) and finish (kept columns, outputs).
-"""
+"""Parquet in and out: reading input shards in bounded memory, writing whole files or none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The columns of every Parquet table in a run folder, with what they mean: the contract that `schema --stats` prints.
 
-Written by plan, engine and finish; read by report and by people with DuckDB.
+Written by plan, engine and finish.
 """
 
 from __future__ import annotations
@@ -249,6 +249,11 @@ STATS_STEPS = _table(
     ("expert_rows", pa.int64(), "(token, expert) rows that this rank's experts computed, all layers"),
     ("comm_s", pa.float64(), "seconds in which this step's expert exchange was under way; 0 on one rank"),
     ("hidden_comm_s", pa.float64(), "of these, seconds in which the rank computed"),
+    (
+        "fallback_calls",
+        pa.int32(),
+        "operations that another kernel ran than the chosen one, which did not take them",
+    ),
 )
 STATS_EXPERTS = _table(
     "experts",

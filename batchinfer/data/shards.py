@@ -1,6 +1,4 @@
-"""The input shards: files and objects that match the job's patterns, and what their footers say. Called by plan, work
-and finish.
-"""
+"""The input shards: files and objects that match the job's patterns, and what their footers say."""
 
 from __future__ import annotations
 

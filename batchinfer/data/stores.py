@@ -1,4 +1,4 @@
-"""Files that are named by URI: in object stores and on other file systems. Called for input shards and by publish.
+"""Files that are named by URI: in object stores and on other file systems.
 
 pyarrow's own file systems serve s3, gs, hdfs and abfs; fsspec's serve other schemes whose libraries are installed.
 Credentials come from where these libraries look for them, never from the job.

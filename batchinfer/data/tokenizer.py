@@ -1,7 +1,4 @@
-"""The model's tokenizer and chat template, as the model folder defines them.
-
-Called by plan (text to ids) and engine (ids to text).
-"""
+"""The model's tokenizer and chat template, as the model folder defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of a shard tokenised and checked before any accelerator is used. Called by plan, once per shard.
+"""Every row of a shard tokenised and checked before any accelerator is used.
 
 A bad row becomes a sentence, never a crash. One row in gives one row of tokens/<shard>.parquet (schemas.TOKENS).
 """
@@ -6,33 +6,23 @@ A bad row becomes a sentence, never a crash. One row in gives one row of tokens/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import PROMPT_TYPES, is_id_type, is_struct, python_values, token_lists, without_dictionary
+from batchinfer.data.columns import PROMPT_TYPES, is_id_type, is_struct, python_values, without_dictionary
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
+from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.records import Shard
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLimits:
-    """What the model can take."""
-
-    window: int  # most tokens of prompt and output together
-    vocab_size: int  # token ids are below it
 
 
 @dataclass(slots=True)
@@ -44,22 +34,6 @@ class ShardRows:
     num_capped: int = 0  # good rows whose max_tokens was cut to the model's window
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
-
-
-@dataclass(slots=True)
-class _Batch:
-    """R rows on their way through the checks; `errors` holds the first problem of each bad row."""
-
-    columns: pa.RecordBatch
-    num_rows: int
-    errors: dict[int, str] = field(default_factory=dict)
-
-    def blame(self, row: int, sentence: str) -> None:
-        self.errors.setdefault(row, sentence)
-
-    def blame_all(self, sentence: str) -> None:
-        for row in range(self.num_rows):
-            self.errors.setdefault(row, sentence)
 
 
 def tokenize_shard(
@@ -107,15 +81,13 @@ class _RowChecker:
     def __init__(self, shard: Shard, job: JobConfig, tokenizer: PromptTokenizer, limits: PromptLimits) -> None:
         self._shard = shard
         self._s3 = job.s3
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
         self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
         self._id = job.input.id
         self._sampling = job.input.sampling
         self._overrides = SamplingOverrides(job.sampling, self._sampling or "")
-        if self._kind == "messages":
-            tokenizer.chat_template()  # without one no row can work: fail before the first
+        self._prompts = PromptChecks(job, tokenizer, limits)
         schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
@@ -127,7 +99,7 @@ class _RowChecker:
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
-            batch = _Batch(columns, columns.num_rows)
+            batch = RowBatch(columns, columns.num_rows)
             checked = self._check(batch)
             if batch.errors and self.found.first_error is None:
                 row = min(batch.errors)
@@ -159,18 +131,18 @@ class _RowChecker:
 
     # ---- rows
 
-    def _check(self, batch: _Batch) -> pa.RecordBatch:
+    def _check(self, batch: RowBatch) -> pa.RecordBatch:
         num_rows = batch.num_rows
         if self._problem is not None:
             batch.blame_all(self._problem)
             prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
         else:
-            prompts = self._checked_prompts(batch)
-        lengths = _lengths(prompts)
+            prompts = self._prompts.checked(batch)
+        lengths = token_counts(prompts)
         n, max_tokens, sampling = self._samplings(batch)
         for row in batch.errors:
             n[row], max_tokens[row], sampling[row] = self._job_sampling.n, 0, None
-        room = self._limits.window - lengths
+        room = self._window - lengths
         is_bad = np.zeros(num_rows, dtype=bool)
         is_bad[list(batch.errors)] = True
         self.found.num_capped += int(np.count_nonzero((max_tokens > room) & ~is_bad))
@@ -189,7 +161,7 @@ class _RowChecker:
             schema=TOKENS.schema,
         )
 
-    def _ids(self, batch: _Batch) -> pa.Array:
+    def _ids(self, batch: RowBatch) -> pa.Array:
         if not self._has_ids:
             return pa.nulls(batch.num_rows, pa.string())
         ids = without_dictionary(batch.columns[self._id])
@@ -202,7 +174,7 @@ class _RowChecker:
             text = pa.array([None if value is None else value.decode("utf-8", "replace") for value in raw], pa.string())
         return text
 
-    def _samplings(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    def _samplings(self, batch: RowBatch) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
         """([R] n, [R] max_tokens, [R] sampling as JSON or None) with overrides applied; bad ones are blamed."""
         job = self._job_sampling
         n = np.full(batch.num_rows, job.n, dtype=np.int64)
@@ -222,91 +194,6 @@ class _RowChecker:
             else:
                 n[row], max_tokens[row], texts[row] = resolved[0].n, resolved[0].max_tokens, resolved[1]
         return n, max_tokens, texts
-
-    def _checked_prompts(self, batch: _Batch) -> pa.Array:
-        """[R] lists of token ids; what is wrong with them is blamed."""
-        column = batch.columns[self._prompt]
-        if self._kind == "token_ids":
-            prompts = token_lists(column)
-            for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
-                batch.blame(row, f"{self._prompt} is null")
-        else:
-            values = python_values(column)
-            find_problem = _text_problem if self._kind == "prompt" else _chat_problem
-            for row, value in enumerate(values):
-                problem = find_problem(value)
-                if problem is not None:
-                    batch.blame(row, f"{self._prompt} {problem}")
-            prompts = self._encoded(values, batch)
-        self._check_range(prompts, batch)
-        lengths, window = _lengths(prompts), self._limits.window
-        for row in np.flatnonzero(lengths == 0).tolist():
-            batch.blame(row, "the prompt has no tokens")
-        for row in np.flatnonzero(lengths >= window).tolist():
-            batch.blame(row, f"the prompt has {lengths[row]} tokens, no room for a new one in the window of {window}")
-        return prompts
-
-    def _encoded(self, values: list[Any], batch: _Batch) -> pa.Array:
-        good = [row for row in range(batch.num_rows) if row not in batch.errors]
-        encode = self._tokenizer.encode_prompts if self._kind == "prompt" else self._tokenizer.encode_chats
-        lists: list[list[int]] = [[]] * batch.num_rows
-        for row, ids in zip(good, encode([values[row] for row in good], self._limits.window), strict=True):
-            if isinstance(ids, str):
-                batch.blame(row, ids)
-            else:
-                lists[row] = ids
-        offsets = np.zeros(batch.num_rows + 1, dtype=np.int32)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        flat = np.fromiter(chain.from_iterable(lists), dtype=np.int64, count=int(offsets[-1]))
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-    def _check_range(self, prompts: pa.Array, batch: _Batch) -> None:
-        """Blame null, negative and too large token ids: the model's table has rows for ids below vocab_size only."""
-        ids = prompts.flatten()
-        kind = pa.uint64() if ids.type == pa.uint64() else pa.int64()
-        too_large = pc.greater_equal(ids, pa.scalar(self._limits.vocab_size, kind))
-        is_bad = pc.or_kleene(pc.less(ids, pa.scalar(0, kind)), too_large).fill_null(True)
-        places = np.flatnonzero(is_bad.to_numpy(zero_copy_only=False))
-        if len(places) == 0:
-            return
-        rows, first = np.unique(np.repeat(np.arange(batch.num_rows), _lengths(prompts))[places], return_index=True)
-        for row, place in zip(rows.tolist(), places[first].tolist(), strict=True):
-            value = ids[place].as_py()
-            limit = self._limits.vocab_size
-            shown = "null" if value is None else f"{value}, which is not in [0, {limit})"
-            batch.blame(row, f"a token id is {shown}")
-
-
-# ---- one value
-
-
-def _text_problem(text: Any) -> str | None:
-    if text is None:
-        return "is null"
-    if isinstance(text, UnicodeDecodeError):
-        return "is not valid UTF-8"
-    return None if text else "is empty"
-
-
-def _chat_problem(messages: Any) -> str | None:
-    if not messages:
-        return "is null" if messages is None else "is an empty list"
-    if isinstance(messages, UnicodeDecodeError):
-        return "is not valid UTF-8"
-    for place, message in enumerate(messages):
-        if message is None:
-            return f"has a null in place of message {place}"
-        if message["role"] is None:
-            return f"has no role in message {place}"
-        # an assistant that only called a tool said nothing
-        if message["content"] is None and message.get("tool_calls") is None:
-            return f"has no content in message {place}"
-    return None
-
-
-def _lengths(lists: pa.Array) -> np.ndarray:
-    """[R] tokens per row; 0 for null."""
-    return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.launch.local_ranks import thread_settings
-from batchinfer_kernels import backend
+from batchinfer.launch.rank_process import thread_settings
+from batchinfer_kernels import registry
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _ROWS_PER_EXPERT = 64, 1024, 256, 6
 _WARM_UP_S, _MEASURED_S, _LIMIT_S = 0.5, 1.5, 120.0
@@ -82,7 +82,7 @@ def _measure(num_processes: int) -> float:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    pack, run = (backend.select(name, dtype=torch.bfloat16).run for name in ("pack", "grouped_mlp"))
+    pack, run = (registry.select(name, dtype=torch.bfloat16) for name in ("pack", "grouped_mlp"))
     gate_up = pack(random(num_experts, 2 * _INTERMEDIATE, _HIDDEN), is_paired=True)
     down = pack(random(num_experts, _HIDDEN, _INTERMEDIATE))
     x, num_rows = random(num_experts * _ROWS_PER_EXPERT, _HIDDEN), torch.full((num_experts,), _ROWS_PER_EXPERT)

@@ -18,7 +18,7 @@ from batchinfer import __version__
 from batchinfer.doctor.core_bench import measure_core_use
 from batchinfer.host_info import free_memory_bytes, processor_name
 from batchinfer.parallel.mesh import explain_exchanges
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.row_survey import DTYPES, Surveyed, survey_rows
 
@@ -88,21 +88,23 @@ def _row_line(found: Surveyed) -> str:
 
 
 def _kernel_lines(device: str) -> list[str]:
-    return [
-        f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason or ''}".rstrip()
-        for row in backend.explain(device=device)
-    ]
+    lines = []
+    for row in registry.explain(device=device):
+        lines.append(f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason}")
+        if row.candidate != registry.REFERENCE:
+            lines.append(f"{'':<28}does not take: {row.not_taken}")
+    return lines
 
 
 def _kernel_summary(device: str) -> list[str]:
     """What is chosen for each dtype, then why the implementations that nothing is chosen of are not."""
     lines, used = [], set()
     for name, dtype in DTYPES.items():
-        chosen = Counter(backend.select(op, dtype=dtype, device=device).name for op in backend.ops())
+        chosen = Counter(registry.select(op, dtype=dtype, device=device).name for op in registry.ops())
         lines.append(f"    {name:<22} {', '.join(f'{kind} {count}' for kind, count in chosen.most_common())}")
         used |= set(chosen)
     reasons: dict[str, dict[str, None]] = {}
-    for row in backend.explain(device=device):
+    for row in registry.explain(device=device):
         if row.candidate not in used:
             reasons.setdefault(row.candidate, {})[row.reason] = None
     return lines + [f"    not {name:<18} {'; '.join(why)}" for name, why in reasons.items()]

@@ -1,4 +1,4 @@
-"""The kept columns of a shard, read beside its outputs from start to end. Called by finish."""
+"""The kept columns of a shard, read beside its outputs from start to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks between host memory, as files hold them, and the device's pages. Called by stored_prefixes.py."""
+"""KV blocks between host memory, as files hold them, and the device's pages."""
 
 # L layers, P pages of the pool, N pages of some blocks, W latent width
 
@@ -21,8 +21,8 @@ def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int)
         [num_blocks, block_bytes] uint8 in host memory, each block its pages one after another: [L, 64, W] each.
     """
     content = torch.empty((len(page_ids), pages.shape[0], *pages.shape[2:]), dtype=pages.dtype, device=pages.device)
-    for place, page in enumerate(page_ids):
-        content[place].copy_(pages[:, page])
+    for index, page in enumerate(page_ids):
+        content[index].copy_(pages[:, page])
     return to_host(content)[0].view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
@@ -38,5 +38,5 @@ def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int]
     content = torch.from_numpy(blocks).view(-1).view(pages.dtype).view(-1, pages.shape[0], *pages.shape[2:])
     # not asynchronous: the caller gives the blocks' memory back
     content = content[skip_pages:].to(pages.device)
-    for place, page in enumerate(page_ids):
-        pages[:, page].copy_(content[place])
+    for index, page in enumerate(page_ids):
+        pages[:, page].copy_(content[index])

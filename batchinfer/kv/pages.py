@@ -1,4 +1,4 @@
-"""The device page pool: who holds which KV page. Called by prefill: reserve, share, release."""
+"""The device page pool: who holds which KV page."""
 
 from __future__ import annotations
 

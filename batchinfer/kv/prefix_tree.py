@@ -1,4 +1,4 @@
-"""Which prompt prefixes lie in pages right now: found token by token, shared page by page. Called by prefill.
+"""Which prompt prefixes lie in pages right now: found token by token, shared page by page.
 
 A node is one page of prompt tokens after its parent's. Full pages are shared; where a prompt leaves a known path inside
 a page, the tokens up to the branch are copied into a page of its own:

@@ -1,12 +1,12 @@
 """The KV of one prompt on its way from a prefill rank to a decode rank: written once, read once, whole pages.
 
-On one host a parcel is anonymous memory that the receiver opens through the sender's process: it has no name to collide
-with and is gone with the sender. Between hosts it is a file in a folder that both see.
+On one host a transfer is anonymous memory that the receiver opens through the sender's process: it has no name to
+collide with and is gone with the sender. Between hosts it is a file in a folder that both see.
 
     | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | …
 """
 
-# L layers, P pages of the pool, N pages of the parcel, W latent width
+# L layers, P pages of the pool, N pages of the transfer, W latent width
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LENGTH = struct.Struct("=q")
 
 
 @dataclass(slots=True)
-class Parcel:
-    """A parcel as its sender holds it: `close` lets go of it once the receiver has read it."""
+class KvTransfer:
+    """A transfer as its sender holds it: `close` lets go of it once the receiver has read it."""
 
     path: str
     num_bytes: int
@@ -41,18 +41,18 @@ class Parcel:
             self.file.unlink(missing_ok=True)
 
 
-def parcel_bytes(pages: torch.Tensor, num_pages: int) -> int:
-    """Size of a parcel of `num_pages` pages, without its header."""
-    return num_pages * pages[:, 0].numel() * pages.element_size()
+def page_bytes(pages: torch.Tensor) -> int:
+    """Size of one page of a pool [L, P, 64, W]."""
+    return pages[:, 0].numel() * pages.element_size()
 
 
-def pack_parcel(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) -> Parcel:
-    """Copy pages into a parcel.
+def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) -> KvTransfer:
+    """Copy pages out of the pool.
 
     Args:
         pages: [L, P, 64, W], the pool.
         page_ids: the prompt's pages in order.
-        file: where to write it; None for anonymous memory.
+        file: where to write them; None for anonymous memory.
 
     Raises:
         OSError: no room.
@@ -70,31 +70,30 @@ def pack_parcel(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) 
         target.write(_LENGTH.pack(len(header)) + header)
         target.write(content.view(torch.uint8).numpy().reshape(-1).data)
     num_bytes = content.numel() * content.element_size()
-    return Parcel(path, num_bytes, None if file is not None else descriptor, file)
+    return KvTransfer(path, num_bytes, None if file is not None else descriptor, file)
 
 
-def unpack_parcel(path: str, pages: torch.Tensor, page_ids: list[int], *, first_page: int) -> None:
-    """Copy a parcel's pages from `first_page` on into the pool.
+def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_page: int) -> None:
+    """Copy a transfer's pages from `first_page` on into the pool.
 
     Args:
         pages: [L, P, 64, W].
-        page_ids: where all pages of the parcel belong; the first `first_page` hold their content already.
+        page_ids: where all pages of the transfer belong; the first `first_page` hold their content already.
 
     Raises:
-        PeerLostError: the parcel is gone or not what it should be; its sender has ended.
+        PeerLostError: the transfer is gone or not what it should be; its sender has ended.
     """
     try:
         with open(path, "rb") as source:
             header = json.loads(source.read(_LENGTH.unpack(source.read(_LENGTH.size))[0]))
             shape = (len(page_ids), pages.shape[0], *pages.shape[2:])
             if tuple(header["shape"]) != shape or header["dtype"] != str(pages.dtype):
-                raise PeerLostError(f"the KV parcel {path} holds {header}, not {shape} of {pages.dtype}")
-            num_bytes = parcel_bytes(pages, 1)
-            source.seek(first_page * num_bytes, os.SEEK_CUR)
-            content = host_buffer((len(page_ids) - first_page) * num_bytes, pages.device)
+                raise PeerLostError(f"the KV transfer {path} holds {header}, not {shape} of {pages.dtype}")
+            source.seek(first_page * page_bytes(pages), os.SEEK_CUR)
+            content = host_buffer((len(page_ids) - first_page) * page_bytes(pages), pages.device)
             if source.readinto(content.numpy().data) != len(content):
-                raise PeerLostError(f"the KV parcel {path} is cut short")
+                raise PeerLostError(f"the KV transfer {path} is cut short")
     except (OSError, ValueError, struct.error) as error:
-        raise PeerLostError(f"cannot read the KV parcel {path}: {error}") from None
+        raise PeerLostError(f"cannot read the KV transfer {path}: {error}") from None
     if len(content):
         put_pages(pages, page_ids[first_page:], content.view(pages.dtype).view(-1, *shape[1:]))

@@ -1,6 +1,6 @@
 """One file of the KV store: a header that says what it holds, then blocks that follow each other in one chain.
 
-    name     <place of the first block in its chain>.<block before it>.<blocks …>.kv     8 letters for each block
+    name     <index of the first block in its chain>.<block before it>.<blocks …>.kv     8 letters for each block
     content  | magic, version, length and checksum of the header | JSON, zeros up to 4096 bytes | block | block | …
     block    [pages of a block, layers, 64 tokens, latent width]
 
@@ -54,7 +54,7 @@ class DamagedFileError(Exception):
 class FileName:
     """What a file's name says; blocks by their short names."""
 
-    first: int  # place of the first block in its chain
+    first: int  # index of the first block in its chain
     parent: bytes  # the block before it; zeros at the start of a chain
     blocks: tuple[bytes, ...]
 
@@ -84,7 +84,7 @@ class FileName:
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of a file of so many blocks."""
+    """Size of a file with this many blocks."""
     return HEADER_BYTES + num_blocks * block_bytes
 
 

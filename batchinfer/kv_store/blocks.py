@@ -1,4 +1,4 @@
-"""What a KV block is called: a hash of all that its content depends on. Called by stored_prefixes.py and by the store.
+"""What a KV block is called: a hash of all that its content depends on.
 
 key ──────┬────────────┬────────────┬─
 tokens    │  0 .. 63   │ 64 .. 127  │ …
@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import PAGE_TOKENS
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES
 from batchinfer.records import ConfigError
 
 LAYOUT_VERSION = 1  # of block files and of the order of values in them
 NAME_BYTES = 32
 SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 MAX_LABEL = 64  # characters of the readable words, so that a header has room for them
 
 
@@ -36,7 +35,7 @@ class KvIdentity:
     model: str
     weights: str  # digest of the weight files
     config: str  # digest of config.json in canonical form
-    dtype: str  # of a latent, a key of ITEM_BYTES
+    dtype: str  # of a latent, a key of VALUE_BYTES
     numerics: str  # family of backends that compute the same bits
     salt: str
     block_tokens: int
@@ -44,8 +43,8 @@ class KvIdentity:
     latent_dim: int  # kv_lora_rank + qk_rope_head_dim
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ConfigError(f"the KV store cannot hold {self.dtype!r}; use one of {', '.join(ITEM_BYTES)}")
+        if self.dtype not in VALUE_BYTES:
+            raise ConfigError(f"the KV store cannot hold {self.dtype!r}; use one of {', '.join(VALUE_BYTES)}")
         if self.block_tokens < PAGE_TOKENS or self.block_tokens % PAGE_TOKENS:
             raise ConfigError(f"kv.block_tokens is {self.block_tokens}, not a multiple of {PAGE_TOKENS}")
 
@@ -56,7 +55,7 @@ class KvIdentity:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_tokens * self.num_layers * self.latent_dim * ITEM_BYTES[self.dtype]
+        return self.block_tokens * self.num_layers * self.latent_dim * VALUE_BYTES[self.dtype]
 
     @cached_property
     def digest(self) -> bytes:

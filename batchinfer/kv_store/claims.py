@@ -21,7 +21,7 @@ _RENEW_SECONDS = 60.0
 _RECORD = np.dtype([("block", "<u8"), ("next_use", "<i8")])
 
 
-class Claims:
+class BlockClaims:
     """The next uses of blocks: this run's, and those of others as they were when last read."""
 
     def __init__(self, store: StoreDir, session: str) -> None:

@@ -1,4 +1,4 @@
-"""Which files go first when room is needed: a pure function of what is known about each. Called by the store and by gc.
+"""Which files go first when room is needed: a pure function of what is known about each.
 
 Damaged files, then files that no live run needs, least recently used first, then files that a live run needs, the
 farthest next use first (Belady). Of files that are alike in this, the later one in its chain: it is worth nothing
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from batchinfer.kv_store.block_file import FileName
 from batchinfer.kv_store.store_dir import StoredFile
 
-Worth = tuple[int, float, int]  # kind, last use or minus the next use, minus the place in the chain: the lowest goes
+Worth = tuple[int, float, int]  # kind, last use or minus the next use, minus the index in the chain: the lowest goes
 NextUse = Callable[[bytes], int | None]  # of a block by its short name, over all live runs; None: not needed
 
 
@@ -34,13 +34,13 @@ def rank_files(
     # deepest first, so that a file's descendants have passed on what they are worth before it does
     known = [(file, file.name) for file in files if file.name is not None and file.path in last_use_s]
     known.sort(key=lambda item: (-item[1].first, item[0].path))
-    holder = {block: place for place, (_, name) in enumerate(known) for block in name.blocks}
+    holder = {block: index for index, (_, name) in enumerate(known) for block in name.blocks}
     inherited: dict[int, Worth] = {}
     ranked: list[tuple[Worth, StoredFile]] = []
-    for place, (file, name) in enumerate(known):
+    for index, (file, name) in enumerate(known):
         worth = worth_of(name, earliest(name, next_use), last_use_s[file.path])
-        if place in inherited and inherited[place] > worth:
-            worth = (*inherited[place][:2], -name.first)
+        if index in inherited and inherited[index] > worth:
+            worth = (*inherited[index][:2], -name.first)
         ranked.append((worth, file))
         parent = holder.get(name.parent)
         if parent is not None:

@@ -1,4 +1,4 @@
-"""Which blocks of one model are in the store, known from the names of its files. Called by the store for look-ups.
+"""Which blocks of one model are in the store, known from the names of its files.
 
 Opening lists 64 folders and reads no file. Afterwards only folders that changed are listed again, so what other
 processes wrote or removed is learned at the price of 64 `stat` calls.
@@ -21,7 +21,7 @@ _CLOCK_TICK_S = 2.0  # a folder changed so shortly before it was listed may have
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Blocks of one chain that follow each other in one file."""
 
     file: str  # its name
@@ -55,9 +55,9 @@ class BlockIndex:
                 return count
         return len(blocks)
 
-    def spans(self, blocks: Sequence[bytes]) -> list[Span]:
+    def spans(self, blocks: Sequence[bytes]) -> list[FileSpan]:
         """Where the leading blocks are, file by file."""
-        found: list[Span] = []
+        found: list[FileSpan] = []
         for at, block in enumerate(blocks):
             short = block[:SHORT_BYTES]
             name = self.file_of_block.get(short)
@@ -65,9 +65,9 @@ class BlockIndex:
                 break
             if found and found[-1].file == name:
                 last = found[-1]
-                found[-1] = Span(name, last.position, last.start, at + 1)
+                found[-1] = FileSpan(name, last.position, last.start, at + 1)
             else:
-                found.append(Span(name, parsed_name(name).blocks.index(short), at, at + 1))
+                found.append(FileSpan(name, parsed_name(name).blocks.index(short), at, at + 1))
         return found
 
     def path(self, name: str) -> str:

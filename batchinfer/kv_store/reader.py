@@ -1,6 +1,6 @@
-"""Reads KV blocks ahead of their use, in the order asked for, in background threads. Called by stored_prefixes.py.
+"""Reads KV blocks ahead of their use, in the order asked for, in background threads.
 
-loads   done, held by the caller │ being read │ waiting for budget …       left of the last line: `ahead_bytes`
+reads   done, held by the caller │ being read │ waiting for budget …       left of the last line: `ahead_bytes`
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.kv_store.index import Span
+from batchinfer.kv_store.index import FileSpan
 
-WAIT_SECONDS = 60.0  # a disk that does not answer for so long has failed
+WAIT_SECONDS = 60.0  # a disk that does not answer within this time has failed
 
 Allocate = Callable[[tuple[int, int]], np.ndarray]
 
@@ -25,10 +25,10 @@ def pageable(shape: tuple[int, int]) -> np.ndarray:
     return np.empty(shape, np.uint8)
 
 
-class Load:
+class BlockRead:
     """Blocks that follow each other in one chain on their way from disk; made by `Reader.ask`."""
 
-    def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[Span]) -> None:
+    def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[FileSpan]) -> None:
         self._reader = reader
         self.blocks = blocks
         self.spans = spans  # less those that turned out not to be wanted
@@ -53,7 +53,7 @@ class Load:
 
     def close(self) -> None:
         """Give the memory back; what is not read yet is not read any more."""
-        self._reader.close_load(self)
+        self._reader.close_read(self)
 
     def drop_unread(self) -> None:
         del self.spans[self.num_started :]
@@ -63,7 +63,7 @@ class Reader:
     """Reads ahead for one process.
 
     Args:
-        ahead_bytes: most bytes being read or held by the caller; a load that is waited for may exceed it.
+        ahead_bytes: most bytes being read or held by the caller; a read that is waited for may exceed it.
         num_threads: files read at a time.
         allocate: memory for [blocks, block_bytes] uint8; for a GPU, pinned memory.
     """
@@ -74,7 +74,7 @@ class Reader:
         self.store = store
         self._ahead_bytes = ahead_bytes
         self._allocate = allocate
-        self._waiting: deque[Load] = deque()  # those with files that nobody has begun to read
+        self._waiting: deque[BlockRead] = deque()  # those with files that nobody has begun to read
         self._held_bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
@@ -85,59 +85,59 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, blocks: Sequence[bytes]) -> Load:
+    def ask(self, blocks: Sequence[bytes]) -> BlockRead:
         """Start to read those of these blocks that are in the store; returns at once.
 
         Args:
-            blocks: names of blocks that follow each other in one chain, from its start or from any place on.
+            blocks: names of blocks that follow each other in one chain, from its start or from any block on.
         """
-        load = Load(self, blocks, self.store.spans(blocks))
+        read = BlockRead(self, blocks, self.store.spans(blocks))
         with self._changed:
             if self._is_closed:
-                load.drop_unread()
-            elif load.spans:
-                self._waiting.append(load)
+                read.drop_unread()
+            elif read.spans:
+                self._waiting.append(read)
                 self._changed.notify_all()
-        return load
+        return read
 
-    def wait(self, load: Load, timeout_s: float) -> np.ndarray:
-        """See `Load.wait`. What is waited for goes first and needs no budget, so that it cannot wait for itself."""
-        assert not load.is_closed, "a load that is closed has no content"
-        started_s, is_first = time.monotonic(), not load.is_urgent
+    def wait(self, read: BlockRead, timeout_s: float) -> np.ndarray:
+        """See `BlockRead.wait`. It goes first and needs no budget, so that it cannot wait for itself."""
+        assert not read.is_closed, "a read that is closed has no content"
+        started_s, is_first = time.monotonic(), not read.is_urgent
         with self._changed:
-            load.is_urgent = True
-            if load in self._waiting:
-                self._waiting.remove(load)
-                self._waiting.appendleft(load)
+            read.is_urgent = True
+            if read in self._waiting:
+                self._waiting.remove(read)
+                self._waiting.appendleft(read)
                 self._changed.notify_all()
-            has_answered = self._changed.wait_for(lambda: load.is_done, timeout_s)
+            has_answered = self._changed.wait_for(lambda: read.is_done, timeout_s)
         if not has_answered:
             self.store.fail(TimeoutError(f"no answer for {timeout_s:,.0f} s"))
-        if load.content is None or not has_answered:
+        if read.content is None or not has_answered:
             return pageable((0, self._block_bytes))
         num_blocks = 0
-        for span, num_intact in zip(load.spans, load.num_intact, strict=False):
+        for span, num_intact in zip(read.spans, read.num_intact, strict=False):
             num_blocks += num_intact
             if num_intact < span.stop - span.start:
                 break
         if is_first:
             self.store.counters.add(hit_blocks=num_blocks, hit_bytes=num_blocks * self._block_bytes)
         self.store.counters.add(wait_s=time.monotonic() - started_s)
-        return load.content[:num_blocks]
+        return read.content[:num_blocks]
 
-    def close_load(self, load: Load) -> None:
-        """See `Load.close`."""
+    def close_read(self, read: BlockRead) -> None:
+        """See `BlockRead.close`."""
         with self._changed:
-            load.is_closed = True
-            self._drop_unread(load)
+            read.is_closed = True
+            self._drop_unread(read)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop; loads that are waited for end with the blocks that are there by now."""
+        """Stop; reads that are waited for end with the blocks that are there by now."""
         with self._changed:
             self._is_closed = True
-            for load in list(self._waiting):
-                self._drop_unread(load)
+            for read in list(self._waiting):
+                self._drop_unread(read)
             self._changed.notify_all()
         # one that hangs in the operating system must not hold the job up; it ends with the process
         for thread in self._threads:
@@ -153,53 +153,53 @@ class Reader:
                 self._changed.wait_for(lambda: self._is_closed or self._may_start())
                 if self._is_closed:
                     return
-                load, at = self._take_span()
+                read, at = self._take_span()
             num_intact = 0
             try:
-                num_intact = self._read(load, load.spans[at])
+                num_intact = self._read(read, read.spans[at])
             except Exception as error:  # told to the user; the caller computes instead
                 self.store.fail(error)
             with self._changed:
-                load.num_intact[at] = num_intact
-                load.num_finished += 1
-                if num_intact < load.spans[at].stop - load.spans[at].start:
-                    self._drop_unread(load)  # of no use without these
-                self._free_if_over(load)
+                read.num_intact[at] = num_intact
+                read.num_finished += 1
+                if num_intact < read.spans[at].stop - read.spans[at].start:
+                    self._drop_unread(read)  # of no use without these
+                self._free_if_over(read)
                 self._changed.notify_all()
 
     def _may_start(self) -> bool:
         if not self._waiting:
             return False
-        load = self._waiting[0]
-        num_bytes = load.spans[-1].stop * self._block_bytes
+        read = self._waiting[0]
+        num_bytes = read.spans[-1].stop * self._block_bytes
         is_affordable = self._held_bytes == 0 or self._held_bytes + num_bytes <= self._ahead_bytes
-        return load.num_started > 0 or load.is_urgent or is_affordable
+        return read.num_started > 0 or read.is_urgent or is_affordable
 
-    def _take_span(self) -> tuple[Load, int]:
-        """The next file of the first load that waits."""
-        load = self._waiting[0]
-        at = load.num_started
-        load.num_started += 1
+    def _take_span(self) -> tuple[BlockRead, int]:
+        """The next file of the first read that waits."""
+        read = self._waiting[0]
+        at = read.num_started
+        read.num_started += 1
         if at == 0:
-            load.num_bytes = load.spans[-1].stop * self._block_bytes
-            self._held_bytes += load.num_bytes
-        if load.num_started == len(load.spans):
+            read.num_bytes = read.spans[-1].stop * self._block_bytes
+            self._held_bytes += read.num_bytes
+        if read.num_started == len(read.spans):
             self._waiting.popleft()
-        return load, at
+        return read, at
 
-    def _read(self, load: Load, span: Span) -> int:
-        with load.allocating:
-            if load.content is None:
-                load.content = self._allocate((load.num_bytes // self._block_bytes, self._block_bytes))
-        return self.store.read_span(span, load.blocks[span.start : span.stop], load.content[span.start : span.stop])
+    def _read(self, read: BlockRead, span: FileSpan) -> int:
+        with read.allocating:
+            if read.content is None:
+                read.content = self._allocate((read.num_bytes // self._block_bytes, self._block_bytes))
+        return self.store.read_span(span, read.blocks[span.start : span.stop], read.content[span.start : span.stop])
 
-    def _drop_unread(self, load: Load) -> None:
-        load.drop_unread()
-        if load in self._waiting:
-            self._waiting.remove(load)
-        self._free_if_over(load)
+    def _drop_unread(self, read: BlockRead) -> None:
+        read.drop_unread()
+        if read in self._waiting:
+            self._waiting.remove(read)
+        self._free_if_over(read)
 
-    def _free_if_over(self, load: Load) -> None:
-        if load.is_closed and load.is_done:
-            self._held_bytes -= load.num_bytes
-            load.num_bytes, load.content = 0, None
+    def _free_if_over(self, read: BlockRead) -> None:
+        if read.is_closed and read.is_done:
+            self._held_bytes -= read.num_bytes
+            read.num_bytes, read.content = 0, None

@@ -1,14 +1,14 @@
-"""Whether loading KV from disk is still worth it: the rule of [kv] reuse, pure logic. Called by stored_prefixes.py."""
+"""Whether reading KV from disk is still worth it: the rule of [kv] reuse, pure logic."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-TRIAL_BYTES = 64_000_000  # a verdict needs at least so many
+TRIAL_BYTES = 64_000_000  # a verdict needs at least this many
 
 
 class ReuseRule:
-    """Loading is the default; with "auto" it ends after a trial of reads that took longer than computing would have.
+    """Reading is the default; with "auto" it ends after a trial of reads that took longer than computing would have.
 
     A trial is at least TRIAL_BYTES long and begins anew after each that was worthwhile, so that a disk that becomes
     slow is noticed. The verdict is final for this process: what made reads slow is seldom gone within a job.
@@ -22,7 +22,7 @@ class ReuseRule:
         self._compute_s = 0.0
 
     def note(self, *, num_bytes: int, read_s: float, num_tokens: int, compute_s_per_token: float) -> bool:
-        """Learn from one load; returns whether loading is still worthwhile.
+        """Learn from one read; returns whether reading is still worthwhile.
 
         Args:
             num_bytes: read from disk.

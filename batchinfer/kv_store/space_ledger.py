@@ -1,9 +1,9 @@
-"""How many bytes a store's files have, in one small file under a lock. Called by the store before a file is written.
+"""How many bytes a store's files have, in one small file under a lock.
 
-Room is booked before a byte is written and given back after a file is gone, all under the lock: whatever is killed and
-whenever, the books never show less than there is, so writers on any number of hosts together stay below the bound. What
-a killed process leaves booked, or somebody deletes by hand, is found when the files are counted again: whenever a store
-is opened and whenever room is made.
+Space is booked before a byte is written and given back after a file is gone, all under the lock: whatever is killed and
+whenever, the ledger never shows less than there is, so writers on any number of hosts together stay below the bound.
+What a killed process leaves booked, or somebody deletes by hand, is found when the files are counted again: whenever a
+store is opened and whenever space is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LockTimeoutError(Exception):
     """Another process holds the lock and does not go on."""
 
 
-class Books:
+class SpaceLedger:
     """The count while the lock is held."""
 
     def __init__(self, store: StoreDir, descriptor: int) -> None:
@@ -47,7 +47,7 @@ class Books:
         return descriptor, path
 
     def remove(self, path: str, num_bytes: int) -> bool:
-        """Delete a file and give its room back; False when somebody else has."""
+        """Delete a file and give its space back; False when somebody else has."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class Books:
 
 
 @contextmanager
-def open_books(store: StoreDir) -> Iterator[Books]:
+def open_ledger(store: StoreDir) -> Iterator[SpaceLedger]:
     """Hold the lock.
 
     Raises:
@@ -89,7 +89,7 @@ def open_books(store: StoreDir) -> Iterator[Books]:
             if time.monotonic() > deadline:
                 raise LockTimeoutError
             time.sleep(_POLL_SECONDS)
-        yield Books(store, descriptor)
+        yield SpaceLedger(store, descriptor)
     finally:
         os.close(descriptor)
 

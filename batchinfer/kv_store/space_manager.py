@@ -1,4 +1,4 @@
-"""Room for new files below the store's bound: what is least worth having goes first. Called by the store and by gc.
+"""Space for new files below the store's bound: what is least worth having goes first.
 
 Ranking all files of a large store takes a second or so. So a ranking serves for many files, up to one in RANKED_SHARE
 of those it ranked; what has been claimed since is passed over. In a small store every file is ranked anew.
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from itertools import count
 
 from batchinfer.kv_store.block_file import FileName
-from batchinfer.kv_store.claims import Claims
+from batchinfer.kv_store.claims import BlockClaims
 from batchinfer.kv_store.eviction import Worth, earliest, rank_files, worth_of
-from batchinfer.kv_store.space_ledger import Books, open_books
+from batchinfer.kv_store.space_ledger import SpaceLedger, open_ledger
 from batchinfer.kv_store.store_dir import StoredFile, StoreDir, quarantined_files, stored_files
 
 RANKED_SHARE = 64
@@ -22,18 +22,18 @@ _WORTHLESS: Worth = (-1, 0.0, 0)  # damaged files
 _PRICELESS: Worth = (2, 0.0, 0)
 
 
-class Room:
-    """Books room for files and evicts others for them.
+class SpaceManager:
+    """Books space for files and evicts others for them.
 
     Args:
         max_bytes: bound of all files together; None: none.
-        on_evicted: is told each file that was deleted for room.
+        on_evicted: is told each file that was deleted for space.
     """
 
     def __init__(
         self,
         store: StoreDir,
-        claims: Claims,
+        claims: BlockClaims,
         session: str,
         max_bytes: int | None,
         on_evicted: Callable[[StoredFile], None],
@@ -49,53 +49,55 @@ class Room:
 
     def is_within_bound(self) -> bool:
         """Whether all files, counted again, are below the bound."""
-        with open_books(self._store) as books:
-            books.count_again()
-            return self._fits(books, 0)
+        with open_ledger(self._store) as ledger:
+            ledger.count_again()
+            return self._fits(ledger, 0)
 
     def book(self, name: FileName, num_bytes: int, ancestors: set[str]) -> tuple[int, str] | None:
-        """Room for one file: a descriptor and the path to write it at; None when all there is is worth more.
+        """Space for one file: a descriptor and the path to write it at; None when all there is is worth more.
 
         Args:
             ancestors: names of the files with the blocks before it, which stay: without them it is worth nothing.
 
         Raises:
-            LockTimeoutError, OSError: as in space.py.
+            LockTimeoutError, OSError: as in space_ledger.py.
         """
         worth = worth_of(name, earliest(name, self._claims.next_use), time.time())
-        with open_books(self._store) as books:
-            if self._fits(books, num_bytes) or (self._num_left > 0 and self._evict(books, num_bytes, worth, ancestors)):
-                return self._create(books, num_bytes)
+        with open_ledger(self._store) as ledger:
+            if self._fits(ledger, num_bytes) or (
+                self._num_left > 0 and self._evict(ledger, num_bytes, worth, ancestors)
+            ):
+                return self._create(ledger, num_bytes)
         if self._num_left > 0 and self._ranked:
             self._num_left -= 1
             return None
         self._rank()
-        with open_books(self._store) as books:
-            books.count_again()
-            if self._evict(books, num_bytes, worth, ancestors):
-                return self._create(books, num_bytes)
+        with open_ledger(self._store) as ledger:
+            ledger.count_again()
+            if self._evict(ledger, num_bytes, worth, ancestors):
+                return self._create(ledger, num_bytes)
         return None
 
     def shrink(self) -> None:
         """Evict until all files are below the bound."""
         self._rank()
-        with open_books(self._store) as books:
-            books.count_again()
-            self._evict(books, 0, _PRICELESS, set())
+        with open_ledger(self._store) as ledger:
+            ledger.count_again()
+            self._evict(ledger, 0, _PRICELESS, set())
 
-    def _fits(self, books: Books, num_bytes: int) -> bool:
-        return self.max_bytes is None or books.used_bytes + num_bytes <= self.max_bytes
+    def _fits(self, ledger: SpaceLedger, num_bytes: int) -> bool:
+        return self.max_bytes is None or ledger.used_bytes + num_bytes <= self.max_bytes
 
-    def _create(self, books: Books, num_bytes: int) -> tuple[int, str]:
-        return books.create(num_bytes, f"{self._session}-{next(self._numbers)}")
+    def _create(self, ledger: SpaceLedger, num_bytes: int) -> tuple[int, str]:
+        return ledger.create(num_bytes, f"{self._session}-{next(self._numbers)}")
 
-    def _evict(self, books: Books, num_bytes: int, worth: Worth, ancestors: set[str]) -> bool:
-        """Delete ranked files that are worth less than this until so many bytes fit; False when they do not."""
-        while not self._fits(books, num_bytes):
+    def _evict(self, ledger: SpaceLedger, num_bytes: int, worth: Worth, ancestors: set[str]) -> bool:
+        """Delete ranked files that are worth less than this until this many bytes fit; False when they do not."""
+        while not self._fits(ledger, num_bytes):
             if not self._ranked or self._ranked[-1][0] >= worth:
                 return False
             victim_worth, victim = self._ranked.pop()
-            if self._may_go(victim, victim_worth, ancestors) and books.remove(victim.path, victim.num_bytes):
+            if self._may_go(victim, victim_worth, ancestors) and ledger.remove(victim.path, victim.num_bytes):
                 self._num_left -= 1
                 self._on_evicted(victim)
         return True

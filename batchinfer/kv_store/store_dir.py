@@ -1,4 +1,4 @@
-"""Where things are in a KV store's folder, all of them readable by their owner only. Called by the rest of the store.
+"""Where things are in a KV store's folder, all of them readable by their owner only.
 
 store.json                        what makes a folder a store
 models/<digest>-<block bytes>/    identity.json, and <00 .. 63>/<name>.kv: the blocks (block_file.py)
@@ -6,7 +6,7 @@ writing/<bytes>.<session>.tmp     files being written, each locked by its writer
 quarantine/                       damaged files, the latest few
 claims/<session>                  which blocks a live run still needs, and when (claims.py)
 history/<session>.json            what each run found and wrote
-used-bytes                        size of all files, under a lock (space.py)
+used-bytes                        size of all files, under a lock (space_ledger.py)
 """
 
 from __future__ import annotations
@@ -24,41 +24,21 @@ from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.records import ConfigError
 
 STORE_VERSION = 1
+QUARANTINED_FILES = 16  # kept for a look at what happened
 
 
-@dataclass(frozen=True, slots=True)
 class StoreDir:
     """The paths of a store."""
 
-    root: Path
-
-    @property
-    def marker(self) -> Path:
-        return self.root / "store.json"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def writing(self) -> Path:
-        return self.root / "writing"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def claims(self) -> Path:
-        return self.root / "claims"
-
-    @property
-    def history(self) -> Path:
-        return self.root / "history"
-
-    @property
-    def used_bytes(self) -> Path:
-        return self.root / "used-bytes"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.marker = root / "store.json"
+        self.models = root / "models"
+        self.writing = root / "writing"
+        self.quarantine = root / "quarantine"
+        self.claims = root / "claims"
+        self.history = root / "history"
+        self.used_bytes = root / "used-bytes"
 
     def model(self, identity: KvIdentity) -> Path:
         # the size of a block in the name: files can be counted without being opened
@@ -165,3 +145,18 @@ def quarantined_files(store: StoreDir) -> list[StoredFile]:
             continue
         found.append((status.st_ctime_ns, StoredFile(path, None, status.st_size)))
     return [file for _, file in sorted(found, key=lambda item: item[0])]
+
+
+def quarantine(store: StoreDir, path: str) -> None:
+    """Move a damaged file aside and keep the latest few of its kind.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    try:
+        os.rename(path, store.quarantine / os.path.basename(path))
+    except FileNotFoundError:  # evicted, or moved by another process
+        return
+    for file in quarantined_files(store)[:-QUARANTINED_FILES]:
+        # its space stays booked until files are counted again
+        Path(file.path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What `batchinfer kv` does: describe, verify and shrink a store, find a block in it. Called by the command."""
+"""What `batchinfer kv` does: describe, verify and shrink a store, find a block in it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from typing import Any
 from batchinfer.config import load_job
 from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
 from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
-from batchinfer.kv_store.claims import Claims
-from batchinfer.kv_store.counters import Counters
-from batchinfer.kv_store.disk import quarantine
-from batchinfer.kv_store.history import read_history
-from batchinfer.kv_store.space_ledger import LockTimeoutError, open_books
-from batchinfer.kv_store.space_manager import Room
-from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantined_files, stored_files
+from batchinfer.kv_store.claims import BlockClaims
+from batchinfer.kv_store.session import Counters, read_history
+from batchinfer.kv_store.space_ledger import LockTimeoutError, open_ledger
+from batchinfer.kv_store.space_manager import SpaceManager
+from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantine, quarantined_files, stored_files
 from batchinfer.records import ConfigError
 
 VERIFY_THREADS = 4
-_UNITS = {"": 1} | {
-    f"{prefix}{infix}B": base**power
-    for power, prefix in enumerate("KMGTP", start=1)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
     for infix, base in (("", 1000), ("i", 1024))
 }
 
@@ -37,15 +35,13 @@ def parse_bytes(text: str) -> int:
         ConfigError: it is neither.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    units = {name.lower(): size for name, size in _UNITS.items()} | {"b": 1}
-    if match is None or match[2].lower() not in units:
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is no number of bytes; write for example 500000000, 10GB or 1.5TiB")
-    return (
-        int(float(match[1]) * units[match[2].lower()]) if "." in match[1] else int(match[1]) * units[match[2].lower()]
-    )
+    size = _UNITS[match[2].lower()]
+    return int(float(match[1]) * size) if "." in match[1] else int(match[1]) * size
 
 
-def open_store(target: Path) -> StoreDir:
+def open_kv_store(target: Path) -> StoreDir:
     """The store in a folder, or the one that a job file (*.toml) names.
 
     Raises:
@@ -127,13 +123,13 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
         counters.add(evicted_files=1, evicted_bytes=file.num_bytes)
 
     session = f"gc-{os.getpid()}-{int(time.time() * 1000)}"
-    room = Room(store, Claims(store, session), session, max_bytes, note)
+    space = SpaceManager(store, BlockClaims(store, session), session, max_bytes, note)
     try:
-        with open_books(store) as books:
-            before = books.count_again()
-        room.shrink()
-        with open_books(store) as books:
-            after = books.used_bytes
+        with open_ledger(store) as ledger:
+            before = ledger.count_again()
+        space.shrink()
+        with open_ledger(store) as ledger:
+            after = ledger.used_bytes
     except LockTimeoutError:
         raise ConfigError(
             f"another process keeps the KV store {store.root} locked; try again when it has ended"

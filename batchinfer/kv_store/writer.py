@@ -1,4 +1,4 @@
-"""Writes KV blocks behind the computation, from a bounded buffer, in background threads. Called by stored_prefixes.py.
+"""Writes KV blocks behind the computation, from a bounded buffer, in background threads.
 
 The caller never waits. When the buffer is full, blocks are dropped and counted instead: a block that is not stored
 costs at most one computation later, waiting for the disk would cost all requests of a step now.
@@ -58,7 +58,7 @@ class Writer:
 
         Args:
             blocks: names of the chain's blocks from its start to the last one given.
-            first: place of the first block given.
+            first: index of the first block given in its chain.
             content: [len(blocks) - first, block_bytes] uint8, contiguous; it belongs to the writer from now on.
         """
         with self._changed:
@@ -86,7 +86,7 @@ class Writer:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is still waiting, for so long at most; the rest is dropped and counted."""
+        """Write what is still waiting, within this time; the rest is dropped and counted."""
         self.flush(timeout_s)
         with self._changed:
             self._is_closed = True

@@ -44,7 +44,7 @@ def serve_node(run: RunDir, session: Session, stop: StopSignal, node: NodeShare)
 def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSignal) -> None:
     """Start the ranks again whenever one of them has failed; the controller does the same with the others."""
     deadline = float("inf")
-    num_in_vain = 0
+    num_failed = 0
     while True:
         start_s = time.monotonic()
         ranks.start()
@@ -61,8 +61,8 @@ def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSig
         for rank, how in ended.items():
             note(f"warning: rank {rank} {how}; starting this node's ranks again")
         ranks.kill()
-        num_in_vain = num_in_vain + 1 if time.monotonic() - start_s < 60 else 0
-        if num_in_vain >= CONTROLLER_GONE and not ranks.can_reach_controller():
+        num_failed = num_failed + 1 if time.monotonic() - start_s < 60 else 0
+        if num_failed >= CONTROLLER_GONE and not ranks.can_reach_controller():
             raise InterruptedRunError("the group's controller is gone; run the same command to go on")
 
 

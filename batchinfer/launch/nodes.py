@@ -98,7 +98,7 @@ def own_address() -> str:
         address = "127.0.0.1"
     if not address.startswith("127."):
         return address
-    # the host's name stands for loopback: ask which address packets to elsewhere would leave from (none are sent)
+    # the host's name means loopback: ask which address packets to elsewhere would leave from (none are sent)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))

@@ -1,4 +1,4 @@
-"""Weights on their way from disk to the kernel's page cache while ranks still import. Called by rank_group.
+"""Weights on their way from disk to the kernel's page cache while ranks still import.
 
 Ranks map the files and take weights from there: what is not in memory yet they would wait for, a few pages at a time.
 """

@@ -2,9 +2,9 @@
 
 In: a Hugging Face folder (config.json, *.safetensors) and, step by step, tokens with their positions and the pages
 they may read and write. Out: float32 logits of the rows that were asked for, and how many tokens each expert got.
-Allocating pages, choosing batches and sampling belong to the engine; moving rows between ranks to `parallel`.
+Choosing pages and batches belongs to the rank; moving rows between ranks to `parallel`.
 
 config.py reads and checks config.json, headers.py and tensor_names.py say whether the tensors fit it (all without
 torch, so planning can use them), weights.py reads these; mla.py and moe.py are the two halves of a layer,
-transformer.py puts them together.
+layer.py and transformer.py put them together; schedules.py has the ways to run a step, fused/ the quick ones.
 """

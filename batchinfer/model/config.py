@@ -33,7 +33,7 @@ _MAX_LAYERS = 1000
 _MAX_EXPERTS = 4096
 
 # They say nothing where all layers are dense.
-_MIXTURE_KEYS = (
+_MOE_KEYS = (
     "n_shared_experts",
     "moe_intermediate_size",
     "routed_scaling_factor",
@@ -147,9 +147,14 @@ class ModelConfig:
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
+    def moe_layers(self) -> list[int]:
+        """The layers that route to experts, in order."""
+        return [layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer)]
+
+    @property
     def num_moe_layers(self) -> int:
         """How many layers route to experts."""
-        return sum(self.is_moe_layer(layer) for layer in range(self.num_hidden_layers))
+        return len(self.moe_layers)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
@@ -157,7 +162,7 @@ class ModelConfig:
 
     @property
     def row_cost_in_kv_tokens(self) -> float:
-        """What a decode row costs beside its attention: the weights it runs through, in KV tokens attended to.
+        """What a decode row costs apart from its attention: the weights it runs through, in KV tokens attended to.
 
         Both are counted in multiplications; attention in its absorbed form, weights with the output head.
         """
@@ -170,9 +175,9 @@ class ModelConfig:
         absorbed = heads * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
         attention = query + hidden * self.latent_dim + absorbed + heads * self.v_head_dim * hidden
         expert = 3 * hidden * self.moe_intermediate_size
-        mixture = expert * (self.num_experts_per_tok + self.n_shared_experts) + hidden * self.n_routed_experts
+        moe = expert * (self.num_experts_per_tok + self.n_shared_experts) + hidden * self.n_routed_experts
         num_dense = self.num_hidden_layers - self.num_moe_layers
-        mlps = self.num_moe_layers * mixture + num_dense * 3 * hidden * self.intermediate_size
+        mlps = self.num_moe_layers * moe + num_dense * 3 * hidden * self.intermediate_size
         per_row = self.num_hidden_layers * attention + mlps + self.vocab_size * hidden
         per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
         return per_row / per_kv_token
@@ -259,7 +264,7 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
     """The mixture-of-experts fields of ModelConfig; zeros where all layers are dense.
 
     They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
-    ones. The other keys of a mixture say nothing then.
+    ones. The other MoE keys say nothing then.
     """
     dense_layers = reader.size("first_k_dense_replace", default=0, minimum=0)
     if dense_layers > num_layers:
@@ -294,11 +299,11 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=_MAX_EXPERTS),
             "moe_intermediate_size": reader.size("moe_intermediate_size"),
-            "routed_scaling_factor": reader.number("routed_scaling_factor", None, above=0.0),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", above=0.0),
         }
         fields |= _read_groups(reader, num_experts, topk_method)
     else:
-        reader.pass_over(*_MIXTURE_KEYS)
+        reader.pass_over(*_MOE_KEYS)
     return fields
 
 
@@ -362,7 +367,7 @@ def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) ->
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in ("default", "yarn"):
         raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
-    outer_theta = reader.number("rope_theta", None, above=1.0, optional=True)
+    outer_theta = reader.optional_number("rope_theta", above=1.0)
     theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
     if outer_theta is not None and theta != outer_theta:
         raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
@@ -385,13 +390,13 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
-        factor=rope.number("factor", None, above=0.0, at_least=1.0),
+        factor=rope.number("factor", above=0.0, at_least=1.0),
         original_max_positions=original,
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        mscale=rope.number("mscale", None, at_least=0.0, optional=True),
-        mscale_all_dim=rope.number("mscale_all_dim", None, at_least=0.0, optional=True),
-        attention_factor=rope.number("attention_factor", None, above=0.0, optional=True),
+        mscale=rope.optional_number("mscale", at_least=0.0),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", at_least=0.0),
+        attention_factor=rope.optional_number("attention_factor", above=0.0),
         truncate=rope.flag("truncate", default=True),
     )
 

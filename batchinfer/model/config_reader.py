@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from batchinfer.records import ModelError
 
@@ -37,6 +38,29 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds {show(value)}, but a JSON object is needed.")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Between which a finite number has to be."""
+
+    above: float = -math.inf
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+    def hold(self, value: float) -> bool:
+        try:
+            return math.isfinite(value) and value > self.above and self.at_least <= value <= self.at_most
+        except OverflowError:  # a whole number that is no float
+            return False
+
+    def __str__(self) -> str:
+        parts = [
+            f"above {self.above:g}" if self.above > -math.inf and self.above >= self.at_least else "",
+            f"at least {self.at_least:g}" if self.at_least > -math.inf and self.at_least > self.above else "",
+            f"at most {self.at_most:g}" if self.at_most < math.inf else "",
+        ]
+        return " ".join(["a finite number", *filter(None, parts)])
 
 
 class ConfigReader:
@@ -79,7 +103,7 @@ class ConfigReader:
         minimum: int = 1,
         maximum: int = _MAX_SIZE,
     ) -> int:
-        """A whole number under any of several names, which must agree; `null` is what an explicit null stands for."""
+        """A whole number under any of several names, which must agree; `null` is what an explicit null means."""
         if null is not None and not any(self.has(key) for key in keys) and any(key in self._values for key in keys):
             return null
         key, value = self._first(keys)
@@ -93,49 +117,23 @@ class ConfigReader:
         """A whole number of at least 1, or None when the key is missing or null."""
         return self.size(key) if self.has(key) else None
 
-    @overload
-    def number(
-        self,
-        key: str,
-        default: float | None,
-        *,
-        above: float = ...,
-        at_least: float = ...,
-        at_most: float = ...,
-        optional: bool,
-    ) -> float | None: ...
+    def number(self, key: str, default: float | None = None, **bounds: float) -> float:
+        """A finite number within bounds (see `Bounds`); without a default it is needed."""
+        value = self.optional_number(key, **bounds)
+        if value is not None:
+            return value
+        if default is None:
+            raise self._missing(key, str(Bounds(**bounds)))
+        return default
 
-    @overload
-    def number(
-        self, key: str, default: float | None, *, above: float = ..., at_least: float = ..., at_most: float = ...
-    ) -> float: ...
-
-    def number(
-        self,
-        key: str,
-        default: float | None,
-        *,
-        above: float = -math.inf,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-        optional: bool = False,
-    ) -> float | None:
-        """A finite number within bounds; without a default it is needed, unless it is `optional`."""
-        value = self._value(key)
-        bounds = _describe_bounds(above, at_least, at_most)
+    def optional_number(self, key: str, **bounds: float) -> float | None:
+        """A finite number within bounds, or None when the key is missing or null."""
+        value, allowed = self._value(key), Bounds(**bounds)
         if value is None:
-            if default is None and not optional:
-                raise self._missing(key, bounds)
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.unsupported(key, value, bounds)
-        try:
-            number = float(value)
-        except OverflowError:
-            raise self.unsupported(key, value, bounds) from None
-        if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
-            raise self.unsupported(key, value, bounds)
-        return number
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not allowed.hold(value):
+            raise self.unsupported(key, value, str(allowed))
+        return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """true or false (0 and 1 are not accepted)."""
@@ -230,12 +228,3 @@ def show(value: object) -> str:
     except ValueError:  # a whole number of thousands of digits
         text = "a very large value"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
-
-
-def _describe_bounds(above: float, at_least: float, at_most: float) -> str:
-    parts = [
-        f"above {above:g}" if above > -math.inf and above >= at_least else "",
-        f"at least {at_least:g}" if at_least > -math.inf and at_least > above else "",
-        f"at most {at_most:g}" if at_most < math.inf else "",
-    ]
-    return " ".join(["a finite number", *filter(None, parts)])

@@ -52,7 +52,7 @@ def read_headers(folder: Path) -> TensorHeaders:
 
     Raises:
         ModelError: no such files (pickle formats are not read), a damaged file, an index that does not fit its
-            shards, or a tensor that stands in two files.
+            shards, or a tensor that is in two files.
     """
     folder = Path(folder)
     index_path = folder / _INDEX_FILE

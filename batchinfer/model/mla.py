@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2 report section 2.1) over paged latents; called by every layer.
+"""Multi-head latent attention (DeepSeek-V2 report section 2.1) over paged latents.
 
 Per token and layer only a latent is kept: the normed key-value compression (C values) and one rotary key for all
 heads (R values). Attention reads it back from the pages, also for the step's own tokens, so that a token's result
@@ -14,52 +14,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 import torch
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import ModelConfig, RopeConfig
+from batchinfer.model.fresh_memory import zeroed
 from batchinfer.model.ops import Ops
+from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
+from batchinfer.records import ConfigError
+from batchinfer_kernels.reference import mla as reference_mla
+
+assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of another size"
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """One request's chunk inside a prefill step."""
-
-    start: int  # first row of this chunk in the step
-    num_tokens: int  # rows
-    context_tokens: int  # tokens in the pages after this chunk: position of its last token + 1
-    page_ids: torch.Tensor  # [ceil(context_tokens / 64)] int64, the request's pages in order
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """What attention needs to know about a step, the same for all layers."""
-
-    cos: torch.Tensor  # [T, R / 2] float32
-    sin: torch.Tensor
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64, page id * 64 + offset
-    page_table: torch.Tensor | None  # [B, P] int64, pages of each request in order
-    kv_tokens: torch.Tensor | None  # [B] int64, tokens in each request's pages, the new ones included
-    chunk_tokens: torch.Tensor | None  # prefill only: [B] int64, rows of each chunk
-    copy_from: torch.Tensor | None = (
-        None  # [N] int64 slots: prompts that branch inside a page take the common part over
-    )
-    copy_to: torch.Tensor | None = None
-    is_counted: torch.Tensor | None = None  # [T] int64, 0 for rows that only fill a batch up; None: all are counted
-    schedule: dict[str, Any] = field(default_factory=dict)  # what attention keeps from one layer to the next
-
-    @property
-    def is_decode(self) -> bool:
-        return self.chunk_tokens is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +76,14 @@ class Attention:
     def attend(
         self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention and output projection, added to the stream: [T, D]."""
+        """Core attention and output projection, added to the residual: [T, D]."""
         if len(q_THA) == 0:
             return hidden_TD
         form = self._attend_absorbed if step.is_decode else self._attend_plain
-        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, stream=hidden_TD)
+        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, residual=hidden_TD)
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All chunks with keys and values per head: [T, H, V]."""
-        assert step.page_table is not None
-        assert step.chunk_tokens is not None
-        assert step.kv_tokens is not None
         return self.ops.mla_prefill(
             q_THA,
             pages,
@@ -147,6 +117,26 @@ class Attention:
         )
         out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)
+
+
+def empty_pages(config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Pages for a model's latents, [L, num_pages, 64, C + R]; on a CPU they take memory when they are used.
+
+    Raises:
+        ConfigError: there is not so much address space.
+    """
+    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.latent_dim)
+    num_values = math.prod(shape)
+    if device.type != "cpu" or num_values == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = zeroed(num_values * dtype.itemsize)
+    except OSError as error:
+        size_gb = num_values * dtype.itemsize / 1e9
+        raise ConfigError(
+            f"no memory for KV pages of {size_gb:.1f} GB: {error.strerror}; lower cluster.page_bytes"
+        ) from error
+    return torch.frombuffer(memory, dtype=dtype, count=num_values).view(shape)
 
 
 def copy_latents(step: AttentionStep, pages: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The second half of a layer: one dense MLP, or a mixture of experts that exchanges rows with other ranks.
+"""The second half of a layer: one dense MLP, or routed experts that exchange rows with other ranks (MoE).
 
-The mixture is a generator: it yields while rows travel, so that a scheduler can put another micro-batch's work there
+The MoE is a generator: it yields while rows travel, so that a scheduler can put another micro-batch's work there
 (parallel/overlap.py). DeepSeek-V3 report section 2.1.2.
 """
 
@@ -24,8 +24,8 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
 
 
-class Point(Enum):
-    """Where a layer stands when it yields."""
+class YieldPoint(Enum):
+    """What a layer waits for when it yields."""
 
     QUERIES = "queries"  # decode only: projections are done, core attention is next
     DISPATCH = "dispatch"  # rows are on their way to the experts
@@ -33,7 +33,7 @@ class Point(Enum):
 
 
 class Routing(NamedTuple):
-    """Tokens on their way to experts: the stream normed, ids of the experts [T, K] int64, weights [T, K] float32."""
+    """Tokens on their way to experts: the residual normed, ids of the experts [T, K] int64, weights [T, K] float32."""
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
@@ -50,7 +50,7 @@ class DenseMlp:
     norm_D: torch.Tensor
 
     def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D], the new stream."""
+        """[T, D], the new residual."""
         x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         return swiglu(self.ops, x_TD, self.weights, stream=hidden_TD)
 
@@ -77,35 +77,35 @@ class MoeMlp:
         routing: Routing,
         spans: MicroBatchSpans,
         *,
-        shared_under: Point,
-    ) -> Generator[Point, None, torch.Tensor]:
+        shared_under: YieldPoint,
+    ) -> Generator[YieldPoint, None, torch.Tensor]:
         """Send tokens to their experts and bring the results back.
 
         Args:
-            hidden_TD: the stream, to which the results are added.
+            hidden_TD: the residual, to which the results are added.
             routing: the tokens and their experts, from `route`.
             shared_under: the exchange that hides the shared expert (dispatch in decode, combine in prefill).
 
         Yields:
-            Point.DISPATCH and Point.COMBINE, while the exchange is under way.
+            YieldPoint.DISPATCH and YieldPoint.COMBINE, while the exchange is under way.
 
         Returns:
-            The new stream; routed and shared parts are added in float32 and rounded once before they are added to it.
+            The new residual; routed and shared parts are added in float32 and rounded once before they are added to it.
         """
         x_TD = routing.x_TD
         with spans.send("DISPATCH"):
             handle = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
-        shared_TD = self._shared_expert(x_TD, spans) if shared_under is Point.DISPATCH else None
-        yield Point.DISPATCH
+        shared_TD = self._shared_expert(x_TD, spans) if shared_under is YieldPoint.DISPATCH else None
+        yield YieldPoint.DISPATCH
 
         received = spans.receive("DISPATCH", handle)
         with spans.compute("MLP"):
             y = self._routed_experts(received)
         with spans.send("COMBINE"):
             future = self.dispatcher.combine(y, handle)
-        yield Point.COMBINE
+        yield YieldPoint.COMBINE
 
-        if shared_under is Point.COMBINE:
+        if shared_under is YieldPoint.COMBINE:
             shared_TD = self._shared_expert(x_TD, spans)
         routed_TD = spans.receive("COMBINE", future)
         return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
@@ -113,7 +113,7 @@ class MoeMlp:
     def route(
         self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
     ) -> Routing:
-        """Norm the stream and choose the experts of each token; logits are float32 in any dtype.
+        """Norm the residual and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
             expert_counts_E: [E] int64, receives how many of these tokens each expert got.
@@ -175,10 +175,10 @@ class MoeMlp:
 
 
 def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.Tensor | None = None) -> torch.Tensor:
-    """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the stream when there is one."""
+    """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual when there is one."""
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
-        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, stream=stream)
+        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=stream)
     gate_TF, up_TF = ops.linear(x_TD, *gate_up).chunk(2, dim=-1)
-    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, stream=stream)
+    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=stream)

@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend
-from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.cpu.packed import Packed
-
-TensorOp = Callable[..., torch.Tensor]
-Weight = torch.Tensor | Packed | BlockScaled  # as `pack` gives it
+from batchinfer_kernels import registry
+from batchinfer_kernels.registry import Operation
+from batchinfer_kernels.weight_format import WeightFormat, format_of
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation per operation; shapes as in the `reference` modules of batchinfer_kernels."""
+    """Every operation of a model, bound to its candidates; shapes as in `reference` of batchinfer_kernels."""
 
-    pack: Callable[..., Weight]
-    pack_router: Callable[..., Any]
-    linear: TensorOp
-    batched_linear: TensorOp
-    router: TensorOp
-    rms_norm: TensorOp
-    silu_mul: TensorOp
-    rope_and_cache: TensorOp
-    gate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    grouped_mlp: TensorOp
-    masked_mlp: TensorOp
-    add_sums: TensorOp
-    mla_prefill: TensorOp
-    mla_decode: TensorOp
-    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    log_sum_exp: TensorOp
+    pack: Operation
+    pack_router: Operation
+    linear: Operation
+    batched_linear: Operation
+    router: Operation
+    rms_norm: Operation
+    silu_mul: Operation
+    rope_and_cache: Operation
+    gate: Operation
+    grouped_mlp: Operation
+    masked_mlp: Operation
+    add_sums: Operation
+    mla_prefill: Operation
+    mla_decode: Operation
+    cos_sin: Operation
+    argmax: Operation
+    draw: Operation
+    log_sum_exp: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits
 
     @property
     def reads_on_host(self) -> bool:
         """Whether an operation of a decode step waits for values of the device: a CUDA graph cannot hold it then."""
-        return backend.reads_on_host(self.grouped_mlp) or backend.reads_on_host(self.masked_mlp)
+        return registry.reads_on_host(self.grouped_mlp) or registry.reads_on_host(self.masked_mlp)
 
     def names(self, dtype: torch.dtype | None = None) -> str:
         """Where the implementations come from: those that give the same bits in this dtype have the same names."""
-        return " ".join(sorted({backend.origin(getattr(self, name), dtype) for name in _op_names()}))
+        return " ".join(sorted({registry.origin(getattr(self, name), dtype) for name in _op_names()}))
 
     @property
     def has_fixed_sums(self) -> bool:
         """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
-        return all(backend.has_fixed_sums(getattr(self, name)) for name in _op_names())
+        return all(registry.has_fixed_sums(getattr(self, name)) for name in _op_names())
 
     @classmethod
     def select(
         cls,
-        choice: str = backend.AUTO,
+        choice: str = registry.AUTO,
         dtype: torch.dtype | None = None,
         *,
         eight_bit: bool = False,
@@ -70,22 +65,22 @@ class Ops:
             ModelError: the named one does not exist or cannot run there, with its reason.
         """
         try:
-            chosen = {name: backend.select(name, choice, dtype, device) for name in _op_names()}
-        except backend.BackendError as error:
+            chosen = {name: registry.select(name, choice, dtype, device) for name in _op_names()}
+        except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**{name: candidate.run for name, candidate in chosen.items()}, eight_bit=eight_bit)
+        return cls(**chosen, eight_bit=eight_bit)
 
-    def pack_projection(self, weight: torch.Tensor, *, is_paired: bool = False) -> Weight:
-        """A weight of a projection or of experts in the form in which `linear` and the MLPs take it."""
-        return self.pack(weight, eight_bit=self.eight_bit, is_paired=is_paired)
+    def weight_format(self, dtype: torch.dtype, device: torch.device | str, *, eight_bit: bool = False) -> WeightFormat:
+        """The form in which products on this device take weights; `eight_bit`: those that are held in 8 bits."""
+        one = torch.zeros(1, 1, dtype=torch.bfloat16 if eight_bit else dtype, device=device)
+        return format_of(self.pack(one, eight_bit=eight_bit))
 
     def holds_fp8(self, device: torch.device | str) -> bool:
-        """Whether projections and experts on this device become BlockScaled: E4M3, as FP8 checkpoints have them.
+        """Whether projections and experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
 
         Otherwise 8 bits are integers (the C++ products on a CPU), or there are no 8-bit products at all.
         """
-        one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
-        return self.eight_bit and isinstance(self.pack_projection(one), BlockScaled)
+        return self.eight_bit and self.weight_format(torch.bfloat16, device, eight_bit=True).keeps_fp8
 
 
 def _op_names() -> list[str]:

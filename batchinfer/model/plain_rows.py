@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import torch
 
-from batchinfer.model.config import ModelConfig
-from batchinfer.model.ops import Ops
+from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import ModelWeights, MoeWeights, Projection
 from batchinfer_kernels import row_check
 from batchinfer_kernels.row_check import RowComputation
 
 
-def plain_computations(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[RowComputation]:
+def plain_computations(model: Transformer) -> Iterator[RowComputation]:
     """Each product of rows with a plain weight, and attention, once per shape; made one by one, as they are taken."""
+    ops, config, weights = model.ops, model.config, model.weights
     seen = set()
     for kind, weight in _products(weights):
         if isinstance(weight, torch.Tensor) and (key := (kind, weight.shape, weight.stride())) not in seen:

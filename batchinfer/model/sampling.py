@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchinfer.records import Sampling
-from batchinfer_kernels import reference_rows
+from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.transfer import in_one_copy, to_host
 
 # S rows of logits, V vocabulary
@@ -21,10 +21,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class LogitOps:
-    """Operations on logits; shapes as in batchinfer_kernels.reference_rows."""
+    """Operations on logits; shapes as in batchinfer_kernels.reference."""
 
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference_rows.argmax
-    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference_rows.exponentials
+    draw: Callable[..., torch.Tensor] = reference_rows.draw
     log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = reference_rows.log_sum_exp
 
 
@@ -88,7 +88,7 @@ def sample(
 
     Greedy rows take the largest logit, the lowest token id among equals. Other rows are filtered in the order
     temperature, top_k, top_p, min_p (as in Hugging Face generation) and drawn by inverting the cumulative distribution
-    in vocabulary order, in float64, at a uniform number made from (key, position) only.
+    in vocabulary order at a uniform number made from (key, position) only.
 
     Args:
         logits_SV: [S, V] float32.
@@ -97,17 +97,8 @@ def sample(
     tokens, is_finite = (values.numpy() for values in to_host(*ops.argmax(logits_SV)))
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
-        chosen = rows.take(drawn)
-        probs = filtered_probs(
-            logits_SV[_on(drawn, logits_SV)],
-            chosen.temperature,
-            chosen.top_k,
-            chosen.top_p,
-            chosen.min_p,
-            ops,
-        )
-        uniform_S = _on(uniforms(chosen.key, np.asarray(positions)[drawn]), logits_SV)
-        tokens[drawn] = to_host(_draw(probs, uniform_S))[0].numpy()
+        logits = logits_SV if len(drawn) == len(tokens) else logits_SV[_on(drawn, logits_SV)]
+        tokens[drawn] = _draw(logits, rows.take(drawn), np.asarray(positions)[drawn], ops)
     num_logprobs = int(rows.num_logprobs.max(initial=-1))
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
@@ -118,35 +109,11 @@ def sample(
     return Sampled(tokens, is_finite, *lists)
 
 
-def filtered_probs(
-    logits_SV: torch.Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    ops: LogitOps = _PLAIN_OPS,
-) -> torch.Tensor:
-    """[S, V] float64 probabilities after all filters, not normalised (the draw divides by their sum).
-
-    Args:
-        logits_SV: [S, V]; all parameters [S], temperature > 0.
-    """
-    temperature_S, top_k_S, top_p_S, min_p_S = _on(np.stack([temperature, top_k, top_p, min_p]), logits_SV)
-    powers, totals = ops.exponentials(logits_SV, temperature_S)
-    probs = powers / totals[:, None]
-    if (top_k > 0).any() or (top_p < 1).any():
-        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        limit = torch.where(top_k_S > 0, top_k_S, probs.shape[-1])
-        ordered = ordered * (rank < limit[:, None])
-        until = torch.cumsum(ordered, dim=-1)
-        before = until - ordered
-        # a token stays while the ones before it have not reached top_p of what top_k left; the first always stays
-        inside = before < top_p_S[:, None] * until[:, -1:]
-        keep = inside | (top_p_S >= 1)[:, None]
-        probs = torch.zeros_like(probs).scatter_(1, order, ordered * keep)
-    floor = min_p_S[:, None] * probs.max(dim=-1, keepdim=True).values
-    return probs * (probs >= floor)
+def _draw(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps) -> np.ndarray:
+    shares = np.stack([rows.temperature, rows.top_p, rows.min_p, uniforms(rows.key, positions)])
+    temperature_S, top_p_S, min_p_S, uniform_S = _on(shares, logits_SV)
+    top_k_S = _on(rows.top_k, logits_SV)
+    return to_host(ops.draw(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, uniform_S))[0].numpy()
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -163,12 +130,3 @@ def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """The values on the device of `like`; on the CPU they share their memory."""
     tensor = torch.from_numpy(values)
     return tensor if like.is_cpu else in_one_copy([tensor], like.device)[0]
-
-
-def _draw(probs_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
-    cumulative = torch.cumsum(probs_SV, dim=-1)
-    target = uniform_S[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # rounding may put the target at the very end: the last token with any probability takes it
-    last = probs_SV.shape[-1] - 1 - torch.flip(probs_SV > 0, [1]).int().argmax(dim=-1)
-    return torch.minimum(tokens, last)

@@ -1,17 +1,27 @@
-"""One step of the model: as the engine builds it on the host, and as the layers take it on the model's device."""
+"""One step of the model: as a rank builds it on the host, as layers take it on the device, and its result."""
 
-# T tokens of a step, S rows whose logits are wanted, B requests, P pages, N copies
+# T tokens of a step, S rows whose logits are wanted, B requests, P pages, N copies, E routed experts, R rotary width
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
-from batchinfer.model.mla import PrefillSpan
 from batchinfer_kernels.transfer import in_one_copy, refill
 
 _OF_DECODE = ("tokens", "positions", "slots", "logit_rows", "page_table", "kv_tokens", "is_counted")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """One request's chunk inside a prefill step."""
+
+    start: int  # first row of this chunk in the step
+    num_tokens: int  # rows
+    context_tokens: int  # tokens in the pages after this chunk: position of its last token + 1
+    page_ids: torch.Tensor  # [ceil(context_tokens / 64)] int64, the request's pages in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,26 @@ class StepInput:
     kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
     copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
     copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
+
+    @property
+    def is_decode(self) -> bool:
+        return self.page_table is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StepHalves:
+    """A step cut into two micro-batches, in the order of their tokens."""
+
+    first: StepInput
+    second: StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed."""
+
+    logits: torch.Tensor  # [S, vocabulary] float32
+    expert_counts: torch.Tensor  # [num_moe_layers, E] int64, tokens of this step per routed expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +108,49 @@ class StepTensors:
         refill([getattr(self, name) for name in _OF_DECODE], _of_decode(step, is_counted))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStep(StepTensors):
+    """A step as all layers share it, with the rotary angles of its positions."""
+
+    cos: torch.Tensor  # [T, R / 2] float32
+    sin: torch.Tensor
+    schedule: dict[str, Any] = field(default_factory=dict)  # what attention keeps from one layer to the next
+
+    @classmethod
+    def with_angles(cls, step: StepTensors, cos: torch.Tensor, sin: torch.Tensor) -> AttentionStep:
+        return cls(cos=cos, sin=sin, **{item.name: getattr(step, item.name) for item in fields(StepTensors)})
+
+    @property
+    def is_decode(self) -> bool:
+        return self.chunk_tokens is None
+
+    def of_wanted_rows(self) -> AttentionStep | None:
+        """The rows of a prefill step whose logits are wanted, as decode: a query per prompt, in the absorbed form.
+
+        The last layer finishes these alone; of the other tokens it only makes latents, and most of a prompt never
+        meets its experts. None in decode, where all rows are wanted.
+        """
+        if self.chunk_of_row is None:
+            return None
+        positions_S = self.positions[self.logit_rows]
+        return replace(
+            self,
+            cos=self.cos[self.logit_rows],
+            sin=self.sin[self.logit_rows],
+            positions=positions_S,
+            slots=self.slots[self.logit_rows],
+            page_table=self.page_table[self.chunk_of_row],
+            kv_tokens=positions_S + 1,
+            chunk_tokens=None,
+            schedule={},
+        )
+
+
 def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a decode step, in the order of _OF_DECODE."""
-    assert step.page_table is not None
-    assert step.kv_tokens is not None
+    assert step.is_decode
     assert step.copy_to is None, "in decode nothing is copied between slots"
-    return [
-        step.tokens,
-        step.positions,
-        step.slots,
-        step.logit_rows,
-        step.page_table,
-        step.kv_tokens,
-        is_counted,
-    ]
+    return [*(getattr(step, name) for name in _OF_DECODE[:-1]), is_counted]
 
 
 def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:

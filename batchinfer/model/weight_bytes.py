@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
-_WIDE = {"float32": 4.0, "bfloat16": 2.0, "fp8": 2.0}  # bytes of a weight that is never in 8 bits
-_PROJECTED = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.04}  # and of the others, with their share of the scales
+_PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
 
@@ -33,8 +33,10 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     apart = model.qk_nope_head_dim * _filled(model.kv_lora_rank) + model.kv_lora_rank * _filled(model.v_head_dim)
     norms = 2 * hidden + (model.q_lora_rank or 0) + model.kv_lora_rank
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
-    wide = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden
-    return int((layers * attention + mlps) * _PROJECTED[dtype] + wide * _WIDE[dtype]) + _SLACK_BYTES
+    others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden
+    value_bytes = VALUE_BYTES[dtype]
+    projected_bytes = _PROJECTED_FP8 if dtype == "fp8" else value_bytes
+    return int((layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
 
 
 def _mlp(hidden: int, intermediate: int) -> int:

@@ -1,11 +1,11 @@
-"""The model's tensors as the layers use them, read from a checkpoint; called when a rank loads its model.
+"""The model's tensors as the layers use them, read from a checkpoint.
 
 The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
-block) are multiplied out to the run's dtype here, unless the operations hold projections and experts in FP8: then
-those go through as they are stored, bit for bit, and weights that are stored wider are rounded once. Either way the
+block) are dequantized to the run's dtype here, unless the operations hold projections and experts in FP8: then those
+go through as they are stored, bit for bit, and weights that are stored in other dtypes are rounded once. Either way the
 rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
 
-In FP8 no block may have rows of both the gate and the up projection, which stand above each other. So there the
+In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
 intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
 up, and the columns of down, which changes no result.
 """
@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import FreshMemory
-from batchinfer.model.ops import Ops, Weight
+from batchinfer.model.ops import Ops
 from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend
-from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
-from batchinfer_kernels.cpu.packed import Packed, WeightKind
+from batchinfer_kernels import registry
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 
 class Projection(NamedTuple):
@@ -51,7 +51,7 @@ class AttentionWeights:
     kv_down: Projection  # [C + R, D]
     kv_norm: torch.Tensor  # [C]
     kv_up_HZC: Weight  # from latent to per-head key (first N rows) and value (last V)
-    key_up_HCN: Weight  # the key's part turned round, from query to latent
+    key_up_HCN: Weight  # the key's part transposed, from query to latent
     value_up_HVC: Weight  # the value's part
     out: Projection  # [D, H * V]
 
@@ -87,7 +87,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of the model that this rank holds; `expert_ids` are, per mixture-of-experts layer, those behind its E dim."""
+    """All of the model that this rank holds; `expert_ids` are, per MoE layer, those of its E dim."""
 
     embedding: torch.Tensor  # [vocabulary, D]
     layers: tuple[LayerWeights, ...]
@@ -111,8 +111,8 @@ def load_weights(
     Args:
         dtype: of everything but the router, which stays float32.
         ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
-        expert_ids: per mixture-of-experts layer the routed experts to read, in the order of its E dim (an expert may
-            stand there twice); None for all of them.
+        expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
+            None for all of them.
         memory: where weights go as long as there is room; what is not needed of it is given back.
 
     Raises:
@@ -148,7 +148,7 @@ def load_weights(
 def exchange_experts(
     weights: ModelWeights, folder: Path, config: ModelConfig, expert_ids: Sequence[Sequence[int]]
 ) -> ModelWeights:
-    """Put other routed experts into the E dims of the mixture layers, in place; as many per layer as before.
+    """Put other routed experts into the E dims of the MoE layers, in place; as many per layer as before.
 
     Those that this rank holds already are copied, the others are read from the checkpoint in `folder`.
 
@@ -158,15 +158,15 @@ def exchange_experts(
     checkpoint = open_checkpoint(folder)
     device = weights.embedding.device
     loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
-    mixtures = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
-    for layer, held, wanted in zip(mixtures, weights.expert_ids, expert_ids, strict=True):
+    moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
+    for layer, held, wanted in zip(moe_layers, weights.expert_ids, expert_ids, strict=True):
         mlp = weights.layers[layer].mlp
         assert isinstance(mlp, MoeWeights)
         assert len(held) == len(wanted), "a layer keeps its number of slots"
         changed = [slot for slot, (old, new) in enumerate(zip(held, wanted, strict=True)) if old != new]
         # where copies come from may itself be overwritten
         here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
-        slots_of = [*_memory(mlp.gate_up_EFD), *_memory(mlp.down_EDF)]
+        slots_of = [slots for weight in (mlp.gate_up_EFD, mlp.down_EDF) for slots in format_of(weight).slots(weight)]
         kept = {expert: [slots[slot].clone() for slots in slots_of] for expert, slot in here.items()}
         for slot in changed:
             expert = wanted[slot]
@@ -198,9 +198,10 @@ class _Loader:
         self.dtype = dtype
         self.device = device
         self._expert_ids = iter(expert_ids)
-        self._dequantize = backend.select("dequantize_fp8_block").run
-        self._holds_fp8 = ops.holds_fp8(device)
-        self._packs = isinstance(ops.pack(torch.zeros(1, 1, dtype=dtype, device=device)), Packed)
+        self._dequantize = registry.select("dequantize_fp8_block")
+        # of the head and the per-head maps, and of projections and experts
+        self._format = ops.weight_format(dtype, device)
+        self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
@@ -208,12 +209,18 @@ class _Loader:
         return out.copy_(self._read(name, out.dtype))
 
     def source(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor to pack: where that makes a copy anyway, as it lies in the mapped file."""
-        return self._read(name, dtype or self.dtype) if self._packs else self.tensor(name, dtype)
+        """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
+        return self._read(name, dtype or self.dtype) if self._format.copies else self.tensor(name, dtype)
 
     def pack(self, weight: torch.Tensor) -> Weight:
         """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
-        return self._packed([weight]) if self._packs else self._ops.pack(weight)
+        if not self._format.copies:
+            return self._ops.pack(weight)
+        weight_BNM = weight if weight.dim() == 3 else weight[None]
+        held = self._format.empty(*weight_BNM.shape, memory=self._empty)
+        for slot, one in enumerate(weight_BNM):
+            self._format.put(held, slot, one)
+        return held
 
     def layer(self, layer: int) -> LayerWeights:
         self.checkpoint.unmap()
@@ -257,37 +264,19 @@ class _Loader:
     def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
         """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
         num_held, hidden = len(expert_ids), self.config.hidden_size
-        width = self._mlp_width(self.config.moe_intermediate_size)
-        gate_up = self._room(num_held, 2 * width, hidden, is_paired=True)
-        down = self._room(num_held, hidden, width)
-        for place, expert in enumerate(expert_ids):
-            self.expert(prefix, expert, gate_up, down, place)
+        width, form = self._mlp_width(self.config.moe_intermediate_size), self._narrow_format
+        gate_up = form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty)
+        down = form.empty(num_held, hidden, width, memory=self._empty)
+        for slot, expert in enumerate(expert_ids):
+            self.expert(prefix, expert, gate_up, down, slot)
         return gate_up, down
 
-    def _room(self, num_held: int, num_rows: int, num_columns: int, *, is_paired: bool = False) -> Weight:
-        if self._holds_fp8:
-            return BlockScaled.empty(num_held, num_rows, num_columns, self.device)
-        if self._packs:
-            return self._packed_room(
-                num_held, num_rows, num_columns, eight_bit=self._ops.eight_bit, is_paired=is_paired
-            )
-        return self._empty((num_held, num_rows, num_columns), self.dtype)
-
-    def _packed_room(self, count: int, num_rows: int, num_columns: int, *, eight_bit: bool, is_paired: bool) -> Packed:
-        def memory(num_bytes: int) -> torch.Tensor:
-            return self._empty((num_bytes,), torch.uint8)
-
-        kind = WeightKind.of(self.dtype, is_int8=eight_bit)
-        return Packed.empty(count, num_rows, num_columns, kind=kind, is_paired=is_paired, memory=memory)
-
-    def _packed(self, parts: Sequence[torch.Tensor], *, eight_bit: bool = False, is_paired: bool = False) -> Packed:
-        """One weight in equal parts [N, M] above each other, or several of them, parts [B, N, M]."""
-        parts_BNM = [part if part.dim() == 3 else part[None] for part in parts]
-        count, num_rows, num_columns = parts_BNM[0].shape
-        room = self._packed_room(count, len(parts) * num_rows, num_columns, eight_bit=eight_bit, is_paired=is_paired)
-        for place, parts_NM in enumerate(zip(*parts_BNM, strict=True)):
-            room.put(place, *parts_NM)
-        return room
+    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, slot: int) -> None:
+        """Read one routed expert of the layer `prefix` into a slot of these."""
+        for weight, names in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
+            form = format_of(weight)
+            parts = [self._part(f"{prefix}.experts.{expert}.{name}.weight", form) for name in names]
+            form.put(weight, slot, *parts)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory that somebody has touched already, if there is some left."""
@@ -296,21 +285,6 @@ class _Loader:
         if memory is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, place: int) -> None:
-        """Read one routed expert of the layer `prefix` into place `place` of these."""
-        for weights, parts in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
-            names = [f"{prefix}.experts.{expert}.{part}.weight" for part in parts]
-            if isinstance(weights, BlockScaled):
-                num_rows, num_columns = weights.values.shape[-2:]
-                weights.put(place, self._blocks(names, num_rows // len(names), num_columns))
-                continue
-            if isinstance(weights, Packed):
-                # as they lie in the mapped file
-                weights.put(place, *(self._read(name, self.dtype) for name in names))
-                continue
-            for part, name in zip(weights[place].chunk(len(names)), names, strict=True):
-                part.copy_(self._read(name, self.dtype))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         width = self._mlp_width(self.checkpoint.info(f"{prefix}.gate_proj.weight").shape[0])
@@ -323,47 +297,30 @@ class _Loader:
 
     def _mlp_width(self, width: int) -> int:
         """The intermediate width in memory."""
-        return whole_blocks(width) if self._holds_fp8 else width
+        return -(-width // self._narrow_format.multiple) * self._narrow_format.multiple
 
     def _projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
     ) -> Projection:
-        """One linear map, or several as one, the first above the others; in FP8 each of this shape (None: its own).
+        """One linear map, or several as one, the first above the others; each of this shape in memory (None: its own).
 
         Args:
             is_paired: these are a gate and an up projection without biases.
         """
-        names = [f"{prefix}.weight" for prefix in prefixes]
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        if self._holds_fp8:
-            stored_rows, stored_columns = self.checkpoint.info(names[0]).shape
-            num_rows = num_rows or stored_rows
-            weight: Weight = self._blocks(names, num_rows, num_columns or stored_columns).to(self.device)
-            biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
-        else:
-            weight = self._pack_projection(names, is_paired=is_paired)
-        return Projection(weight, torch.cat(biases) if len(biases) == len(prefixes) else None)
+        form, (stored_rows, stored_columns) = self._narrow_format, self.checkpoint.info(f"{prefixes[0]}.weight").shape
+        num_rows = num_rows or stored_rows
+        shape = (len(prefixes) * num_rows, num_columns or stored_columns)
+        held = form.empty(1, *shape, is_paired=is_paired, memory=self._empty)
+        form.put(held, 0, *(self._part(f"{prefix}.weight", form) for prefix in prefixes))
+        biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
+        return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def _pack_projection(self, names: Sequence[str], *, is_paired: bool) -> Weight:
-        if self._packs:
-            parts_NM = [self._read(name, self.dtype) for name in names]
-            return self._packed(parts_NM, eight_bit=self._ops.eight_bit, is_paired=is_paired)
-        shapes = [self.checkpoint.info(name).shape for name in names]
-        whole = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
-        for name, part in zip(names, whole.split([shape[0] for shape in shapes]), strict=True):
-            part.copy_(self._read(name, self.dtype))
-        return self._ops.pack_projection(whole, is_paired=is_paired)
-
-    def _blocks(self, names: Sequence[str], num_rows: int, num_columns: int) -> BlockScaled:
-        """Weights in FP8 above each other, each with zeros up to this shape; on the host."""
-        return stack([self._in_blocks(name).padded(num_rows, num_columns) for name in names])
-
-    def _in_blocks(self, name: str) -> BlockScaled:
-        """One weight in FP8: as it is stored, or rounded from the run's dtype."""
-        stored = self.checkpoint.read(name)
-        if stored.dtype == torch.float8_e4m3fn:
-            return BlockScaled(stored, self.checkpoint.read(name + SCALE_SUFFIX))
-        return to_blocks(stored.to(self.dtype))
+    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled:
+        """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
+        if form.keeps_fp8 and name + SCALE_SUFFIX in self.checkpoint:
+            return BlockScaled(self.checkpoint.read(name), self.checkpoint.read(name + SCALE_SUFFIX))
+        return self._read(name, self.dtype)
 
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor; not to be kept, since it may be a view of the mapped file."""
@@ -372,10 +329,3 @@ class _Loader:
             scale = self.checkpoint.read(name + SCALE_SUFFIX)
             return self._dequantize(stored, scale, dtype, self.config.fp8_block)
         return stored.to(dtype)
-
-
-def _memory(weight: Weight) -> list[torch.Tensor]:
-    """The tensors of a weight, each with a place per expert in its first dim."""
-    if isinstance(weight, BlockScaled):
-        return [weight.values, weight.scales]
-    return [weight.data if isinstance(weight, Packed) else weight]

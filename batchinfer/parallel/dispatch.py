@@ -1,4 +1,4 @@
-"""Expert exchange: send each token to its experts, bring the results back; used by every mixture-of-experts layer.
+"""Expert exchange: send each token to its experts, bring the results back.
 
     handle = dispatcher.dispatch(x, topk_ids, topk_weights)     rows start to travel
     received = handle.wait()                                    rows for the experts of this rank
@@ -21,7 +21,7 @@ import torch
 
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def sort_by_expert(
     expert_M: torch.Tensor, num_experts: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, k) entries: the entry behind each row [M], the row of each entry [M], rows per expert [E]."""
-    return backend.select("sort_by_expert", dtype=dtype, device=expert_M.device).run(expert_M, num_experts)
+    return registry.select("sort_by_expert", dtype=dtype, device=expert_M.device)(expert_M, num_experts)
 
 
 def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
     Args:
         place_M: the sorted row of each (token, k) entry.
     """
-    run = backend.select("sum_per_token", dtype=sorted_MD.dtype, device=sorted_MD.device).run
+    run = registry.select("sum_per_token", dtype=sorted_MD.dtype, device=sorted_MD.device)
     return run(sorted_MD, place_M, weights_TK)
 
 

@@ -1,4 +1,4 @@
-"""Which rank does what: the roles and expert-parallel groups of a job's ranks. Called by controller and ranks."""
+"""Which rank does what: the roles and expert-parallel groups of a job's ranks."""
 
 from __future__ import annotations
 

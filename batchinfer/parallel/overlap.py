@@ -1,4 +1,4 @@
-"""Two micro-batches in turn, so that one computes while the other's rows travel; called by the engine for each step.
+"""Two micro-batches in turn, so that one computes while the other's rows travel.
 
 A micro-batch is a generator that yields where it can be left (model/transformer.py). What runs between two yields:
 

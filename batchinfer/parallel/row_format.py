@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 
 SCALE_VALUES = 128  # values that share a scale
 
@@ -46,7 +46,7 @@ class RowFormat:
             plain = torch.float32 if self.dtype == "float32" else torch.bfloat16
             return x_TD.to(plain).contiguous().view(torch.uint8)
         num_values = x_TD.shape[1]
-        quantize = backend.select("quantize_fp8_block", device=x_TD.device).run
+        quantize = registry.select("quantize_fp8_block", device=x_TD.device)
         values_TD, scales = quantize(x_TD, (1, SCALE_VALUES))
         rows = torch.zeros(len(x_TD), self.row_bytes(num_values), dtype=torch.uint8, device=x_TD.device)
         rows[:, :num_values] = values_TD.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A GPU stream beside the computation's, on which rows travel. Called by exchange.py where rows are on a GPU.
+"""A GPU stream beside the computation's, on which rows travel.
 
     computing   … pack rows | ready | other work …            | waits for arrived | use what came
     travelling              | waits for ready | send, receive | arrived

@@ -1,4 +1,4 @@
-"""Work done one step ahead in another thread, so that reading and sorting overlap. Called by the planner's parts."""
+"""Work done one step ahead in another thread, so that reading and sorting overlap."""
 
 from __future__ import annotations
 

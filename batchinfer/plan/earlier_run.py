@@ -1,4 +1,4 @@
-"""What a plan learns from an earlier run: tokens per expert, answer lengths, speeds. Called by the planner."""
+"""What a plan learns from an earlier run: tokens per expert, answer lengths, speeds."""
 
 # L mixture-of-experts layers, E experts
 
@@ -75,7 +75,7 @@ def expert_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     if model.num_moe_layers == 0:
         raise ConfigError("this job's model has no experts to place; leave --expert-loads out")
     files = _recorded(folder, "experts", "counts of tokens per expert")
-    layers = mixture_layers(model)
+    layers = model.moe_layers
     loads = {phase: np.zeros((len(layers), model.n_routed_experts)) for phase in PHASES}
     rows = _query(folder, f"SELECT phase, layer, expert, sum(tokens) FROM {read_parquet(*files)} GROUP BY ALL")
     counted = {(layer, expert) for _, layer, expert, _ in rows}
@@ -146,11 +146,6 @@ def measured_speeds(folder: Path) -> Speeds:
     if prefill is None or pace is None:
         raise ConfigError(f"{folder} has run no prefill step; name a run that has computed something")
     return Speeds(float(prefill), None if decode is None else float(decode), max(float(pace), 1.0), float(startup_s))
-
-
-def mixture_layers(model: ModelConfig) -> list[int]:
-    """The decoder layers that mix experts."""
-    return [layer for layer in range(model.num_hidden_layers) if model.is_moe_layer(layer)]
 
 
 def _run(folder: Path) -> RunDir:

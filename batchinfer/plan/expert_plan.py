@@ -1,4 +1,4 @@
-"""Where experts are to stand, from the tokens per expert that an earlier run counted. Called by the planner.
+"""Where experts are to stand, from the tokens per expert that an earlier run counted.
 
 A planner has a minute, so it searches longer than the engine does after a first unit.
 """
@@ -14,7 +14,6 @@ from batchinfer.balance.experts.groups import group_loads, in_order
 from batchinfer.config import ClusterConfig
 from batchinfer.data.expert_tables import ExpertTables
 from batchinfer.model.config import ModelConfig
-from batchinfer.plan.earlier_run import mixture_layers
 from batchinfer.progress import note
 
 
@@ -33,7 +32,7 @@ def plan_experts(
         placement = place_experts(load, num_slots=num_slots, num_gpus=groups[phase], effort="high")
         tables = ExpertTables.of(
             phase,
-            tuple(mixture_layers(model)),
+            tuple(model.moe_layers),
             placement.expert_of_slot,
             placement.share_of_slot,
             load,

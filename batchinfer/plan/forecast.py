@@ -1,4 +1,4 @@
-"""How even the ranks' work can be, and how long a planned job takes. Called by the planner."""
+"""How even the ranks' work can be, and how long a planned job takes."""
 
 # N requests in the order of execution, U units
 

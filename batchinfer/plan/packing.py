@@ -1,4 +1,4 @@
-"""Cuts the ordered requests into work units of equal work. Called by the planner."""
+"""Cuts the ordered requests into work units of equal work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the plan's tables, requests with their token ids in the order of execution. Called by the planner."""
+"""Writes the plan's tables, requests with their token ids in the order of execution."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def write_plan(
     prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, num_ranks=num_ranks)
-    kv_tokens = prompt_tokens + max_tokens - 1  # the last token of an answer is never run
     expected_tokens = np.full(len(new_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
@@ -76,25 +75,32 @@ def write_plan(
                     )
                 )
                 num_row_groups += 1
+            kept = {"first_row_group": first_row_group, "num_row_groups": num_row_groups - first_row_group}
             units.append(
-                {
-                    "unit": unit,
-                    "first_request": first,
-                    "num_requests": end - first,
-                    "first_row_group": first_row_group,
-                    "num_row_groups": num_row_groups - first_row_group,
-                    "prompt_tokens": int(rows.num_tokens[index].sum()),
-                    "new_tokens": int(new_tokens[first:end].sum()),
-                    "shared_tokens": int(planned.cached_tokens[first]),
-                    "max_output_tokens": int(rows.max_tokens[index].sum()),
-                    "kv_tokens": int((-(-kv_tokens[first:end] // PAGE_TOKENS)).sum()) * PAGE_TOKENS,
-                    "largest_kv_tokens": int(kv_tokens[first:end].max()),
-                }
+                {"unit": unit, **kept, **_unit_totals(prompt_tokens, max_tokens, planned.cached_tokens, first, end)}
             )
     write_rows(run.units, PLAN_UNITS.schema, *units)
     with table_writer(run.duplicates, DUPLICATES.schema) as writer:
         writer.write_table(_duplicate_table(rows, planned))
     return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
+
+
+def _unit_totals(
+    prompt_tokens: np.ndarray, max_tokens: np.ndarray, cached_tokens: np.ndarray, first: int, end: int
+) -> dict[str, int]:
+    """What requests `first` to `end` amount to, by columns of plan/units.parquet."""
+    prompts, outputs, cached = prompt_tokens[first:end], max_tokens[first:end], cached_tokens[first:end]
+    kv_tokens = prompts + outputs - 1  # the last token of an answer is never run
+    return {
+        "first_request": first,
+        "num_requests": end - first,
+        "prompt_tokens": int(prompts.sum()),
+        "new_tokens": int((prompts - cached).sum()),
+        "shared_tokens": int(cached[0]),
+        "max_output_tokens": int(outputs.sum()),
+        "kv_tokens": int((-(-kv_tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS,
+        "largest_kv_tokens": int(kv_tokens.max()),
+    }
 
 
 def _last_units(

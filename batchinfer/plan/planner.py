@@ -1,12 +1,10 @@
 """From job file to plan: read, check and tokenise every row, order the requests, cut work units, predict.
 
-Called by `batchinfer plan` and `batchinfer run`. No model is loaded. Every file is published whole, so that an
-interrupted plan goes on where it stopped.
+No model is loaded. Every file is published whole, so that an interrupted plan goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
+from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
-from batchinfer.data.validate import PromptLimits, tokenize_shard
+from batchinfer.data.validate import tokenize_shard
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
@@ -35,6 +34,7 @@ from batchinfer.plan.summary import count_plan, predict
 from batchinfer.progress import Progress, note
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
+from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.publish import claim_place
 from batchinfer.run.session import Session
@@ -42,7 +42,6 @@ from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, ref
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of the KV cache
 
 
 def plan_job(
@@ -82,30 +81,14 @@ def plan_job(
         can_run_here()
     with _locked(run):
         claim_place(job, fingerprint)
-        if run.run_json.exists():
-            state = read_json(run.run_json)
-            check_same(state["fingerprint"], fingerprint, run.root)
-        else:
-            state = {
-                "state": "planning",
-                "fingerprint": fingerprint,
-                "shards": [asdict(shard) for shard in shards],
-                "id_type": str(id_type(shards, job.input.id, job.s3)),
-            }
-            publish_json(run.run_json, state)
+        state = _open_run(run, job, fingerprint, shards)
         session.attach(run)
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
             if model.unknown_keys:
                 note(_unknown_keys_warning(job, model))
-            if learned.expert_loads is not None:
-                # numba takes its time to load: jobs that learn nothing do without it
-                from batchinfer.plan.expert_plan import plan_experts
-
-                tables = plan_experts(job.cluster, model, learned.expert_loads)
-                if tables:
-                    write_expert_tables(run.experts, tables)
             prepared = _Prepared(job, run, tokenizer, model, learned)
+            _plan_experts(prepared)
             shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
             planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
             publish_json(run.run_json, {**state, **planned})
@@ -118,6 +101,22 @@ def plan_job(
     return run
 
 
+def _open_run(run: RunDir, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
+    """What run.json says, written when it is not there."""
+    if run.run_json.exists():
+        state = read_json(run.run_json)
+        check_same(state["fingerprint"], fingerprint, run.root)
+        return state
+    state = {
+        "state": "planning",
+        "fingerprint": fingerprint,
+        "shards": [asdict(shard) for shard in shards],
+        "id_type": str(id_type(shards, job.input.id, job.s3)),
+    }
+    publish_json(run.run_json, state)
+    return state
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What planning works with."""
@@ -127,6 +126,17 @@ class _Prepared:
     tokenizer: PromptTokenizer
     model: ModelConfig
     learned: Learned
+
+
+def _plan_experts(prepared: _Prepared) -> None:
+    """Place the experts by the loads of an earlier run, if there is one."""
+    if prepared.learned.expert_loads is not None:
+        # numba takes its time to load: jobs that learn nothing do without it
+        from batchinfer.plan.expert_plan import plan_experts
+
+        tables = plan_experts(prepared.job.cluster, prepared.model, prepared.learned.expert_loads)
+        if tables:
+            write_expert_tables(prepared.run.experts, tables)
 
 
 def _plan(
@@ -212,24 +222,17 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
-    """Only one plan at a time in a run folder; the lock goes with the process, however that ends."""
+    """Only one plan at a time in a run folder, which holds nothing else and can hold a run."""
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if foreign and not run.run_json.exists():
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
-        file = open(run.lock, "a")  # noqa: SIM115  (held until the plan is written)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
-    with file:
+    with locked(run, doing="plan this job"):
         check_file_system(run)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is planning in {run.root}; wait for it or stop it") from None
-        except OSError as error:
-            note(f"no file locks in {run.root} ({error.strerror}); do not plan this job twice at once")
         yield
 
 
@@ -327,7 +330,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     # the last generated token is never attended to, so it needs no KV
     tokens = rows.num_tokens + rows.max_tokens - 1
     largest = int(np.argmax(tokens))
-    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(DTYPE_BYTES[job.model.dtype])
+    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
     if needed > job.cluster.page_bytes:
         name = next(shard.name for shard in shards if shard.index == rows.shard[largest])

@@ -1,6 +1,6 @@
 """Whether a job goes with its model and with itself, asked before a row is tokenised. No torch here.
 
-What depends on the machine that computes (its GPU, libraries, compiler) its ranks say: engine/rank_group.py.
+What depends on the machine that computes (its GPU, libraries, compiler) its ranks say: launch/can_run_here.py.
 """
 
 from __future__ import annotations

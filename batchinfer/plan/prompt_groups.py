@@ -1,4 +1,4 @@
-"""Prompts that are expected to get answers of like length: those with a long common start. Called by the planner."""
+"""Prompts that are expected to get answers of like length: those with a long common start."""
 
 # N prompts in prefix order, K requests in the order of execution
 

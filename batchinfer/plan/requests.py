@@ -1,4 +1,4 @@
-"""From ordered rows to ordered requests: equal greedy requests merged, samples expanded. Called by the planner."""
+"""From ordered rows to ordered requests: equal greedy requests merged, samples expanded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenised rows of a job column by column; their token ids are handed on and not kept. Called by the planner."""
+"""The tokenised rows of a job column by column; their token ids are handed on and not kept."""
 
 from __future__ import annotations
 

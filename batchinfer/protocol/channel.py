@@ -1,7 +1,4 @@
-"""Messages between the controller and its ranks: MessagePack documents over a TCP connection, each after its length.
-
-A message is a dictionary with a "type". Nouns of feed.py and records.py may stand in it as they are; they arrive as
-plain dictionaries, of which `part` makes them again.
+"""The connection between a controller and a rank: messages over TCP, once both ends have shown that they know a token.
 
 Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
 which makes the bytes while the model computes.
@@ -11,70 +8,66 @@ from __future__ import annotations
 
 import queue
 import socket
-import struct
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
 
-import msgspec
+from batchinfer.protocol.handshake import (
+    ChannelClosedError,
+    deadline,
+    open_connection,
+    own_host,
+    show_token,
+    shut_down,
+)
+from batchinfer.protocol.messages import MalformedMessageError, Message, encode
 
-Message = dict[str, Any]
+ReceivedT = TypeVar("ReceivedT")
 
-PartT = TypeVar("PartT")
-
-_LENGTH = struct.Struct("=I")
 _MAX_BYTES = 1 << 30
 
 
-class ChannelClosedError(Exception):
-    """The other end is gone."""
+class Channel(Generic[ReceivedT]):
+    """One connection; `send` may be called from any thread.
 
+    Args:
+        decode: makes a message of its bytes, or raises MalformedMessageError.
+    """
 
-def part(message: Message, name: str, kind: type[PartT]) -> PartT:
-    """What stands under a name of a message, as `kind`, such as list[Request]."""
-    return msgspec.convert(message[name], kind)
-
-
-def _plain_number(value: Any) -> object:
-    if hasattr(value, "item") and not getattr(value, "shape", ()):  # of numpy, which takes long to import
-        return value.item()
-    raise TypeError(f"a message cannot hold a {type(value).__name__}")
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
-
-
-class Channel:
-    """One connection; `send` may be called from any thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: Connection, decode: Callable[[bytes], ReceivedT]) -> None:
         self._connection = connection
+        self._decode = decode
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
         self._sender: threading.Thread | None = None
         self._is_ending = False
 
     @classmethod
-    def connect(cls, host: str, port: int, timeout_s: float) -> Channel:
+    def connect(
+        cls, host: str, port: int, token: str, decode: Callable[[bytes], ReceivedT], timeout_s: float
+    ) -> Channel[ReceivedT]:
         """Call the other end.
 
         Raises:
             OSError: nobody answers there.
+            ChannelClosedError: who answers does not know the token.
         """
-        connection = socket.create_connection((host, port), timeout=timeout_s)
-        connection.settimeout(None)
-        return cls(connection)
+        end = socket.create_connection((host, port), timeout=timeout_s)
+        end.settimeout(None)
+        connection = open_connection(end)
+        with deadline(connection, timeout_s):
+            show_token(connection, token, is_caller=True)
+        return cls(connection, decode)
 
     @property
     def own_host(self) -> str:
         """This end's address, as the other end sees it."""
-        return str(self._connection.getsockname()[0])
+        return own_host(self._connection)
 
     def send(self, message: Message) -> None:
-        """Hand a message over; after `send_on` it must not be changed any more.
+        """Hand a message over; after `send_on` nothing in it may be changed any more.
 
         Raises:
             ChannelClosedError: the other end is gone.
@@ -100,7 +93,8 @@ class Channel:
 
         def send() -> None:
             try:
-                self._send_outgoing()
+                while (message := self._outgoing.get()) is not None:
+                    self.send_now(message)
             except ChannelClosedError:
                 pass  # as the next `send` says
             except Exception as error:
@@ -110,59 +104,52 @@ class Channel:
         self._sender = threading.Thread(target=send, name="channel sending", daemon=True)
         self._sender.start()
 
-    def _send_outgoing(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            self.send_now(message)
-
     def send_now(self, message: Message) -> None:
         """Send a message here and now, before any that wait for the sending thread.
 
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        content = _encode(message)
+        content = encode(message)
         try:
             with self._lock:
-                self._connection.sendall(_LENGTH.pack(len(content)) + content)
+                self._connection.send_bytes(content)
         except OSError:
             raise ChannelClosedError from None
 
-    def receive(self) -> Message:
+    def receive(self) -> ReceivedT:
         """The next message; waits for it.
 
         Raises:
-            ChannelClosedError: the other end is gone, or sent something else than messages.
+            ChannelClosedError: the other end is gone, or sent something else than frames.
+            MalformedMessageError: it sent something else than messages.
         """
-        length = _LENGTH.unpack(self._read(_LENGTH.size))[0]
-        if length > _MAX_BYTES:
-            raise ChannelClosedError
         try:
-            message = msgspec.msgpack.decode(self._read(length))
-        except msgspec.DecodeError:
+            content = self._connection.recv_bytes(_MAX_BYTES)
+        except (EOFError, OSError):
             raise ChannelClosedError from None
-        if not isinstance(message, dict):
-            raise ChannelClosedError
-        return message
+        return self._decode(content)
 
-    def read_on(self, take: Callable[[Message], None], at_end: Callable[[], None]) -> None:
-        """Start a thread that calls `take` with every message; `at_end` when the other end is gone or `take` fails."""
+    def read_on(self, take: Callable[[ReceivedT], None], at_end: Callable[[Exception], None]) -> None:
+        """Start a thread that calls `take` with every message.
+
+        Args:
+            at_end: called with the reason when the other end is gone or malformed messages come, or `take` fails.
+        """
 
         def read() -> None:
             try:
                 while True:
                     take(self.receive())
-            except ChannelClosedError:
-                pass  # an end as good as any other: `at_end` says so
-            except Exception:
+            except (ChannelClosedError, MalformedMessageError) as error:
+                reason: Exception = error
+            except Exception as error:
                 traceback.print_exc()
+                reason = error
             if not self._is_ending:
-                at_end()
+                at_end(reason)
 
         threading.Thread(target=read, name="channel", daemon=True).start()
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """Bound how long `receive` may wait (ChannelClosedError after that); None: for ever."""
-        self._connection.settimeout(timeout_s)
 
     def close(self) -> None:
         """End the connection, once all is sent; the other end's reading ends."""
@@ -170,20 +157,4 @@ class Channel:
         if self._sender is not None:
             self._outgoing.put(None)
             self._sender.join()
-        with suppress(OSError):  # the other end was quicker
-            # wakes a thread that is reading here, which close alone does not
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-    def _read(self, num_bytes: int) -> bytes:
-        content = bytearray(num_bytes)
-        view = memoryview(content)
-        while view:
-            try:
-                count = self._connection.recv_into(view)
-            except OSError:
-                raise ChannelClosedError from None
-            if count == 0:
-                raise ChannelClosedError
-            view = view[count:]
-        return bytes(content)
+        shut_down(self._connection)

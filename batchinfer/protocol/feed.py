@@ -1,70 +1,20 @@
-"""What goes between a rank and its controller, as the rank sees it; channel_feed.py is the real one."""
+"""The controller as a rank sees it."""
 
 from __future__ import annotations
 
+import queue
+import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from batchinfer.parallel.spans import Span
-from batchinfer.records import Completion, Request, RequestKey, RequestTimes, TokenLogprob
+import numpy as np
 
+from batchinfer.protocol import messages
+from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.messages import Adoption, ExpertSlots, FromController, Handover, StepReport
+from batchinfer.records import Request, RequestKey
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one model step of one rank did; a row of stats/steps."""
-
-    step: int
-    kind: str
-    start_s: float
-    duration_s: float
-    num_requests: int
-    new_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    kv_tokens: int
-    pages_used: int
-    micro_batches: int
-    expert_rows: int
-    comm_s: float
-    hidden_comm_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Prompt tokens of a request that were not computed for it, and some that were although others have them."""
-
-    memory: int = 0
-    disk: int = 0
-    replicated: int = 0  # see Completion
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """A request that another rank is to go on with: what it has generated so far, and its KV."""
-
-    key: RequestKey
-    tokens: list[int]
-    logprobs: list[TokenLogprob]  # of each token; empty unless asked for
-    times: RequestTimes
-    cached: CachedTokens
-    parcel: str  # where its KV lies (kv/parcel.py)
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adoption:
-    """A handover as the decoding rank gets it."""
-
-    request: Request
-    handover: Handover
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSlots:
-    """Expert and share of each slot, per mixture-of-experts layer: [L, P] each."""
-
-    expert_of_slot: list[list[int]]
-    share_of_slot: list[list[float]]
+EXPERTS_S = 5.0  # between reports of the tokens per expert
+STEPS_S = 0.05  # short steps are reported together, this often
 
 
 @dataclass(slots=True)
@@ -80,36 +30,99 @@ class Inbox:
     leave: bool = False  # end after this step; unfinished requests are dropped and run again later
 
 
-@dataclass(slots=True)
-class StepReport:
-    """What a step gave."""
+class Feed:
+    """What a rank asks its controller for and tells it.
 
-    record: StepRecord
-    completions: list[Completion] = field(default_factory=list)
-    started: list[RequestKey] = field(default_factory=list)  # prompts that have run and that decode here from now on
-    spans: list[Span] = field(default_factory=list)  # empty unless traced
+    Args:
+        received: what a reading thread has taken from the channel.
+        expert_tokens: the rank's counts by phase, sent now and then.
+    """
 
-
-class Feed(Protocol):
-    """The controller as a rank sees it."""
+    def __init__(
+        self,
+        channel: Channel[FromController],
+        received: queue.SimpleQueue[FromController],
+        expert_tokens: dict[str, np.ndarray],
+    ) -> None:
+        self._channel = channel
+        self._received = received
+        self._expert_tokens = expert_tokens
+        self._has_asked = False
+        self._steps: list[StepReport] = []  # not told yet
+        self._last_steps_s = self._last_experts_s = time.monotonic()
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """Everything that has come; waits that long for the first message when there is none yet."""
+        inbox = Inbox()
+        if wait_s > 0:
+            self.send_steps()
+        try:
+            self._sort_in(self._received.get(wait_s > 0, wait_s or None), inbox)
+            while True:
+                self._sort_in(self._received.get_nowait(), inbox)
+        except queue.Empty:
+            return inbox
 
     def want_requests(self) -> None:
-        """Say that requests are running out; called again only after some came."""
+        """Say that requests are running out; once until some come."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._channel.send(messages.NeedsRequests())
 
     def send(self, report: StepReport) -> None:
         """Hand over what a step gave."""
+        self._steps.append(report)
+        now_s = time.monotonic()
+        if now_s - self._last_steps_s >= STEPS_S:
+            self.send_steps()
+        if now_s - self._last_experts_s >= EXPERTS_S:
+            self.send_experts()
 
-    def hand_over(self, handovers: list[Handover]) -> None:
-        """Give up requests, which the controller passes on to other ranks."""
+    def send_steps(self) -> None:
+        """Tell of all steps since the last time; needed before a pause and at the end, however that comes."""
+        self._last_steps_s = time.monotonic()
+        if self._steps:
+            reports, self._steps = self._steps, []
+            self._channel.send(messages.Steps(reports))
 
     def send_experts(self) -> None:
         """Report the tokens per expert since the start."""
+        self.send_steps()
+        self._last_experts_s = time.monotonic()
+        self._channel.send(
+            messages.ExpertTokens({phase: counts.tolist() for phase, counts in self._expert_tokens.items()})
+        )
 
     def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
-        """Report what the KV store has done so far, and what the user should know of it."""
+        """Report what the KV store has done since the start, and what the user should know of it."""
+        self._channel.send(messages.StoreCounts(counts, problems))
+
+    def hand_over(self, handovers: list[Handover]) -> None:
+        """Give up requests, which the controller passes on to other ranks."""
+        self.send_steps()
+        self._channel.send(messages.Handovers(handovers))
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
-        """The KV of these requests has been read; their parcels can go."""
+        """The KV of these requests has been read; the rank that holds it may free it."""
+        self.send_steps()
+        self._channel.send(messages.KvRead(keys))
+
+    def _sort_in(self, message: FromController, inbox: Inbox) -> None:
+        match message:
+            case messages.Requests():
+                self._has_asked = False
+                inbox.requests += message.requests
+            case messages.Adopt():
+                inbox.adoptions += message.adoptions
+            case messages.FreeKv():
+                inbox.adopted += message.keys
+            case messages.PlaceExperts():
+                inbox.expert_slots = message.slots
+            case messages.CountExperts():
+                inbox.count_experts = True
+            case messages.GiveAway():
+                inbox.give_away += message.keys
+            case messages.Leave():
+                inbox.leave = True
+            case _:
+                assert isinstance(message, messages.Wake), f"the controller sent {message}"

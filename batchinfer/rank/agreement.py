@@ -1,4 +1,4 @@
-"""What the ranks of a group do next: each says what it wishes, all draw the same conclusion. Called by the worker.
+"""What the ranks of a group do next: each says what it could do, all draw the same conclusion.
 
 Experts are spread over the ranks, so every rank takes part in every step, also with nothing of its own to compute.
 """
@@ -22,13 +22,13 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StepVote:
     """One rank's state before a step."""
 
     leave: bool = False
     prefill: bool = False
     decode: bool = False
-    fills_both_halves: bool = False  # has at least two tokens to run in the step it wishes for
+    fills_both_halves: bool = False  # has at least two tokens to run in the step it votes for
     place: bool = False  # knows of another placement of the experts
 
 
@@ -40,27 +40,24 @@ class Agreed:
     in_pairs: bool  # two micro-batches
 
 
-def agree(mesh: Mesh, wish: Wish, *, overlap: bool) -> Agreed:
+def agree(mesh: Mesh, vote: StepVote, *, overlap: bool) -> Agreed:
     """One small exchange between all ranks of the group.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
     requests. Experts move once all ranks know where to. Two micro-batches are run when `overlap` is on and some rank
     can fill both.
     """
-    wishes = [wish] if mesh.size == 1 else _exchanged(mesh, wish)
-    if any(wish.leave for wish in wishes):
+    votes = [vote]
+    if mesh.size > 1:
+        votes = [StepVote(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(vote)])]
+    if any(vote.leave for vote in votes):
         kind = Kind.LEAVE
-    elif all(wish.place for wish in wishes):
+    elif all(vote.place for vote in votes):
         kind = Kind.PLACE
-    elif any(wish.prefill for wish in wishes):
+    elif any(vote.prefill for vote in votes):
         kind = Kind.PREFILL
-    elif any(wish.decode for wish in wishes):
+    elif any(vote.decode for vote in votes):
         kind = Kind.DECODE
     else:
         kind = Kind.WAIT
-    return Agreed(kind, overlap and any(wish.fills_both_halves for wish in wishes))
-
-
-def _exchanged(mesh: Mesh, wish: Wish) -> list[Wish]:
-    """The wishes of all ranks."""
-    return [Wish(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(wish)])]
+    return Agreed(kind, overlap and any(vote.fills_both_halves for vote in votes))

@@ -1,15 +1,16 @@
-"""Turns sequences into the tensors of one model step. Called by prefill and decode."""
+"""What goes into a model step and comes out of it: chunks of prompts as tensors, new tokens for sequences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import Sampled, SamplingRows
-from batchinfer.model.transformer import PrefillSpan, StepInput
+from batchinfer.model.step import PrefillSpan, StepInput, StepOutput
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
 
@@ -23,8 +24,27 @@ class Chunk:
     end: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
     def completes_prompt(self) -> bool:
         return self.end == self.sequence.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did on this rank; the counts are those of StepRecord."""
+
+    output: StepOutput
+    done_s: float  # Unix time when its tokens were there
+    finished: list[Sequence]  # with it, no longer running
+    num_requests: int
+    new_tokens: int
+    output_tokens: int
+    kv_tokens: int
+    cached_tokens: int = 0
+    started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
 
 
 def prefill_step(chunks: list[Chunk], copies: dict[int, int]) -> StepInput:
@@ -36,13 +56,13 @@ def prefill_step(chunks: list[Chunk], copies: dict[int, int]) -> StepInput:
     tokens = _joined([np.asarray(chunk.sequence.request.token_ids[chunk.start : chunk.end]) for chunk in chunks])
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
     slots = _joined([_slots(chunk.sequence.pages, chunk.start, chunk.end) for chunk in chunks])
-    ends = np.cumsum([chunk.end - chunk.start for chunk in chunks])
+    ends = np.cumsum([chunk.num_tokens for chunk in chunks])
     spans = tuple(
         PrefillSpan(
-            start=int(end) - (chunk.end - chunk.start),
-            num_tokens=chunk.end - chunk.start,
+            start=int(end) - chunk.num_tokens,
+            num_tokens=chunk.num_tokens,
             context_tokens=chunk.end,
-            page_ids=torch.tensor(chunk.sequence.pages[: -(-chunk.end // PAGE_TOKENS)]),
+            page_ids=torch.tensor(chunk.sequence.pages[: pages_for(chunk.end)]),
         )
         for chunk, end in zip(chunks, ends, strict=True)
     )
@@ -66,7 +86,7 @@ def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
 
 
 def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: frozenset[int]) -> None:
-    """Let a sequence decide about its new token, which stands in this row."""
+    """Let a sequence decide about its new token, in this row."""
     if sampled.is_finite[row]:
         sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
     else:

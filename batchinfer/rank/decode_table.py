@@ -1,4 +1,4 @@
-"""The running sequences of a rank as arrays, so that a decode step costs no Python per sequence. Called by decode."""
+"""The running sequences of a rank as arrays, so that a decode step costs no Python per sequence."""
 
 # S running sequences, P pages of the one that has most
 
@@ -11,12 +11,12 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
-from batchinfer.model.transformer import StepInput
+from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
-from batchinfer.rank.micro_batches import halve_decode
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
 
+_ALL = slice(None)
 HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
 
 ROW = np.dtype(
@@ -95,14 +95,14 @@ class DecodeTable:
             self._hand_over(row)
         return self._take_out(rows)
 
-    def halves(self) -> tuple[slice, slice]:
-        """The rows of two micro-batches, equal in number and nearly equal in KV tokens."""
+    def next_halves(self) -> StepHalves:
+        """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens."""
         if self._num_first is None:
-            order, self._num_first = halve_decode(self._rows["kv_tokens"])
+            order, self._num_first = _halve_sequences(self._rows["kv_tokens"])
             self._keep(order)
-        return slice(0, self._num_first), slice(self._num_first, None)
+        return StepHalves(self.next_step(slice(self._num_first)), self.next_step(slice(self._num_first, None)))
 
-    def next_step(self, rows: slice) -> StepInput:
+    def next_step(self, rows: slice = _ALL) -> StepInput:
         """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
         kv_tokens = self._rows["kv_tokens"][rows]
         positions = kv_tokens - 1
@@ -162,3 +162,11 @@ class DecodeTable:
 def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
     """[S] bool; for a handful of tokens this is several times quicker than np.isin."""
     return (tokens[:, None] == few).any(axis=1)
+
+
+def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
+    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …"""
+    longest_first = np.argsort(-kv_tokens, kind="stable")
+    micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
+    halves = [longest_first[micro_batch == half] for half in (0, 1)]
+    return np.concatenate(halves), len(halves[0])

@@ -1,4 +1,4 @@
-"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU. Called by rank."""
+"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from batchinfer_kernels.triton import probe as triton_probe
 _CPU_BACKENDS = ("cpu", "reference")
 
 
-def rank_device(backend: str, place: int) -> torch.device:
+def rank_device(backend: str, local_rank: int) -> torch.device:
     """The device of a rank, which becomes this process's current one.
 
     Args:
         backend: cluster.backend; "cpu" and "reference" keep to the CPU, and so does Triton's interpreter.
-        place: the rank's number among those of this host, from 0.
+        local_rank: the rank's number among those of this host, from 0.
 
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
@@ -24,12 +24,12 @@ def rank_device(backend: str, place: int) -> torch.device:
     if backend in _CPU_BACKENDS or is_interpreted or not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    if place >= num_gpus:
+    if local_rank >= num_gpus:
         raise ConfigError(
-            f"rank {place} of this host has no GPU of its own, as there are {num_gpus}; start at most a rank per GPU, "
-            "or set cluster.backend to 'cpu' or 'reference'"
+            f"rank {local_rank} of this host has no GPU of its own, as there are {num_gpus}; start at most a rank per "
+            "GPU, or set cluster.backend to 'cpu' or 'reference'"
         )
-    device = torch.device("cuda", place)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory its KV pages may take: what the largest steps leave over. Called when a worker is made.
+"""How many KV pages a rank has: on a CPU of the memory that is free, on a GPU of what the largest steps leave over.
 
 all of the GPU   | weights, libraries | KV pages           | largest step | reserve |
 """
@@ -7,40 +7,99 @@ all of the GPU   | weights, libraries | KV pages           | largest step | rese
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import torch
 
-from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.mla import PrefillSpan
+from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig
+from batchinfer.host_info import free_memory_bytes
+from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import SamplingRows, sample
-from batchinfer.model.step import StepInput
+from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.layout import RankPlace
+from batchinfer.records import ConfigError
 
 # Of the GPU's memory, for what comes later: captured graphs, buffers of libraries, gaps between blocks of memory, and
 # steps in which this rank's experts get more rows than in the measured ones.
 RESERVE_SHARE = 0.08
+MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 
 
-def measured_room(
-    model: Transformer,
-    *,
-    prefill_tokens: int,
-    decode_requests: int,
-    largest_tokens: int,
-    runs_prefill: bool,
-    runs_decode: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    """What a rank learns of the job when all ranks have loaded."""
+
+    most_tokens: int  # KV tokens of all requests together; more pages than these need would never be used
+    largest_tokens: int  # of the largest request
+    num_local_ranks: int  # ranks that share this host's memory
+    transfer_folder: Path | None  # for KV between hosts; None: all ranks are on one host
+    traced: bool
+    model_digests: dict[str, str]  # of weights and config.json, see run/fingerprint.py
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """KV of one rank."""
+
+    num_pages: int
+    transfer_bytes: int  # on its way to other ranks, at most
+
+
+def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, facts: StartFacts) -> KvBudget:
+    """Pages for the memory there is, once all ranks of the host have loaded; all ranks of a group ask together.
+
+    Raises:
+        ConfigError: the largest request does not fit, or this host's memory cannot hold the pages.
+    """
+    cluster, on_cpu = job.cluster, model.device.type == "cpu"
+    page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    # KV on its way takes as much as the decode ranks' pages at most
+    num_shares = facts.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
+    free_bytes = free_memory_bytes()
+    host_share = int(free_bytes * MEMORY_SHARE) // num_shares
+    useful_tokens = facts.most_tokens
+    if cluster.page_bytes:
+        num_bytes = cluster.page_bytes
+    else:
+        # no more than two full decode batches of the largest request, which leaves room for shared prefixes
+        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * facts.largest_tokens)
+        num_bytes = host_share if on_cpu else measured_budget(model, cluster, place, facts.largest_tokens)
+    num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
+    pages_of_host = num_pages * page_bytes * facts.num_local_ranks
+    if on_cpu and pages_of_host > free_bytes:
+        # they take memory when they are used, which would end this process in the middle of the job
+        raise ConfigError(
+            f"KV pages of this host's ranks ({pages_of_host / 1e9:.1f} GB) do not fit into its free memory "
+            f"({free_bytes / 1e9:.1f} GB); lower cluster.page_bytes or free memory"
+        )
+    if num_pages * PAGE_TOKENS < facts.largest_tokens:
+        raise ConfigError(
+            f"the largest request needs {facts.largest_tokens:,} tokens of KV, but memory for KV pages holds "
+            f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
+        )
+    transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
+    # transfers are in the host's memory, of which there may be less than of a GPU's
+    return KvBudget(num_pages, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
+
+
+def measured_budget(model: Transformer, cluster: ClusterConfig, place: RankPlace, largest_tokens: int) -> int:
     """Run the largest steps once on the model's GPU, and say how many bytes are left for KV pages.
 
-    All ranks of a group do this together, as their rows travel.
+    Args:
+        largest_tokens: of the largest request, prompt and output.
     """
     device = model.device
-    steps, num_pages = largest_steps(prefill_tokens, decode_requests, largest_tokens, model.config.vocab_size)
+    steps, num_pages = largest_steps(
+        cluster.prefill_tokens, cluster.decode_requests, largest_tokens, model.config.vocab_size
+    )
     pages = model.new_pages(num_pages)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    for step, runs in zip(steps, (runs_prefill, runs_decode), strict=True):
+    for step, runs in zip(steps, (place.runs_prefill, place.runs_decode), strict=True):
         if runs:
             logits = model.forward(step, pages).logits
             sample(logits, _drawn_rows(len(logits)), np.zeros(len(logits), dtype=np.int64), model.logit_ops)
@@ -49,10 +108,10 @@ def measured_room(
     del pages
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return room_for_pages(total=total, free=free, working=working)
+    return bytes_for_pages(total=total, free=free, working=working)
 
 
-def room_for_pages(*, total: int, free: int, working: int) -> int:
+def bytes_for_pages(*, total: int, free: int, working: int) -> int:
     """Bytes for pages.
 
     Args:
@@ -72,9 +131,9 @@ def largest_steps(
     of short prompts; in decode requests that all are that long. What they attend to is garbage: the pages of their own
     tokens, again and again.
     """
-    num_pages = -(-max(prefill_tokens, decode_requests) // PAGE_TOKENS)
+    num_pages = pages_for(max(prefill_tokens, decode_requests))
     context = max(largest_tokens, prefill_tokens)
-    page_ids = torch.arange(-(-context // PAGE_TOKENS)) % num_pages
+    page_ids = torch.arange(pages_for(context)) % num_pages
     prefill = StepInput(
         tokens=_tokens(prefill_tokens, vocab_size),
         positions=torch.arange(context - prefill_tokens, context),
@@ -87,7 +146,7 @@ def largest_steps(
         positions=torch.full((decode_requests,), largest_tokens - 1),
         slots=torch.arange(decode_requests),
         logit_rows=torch.arange(decode_requests),
-        page_table=(torch.arange(-(-largest_tokens // PAGE_TOKENS)) % num_pages).repeat(decode_requests, 1),
+        page_table=(torch.arange(pages_for(largest_tokens)) % num_pages).repeat(decode_requests, 1),
         kv_tokens=torch.full((decode_requests,), largest_tokens),
     )
     return (prefill, decode), num_pages

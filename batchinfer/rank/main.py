@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from batchinfer.rank.torch_import import put_off_compilers
 
     put_off_compilers()
-    gc.disable()  # until the model stands: all that is imported stays, and looking through it takes 0.4 s of the start
+    gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
     task = read_task()
 
 import os
@@ -28,21 +28,25 @@ import sys
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.launch.local_ranks import RankEnvironment
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
-from batchinfer.parallel.layout import rank_places
+from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
-from batchinfer.protocol.channel import Channel, ChannelClosedError, Message
-from batchinfer.protocol.channel_feed import ChannelFeed, with_nouns
-from batchinfer.protocol.feed import ExpertSlots
+from batchinfer.protocol import messages
+from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.feed import Feed
+from batchinfer.protocol.handshake import ChannelClosedError
+from batchinfer.protocol.messages import Failed, FromController, MalformedMessageError, decode_from_controller
 from batchinfer.rank.device import device_name, rank_device
-from batchinfer.rank.load import Surroundings, load_model, make_worker
+from batchinfer.rank.kv_budget import StartFacts
+from batchinfer.rank.load import load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.row_equality import equal_rows
 from batchinfer.rank.warm_up import warm_up
@@ -52,6 +56,8 @@ from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
 
+RankChannel = Channel[FromController]
+
 
 def main(task: Future[RankTask]) -> NoReturn:
     """Run one rank to its end."""
@@ -59,41 +65,37 @@ def main(task: Future[RankTask]) -> NoReturn:
     environment, memory = task.result()
     environment.take_cores()
     try:
-        channel = Channel.connect(environment.host, environment.port, CONNECT_S)
-    except OSError as error:
+        channel = Channel.connect(
+            environment.host, environment.port, environment.token, decode_from_controller, CONNECT_S
+        )
+    except (OSError, ChannelClosedError) as error:
         print(f"rank {environment.rank}: no controller at {environment.host}: {error}", file=sys.stderr)
         _end(ExitCode.INTERRUPTED)
-    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    # without its controller nothing that a rank computes would be kept
-    channel.read_on(lambda message: messages.put(with_nouns(message)), at_end=lambda: _end(ExitCode.INTERRUPTED))
+    received: queue.SimpleQueue[FromController] = queue.SimpleQueue()
+    channel.read_on(received.put, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
-    channel.send(
-        {
-            "type": "hello",
-            "token": environment.token,
-            "rank": environment.rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-    )
-    code = _run(channel, messages, environment, memory)
+    channel.send(messages.Hello(environment.rank, os.getpid(), socket.gethostname()))
+    code = _run(channel, received, environment, memory)
     channel.close()
     _end(code)
 
 
 def _run(
-    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
+    channel: RankChannel,
+    received: queue.SimpleQueue[FromController],
+    environment: RankEnvironment,
+    memory: FreshMemory | None,
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, messages, environment, memory)
+        feed = _work(channel, received, environment, memory)
         feed.send_experts()
-        channel.send_last({"type": "bye"})
+        channel.send_last(messages.Bye())
         return ExitCode.OK
     except ChannelClosedError:
         return ExitCode.INTERRUPTED
     except BatchinferError as error:
-        _say_last(channel, {"type": "failed", "error": sanitize(str(error)), "class": type(error).__name__})
+        _say_last(channel, Failed(sanitize(str(error)), type(error).__name__))
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
@@ -101,69 +103,73 @@ def _run(
         return ExitCode.INTERNAL
 
 
-def _work(
-    channel: Channel, messages: queue.SimpleQueue[Message], environment: RankEnvironment, memory: FreshMemory | None
-) -> ChannelFeed:
-    message = messages.get()
+def _join(
+    channel: RankChannel, received: queue.SimpleQueue[FromController], environment: RankEnvironment
+) -> tuple[messages.Join, JobConfig, RankPlace, torch.device, Mesh]:
+    """Meet the other ranks of the group; returns the controller's message, and what follows from it."""
+    join = received.get()
     store = None
-    if message["type"] == "open_store":
+    if isinstance(join, messages.OpenStore):
         store = open_store(channel.own_host)
-        channel.send({"type": "store", "host": channel.own_host, "port": store.port})
-        message = messages.get()
-    assert message["type"] == "join", message
-    job = JobConfig.model_validate_json(message["job"])
+        channel.send(messages.StoreOpened(channel.own_host, store.port))
+        join = received.get()
+    assert isinstance(join, messages.Join), join
+    job = JobConfig.model_validate_json(join.job)
     place = rank_places(job.cluster)[environment.rank]
     if store is None and place.group_size > 1:
-        store = find_store(message["store_host"], message["store_port"], job.cluster.collective_seconds)
+        assert join.store_host is not None
+        assert join.store_port is not None
+        store = find_store(join.store_host, join.store_port, job.cluster.collective_seconds)
     seat = Seat(
         rank=place.group_rank,
         size=place.group_size,
         exchange=place.exchange(job.cluster),
-        one_host=message["group_on_one_host"],
+        one_host=join.group_on_one_host,
         timeout_s=job.cluster.collective_seconds,
     )
-    device = rank_device(job.cluster.backend, environment.place)
-    mesh = Mesh.alone() if store is None else Mesh.join(seat, store, device)
-    slots = message["expert_slots"].get(place.role)
+    device = rank_device(job.cluster.backend, environment.index)
+    return join, job, place, device, Mesh.alone() if store is None else Mesh.join(seat, store, device)
+
+
+def _work(
+    channel: RankChannel,
+    received: queue.SimpleQueue[FromController],
+    environment: RankEnvironment,
+    memory: FreshMemory | None,
+) -> Feed:
+    """Load the model, say so, and step until the end."""
+    join, job, place, device, mesh = _join(channel, received, environment)
     model = load_model(
         job,
         mesh,
         place,
-        None if slots is None else ExpertSlots(**slots),
+        join.slots_of_role.get(place.role),
         device,
         memory,
-        before_weights=lambda: channel.send({"type": "can_run"}),
+        before_weights=lambda: channel.send(messages.CanRun()),
     )
-    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of page room does it
+    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
-    moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
-    channel.send(
-        {
-            "type": "ready",
-            "device": device_name(device),
-            "exchange": mesh.kind,
-            "moe_layers": moe_layers,
-            "equal_rows": asdict(equal_rows(model, job.cluster.backend)),
-        }
-    )
+    equality = equal_rows(model, job.cluster.backend)
+    channel.send(messages.Ready(device_name(device), mesh.kind, model.config.moe_layers, equality))
 
-    started = messages.get()
-    if started["type"] == "leave":
-        return ChannelFeed(channel, messages, {})
-    assert started["type"] == "start", started
-    around = Surroundings(
-        most_tokens=started["most_tokens"],
-        largest_tokens=started["largest_tokens"],
-        num_local_ranks=message["num_local_ranks"],
-        parcel_folder=None if message["all_on_one_host"] else Path(started["parcel_folder"]),
-        traced=started["traced"],
-        model_digests=started["model_digests"],
+    start = received.get()
+    if isinstance(start, messages.Leave):
+        return Feed(channel, received, {})
+    assert isinstance(start, messages.Start), start
+    facts = StartFacts(
+        most_tokens=start.most_tokens,
+        largest_tokens=start.largest_tokens,
+        num_local_ranks=join.num_local_ranks,
+        transfer_folder=None if join.all_on_one_host else Path(start.transfer_folder),
+        traced=start.traced,
+        model_digests=start.model_digests,
     )
-    gc.freeze()  # what stands now stays: looking through it again and again would cost a part of every short step
+    gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
     gc.enable()
-    worker = make_worker(job, model, tokenizer, mesh, place, around)
-    feed = ChannelFeed(channel, messages, worker.expert_tokens)
+    worker = make_worker(job, model, tokenizer, mesh, place, facts)
+    feed = Feed(channel, received, worker.telemetry.expert_tokens)
     try:
         worker.run(feed)
     finally:
@@ -172,17 +178,24 @@ def _work(
     return feed
 
 
-def _say_last(channel: Channel, message: Message) -> None:
+def _say_last(channel: RankChannel, message: Failed) -> None:
     with suppress(ChannelClosedError):  # then nobody is there to hear it
         channel.send_last(message)
 
 
-def _failed(error: Exception) -> Message:
-    return {"type": "failed", "error": sanitize(f"{type(error).__name__}: {error}"), "class": ""}
+def _failed(error: Exception) -> Failed:
+    return Failed(sanitize(f"{type(error).__name__}: {error}"))
 
 
-def _fail(channel: Channel, error: Exception) -> NoReturn:
-    """End because of what went wrong while a message was sent."""
+def _controller_ended(channel: RankChannel, reason: Exception) -> NoReturn:
+    """Without its controller nothing that a rank computes would be kept."""
+    if isinstance(reason, MalformedMessageError):
+        _fail(channel, reason)
+    _end(ExitCode.INTERRUPTED)
+
+
+def _fail(channel: RankChannel, error: Exception) -> NoReturn:
+    """End because of what went wrong in a thread that sends or reads messages."""
     with suppress(ChannelClosedError):
         channel.send_now(_failed(error))
     _end(ExitCode.INTERNAL)

@@ -1,107 +1,112 @@
-"""Requests that go on at another rank, both ends of it. Called by the worker; their KV travels in kv/parcel.py.
+"""Requests that go on at another rank, both ends of it; their KV travels as kv/transfer.py says.
 
-A prefill rank packs the KV of each prompt that has run and goes on; it stops admitting prompts while the parcels that
-nobody has read yet hold more than its share of the decode ranks' page budget. A decode rank gives away running requests
-when it is asked to, and takes others in order, as pages come free.
+A prefill rank sends each prompt on that has run and goes on; it stops admitting prompts while the KV that nobody has
+read yet is more than its share of the decode ranks' page budget. A decode rank sends running requests away when it is
+asked to, and takes others in order, as pages come free.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
-
-import torch
 
 from batchinfer.kv.pages import pages_for
-from batchinfer.kv.transfer import Parcel, pack_parcel, unpack_parcel
+from batchinfer.kv.transfer import KvTransfer, page_bytes, read_transfer, write_transfer
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.protocol.feed import Adoption, Handover
-from batchinfer.rank.prefill import PrefillQueue
+from batchinfer.protocol.messages import Adoption, Handover
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import Request, RequestKey
 
 
-class Outbox:
-    """The parcels of a rank that nobody has read yet.
+class KvMigration:
+    """What a rank has sent and nobody has read yet, and what waits here for pages, in the order in which it came."""
 
-    Args:
-        max_bytes: a prefill rank admits no prompt while they hold more than this.
-        folder: for parcels between hosts; None: anonymous memory.
-    """
-
-    def __init__(self, max_bytes: int, folder: Path | None) -> None:
-        self._max_bytes = max_bytes
-        self._folder = folder
-        self._parcels: dict[RequestKey, Parcel] = {}
-        self._num_bytes = 0
+    def __init__(self, context: RankContext, prompt_pages: PromptPages) -> None:
+        self.waiting: deque[Adoption] = deque()
+        self._context = context
+        self._prompt_pages = prompt_pages
+        self._sent: dict[RequestKey, KvTransfer] = {}
+        self._num_bytes = 0  # of these
 
     @property
     def has_room(self) -> bool:
-        return self._num_bytes <= self._max_bytes
+        """Whether what was sent and not read yet is no more than it should be."""
+        return self._num_bytes <= self._context.transfer_bytes
 
-    def num_fitting(self, requests: Iterable[Request], page_bytes: int) -> int:
-        """How many of these requests, in order, may be prefilled now so that their parcels fit beside the others.
+    def num_fitting(self, requests: Iterable[Request]) -> int:
+        """How many of these requests, in order, may be prefilled now so that their KV fits with the rest.
 
         At least one when nothing is under way: a share may be smaller than the largest prompt.
         """
         num_bytes, count = self._num_bytes, 0
         for request in requests:
-            num_bytes += pages_for(len(request.token_ids)) * page_bytes
-            if num_bytes > self._max_bytes:
+            num_bytes += pages_for(len(request.token_ids)) * page_bytes(self._context.pages)
+            if num_bytes > self._context.transfer_bytes:
                 break
             count += 1
-        return count or int(not self._parcels)
+        return count or int(not self._sent)
 
-    def pack(self, sequence: Sequence, pages: torch.Tensor) -> Handover:
-        """Copy the KV that is there so far out of the pages, which can be released then."""
+    def migrate_out(self, sequences: Iterable[Sequence], log: SpanLog) -> list[Handover]:
+        """Copy the KV that is there so far out of the pages, and release them."""
+        handovers = []
+        for sequence in sequences:
+            with log.kv("KV out"):
+                handovers.append(self._send(sequence))
+            self._prompt_pages.release(sequence)
+        return handovers
+
+    def free(self, keys: Iterable[RequestKey]) -> None:
+        """The KV of these requests has been read."""
+        for key in keys:
+            transfer = self._sent.pop(key)
+            self._num_bytes -= transfer.num_bytes
+            transfer.close()
+
+    def migrate_in(self, num_slots: int, log: SpanLog) -> list[Sequence]:
+        """Read the KV of at most `num_slots` waiting requests, as far as there are pages."""
+        taken: list[Sequence] = []
+        while self.waiting and len(taken) < num_slots:
+            sequence = self._receive(self.waiting[0], log)
+            if sequence is None:
+                break
+            self.waiting.popleft()
+            taken.append(sequence)
+        return taken
+
+    def _send(self, sequence: Sequence) -> Handover:
         # the newest token has not run yet
         key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)
-        file = None if self._folder is None else self._folder / f"{key.shard}-{key.row}-{key.sample}.kv"
-        parcel = pack_parcel(pages, sequence.pages[:num_pages], file=file)
-        self._parcels[key] = parcel
-        self._num_bytes += parcel.num_bytes
+        folder = self._context.transfer_folder
+        file = None if folder is None else folder / f"{key.shard}-{key.row}-{key.sample}.kv"
+        transfer = write_transfer(self._context.pages, sequence.pages[:num_pages], file=file)
+        self._sent[key] = transfer
+        self._num_bytes += transfer.num_bytes
         return Handover(
             key=key,
             tokens=sequence.token_ids,
             logprobs=sequence.logprobs,
             times=sequence.times,
             cached=sequence.cached,
-            parcel=parcel.path,
-            num_bytes=parcel.num_bytes,
+            kv_path=transfer.path,
+            num_bytes=transfer.num_bytes,
         )
 
-    def free(self, key: RequestKey) -> None:
-        """The parcel of this request has been read."""
-        parcel = self._parcels.pop(key)
-        self._num_bytes -= parcel.num_bytes
-        parcel.close()
-
-
-class AdoptionQueue:
-    """Requests that wait for pages on a decode rank, in the order in which they came."""
-
-    def __init__(self, queue: PrefillQueue, eos_token_ids: frozenset[int]) -> None:
-        self.waiting: deque[Adoption] = deque()
-        self._queue = queue
-        self._eos_token_ids = eos_token_ids
-
-    def take_in(self, pages: torch.Tensor, num_slots: int, log: SpanLog) -> list[Sequence]:
-        """Read the KV of at most `num_slots` requests, as many as find pages."""
-        taken: list[Sequence] = []
-        while self.waiting and len(taken) < num_slots:
-            handover = self.waiting[0].handover
-            adopted = self._queue.adopt(self.waiting[0].request, handover.times)
-            if adopted is None:
-                break
-            self.waiting.popleft()
-            sequence, num_known = adopted
-            sequence.cached = handover.cached
-            page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
-            with log.kv("KV in"):
-                unpack_parcel(handover.parcel, pages, page_ids, first_page=num_known)
-            for place, token in enumerate(handover.tokens):
-                logprob = handover.logprobs[place] if handover.logprobs else None
-                sequence.accept(token, logprob, self._eos_token_ids)
-            taken.append(sequence)
-        return taken
+    def _receive(self, adoption: Adoption, log: SpanLog) -> Sequence | None:
+        """None: it has to wait for pages."""
+        request, handover = adoption.request, adoption.handover
+        match = self._prompt_pages.match(request, with_branch=False)
+        if match is None:
+            return None
+        sequence = self._prompt_pages.open(request, match, handover.times)
+        sequence.num_computed = sequence.num_prompt_tokens
+        sequence.cached = handover.cached
+        self._prompt_pages.make_known(sequence, sequence.num_prompt_tokens)
+        page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
+        with log.kv("KV in"):
+            read_transfer(handover.kv_path, self._context.pages, page_ids, first_page=len(match.full))
+        for index, token in enumerate(handover.tokens):
+            logprob = handover.logprobs[index] if handover.logprobs else None
+            sequence.accept(token, logprob, self._context.eos_token_ids)
+        return sequence

@@ -1,4 +1,4 @@
-"""What a rank is to do, learned while it still imports, and memory made ready for it meanwhile. Called by rank.
+"""What a rank is to do, learned while it still imports, and memory made ready for it meanwhile.
 
 A spare rank gets its task when the command has read the job, half a second before the rank's own imports are over.
 """
@@ -9,7 +9,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from batchinfer.host_info import free_memory_bytes
-from batchinfer.launch.local_ranks import RankEnvironment, has_gpu
+from batchinfer.launch.rank_process import RankEnvironment, has_gpu
 from batchinfer.model.fresh_memory import FreshMemory
 
 RankTask = tuple[RankEnvironment, FreshMemory | None]

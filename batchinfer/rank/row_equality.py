@@ -1,6 +1,6 @@
 """Whether a row of this rank's has the same bits alone and among others: known of C++, measured of plain PyTorch.
 
-Said once, when the model stands. A GPU's libraries may split sums by what else there is, so nothing is said of them.
+Said once, when the model is loaded. A GPU's libraries may split sums by what else there is, so nothing is said of them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 
 from batchinfer.host_info import matrix_library_mode, matrix_library_settings, processor_kind, processor_name
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.device import device_name
 from batchinfer.run.equal_rows import EqualRows
-from batchinfer_kernels.backend import AUTO
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.registry import AUTO
 from batchinfer_kernels.row_check import why_rows_differ
 
 _PLAIN = "reference"  # a backend, and how the names of its operations' modules begin
@@ -25,13 +26,13 @@ def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
         backend: that the model was loaded with, for advice.
     """
     kinds = model.kernels.split(", ")[0].split()
-    if model.device.type != "cpu" or not (model.has_fixed_sums or all(kind.startswith(_PLAIN) for kind in kinds)):
+    if model.device.type != "cpu" or not (model.ops.has_fixed_sums or all(kind.startswith(_PLAIN) for kind in kinds)):
         processor = device_name(model.device) if model.device.type != "cpu" else processor_name()
         reason = "kernels for GPUs may split a row's sums by what else there is; it is not measured"
         return EqualRows(None, reason, processor, f"{processor}, {model.kernels}")
-    if model.has_fixed_sums:
+    if model.ops.has_fixed_sums:
         return EqualRows(True, None, f"{processor_name()} ({cpu_build.instructions().name})", model.kernels)
-    computations = model.plain_computations
+    computations = plain_computations(model)
     units = torch.backends.cpu.get_cpu_capability()
     settings = f"OMP_NUM_THREADS={torch.get_num_threads()} MKL_CBWR={matrix_library_mode()}"
     found = why_rows_differ(computations)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from batchinfer.data.tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
-from batchinfer.protocol.feed import CachedTokens
+from batchinfer.protocol.messages import CachedTokens
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
 
@@ -102,7 +102,7 @@ class Sequence:
         # a stop string can only be new where it touches the new piece
         start = max(0, len(self.text_so_far) - len(piece) - max(map(len, stop)) + 1)
         found = [(self.text_so_far.find(text, start), text) for text in stop]
-        found = [(place, text) for place, text in found if place >= 0]
+        found = [(start, text) for start, text in found if start >= 0]
         if found:
             self.finish_reason, self.stop_reason = "stop", min(found)[1]
 
@@ -117,5 +117,5 @@ def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
 
 
 def _before_first(text: str, stops: tuple[str, ...]) -> str:
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(places)] if places else text
+    starts = [start for start in (text.find(stop) for stop in stops) if start >= 0]
+    return text[: min(starts)] if starts else text

@@ -1,4 +1,4 @@
-"""Prompt prefixes on disk, as one rank's prefill sees them: read ahead of it, written behind it. Called by prefill.
+"""Prompt prefixes on disk, as one rank's prefill sees them: read ahead of it, written behind it.
 
 The plan's order says which blocks are needed next. Of a prompt that is waiting, the blocks that memory is not expected
 to hold are read while earlier prompts run; when it is admitted they are copied into its pages, in place of computing
@@ -20,7 +20,7 @@ import torch
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.kv_store.reader import Load, Reader, pageable
+from batchinfer.kv_store.reader import BlockRead, Reader, pageable
 from batchinfer.kv_store.reuse import ReuseRule
 from batchinfer.kv_store.writer import Writer
 from batchinfer.rank.batch import Chunk
@@ -34,8 +34,8 @@ class _Prompt:
     """A prompt that waits or runs."""
 
     names: list[bytes]  # [B] of its whole blocks
-    first: int  # block from which on `load` reads
-    load: Load | None
+    first: int  # block from which on `read` reads
+    read: BlockRead | None
 
 
 class StoredPrefixes:
@@ -45,8 +45,8 @@ class StoredPrefixes:
         store: opened for this model.
         pages: [L, P, 64, W], the page pool.
         persist: which blocks are written: those that several requests share, all, or none.
-        reuse: "auto" ends loading when it turns out slower than computing.
-        wait_s: a disk that does not answer for so long is given up.
+        reuse: "auto" ends reading when it turns out slower than computing.
+        wait_s: a disk that does not answer within this time is given up.
     """
 
     def __init__(
@@ -63,17 +63,15 @@ class StoredPrefixes:
         self._reader = Reader(store, allocate=_pinned if pages.is_cuda else pageable)
         self._writer = Writer(store)
         self._rule = ReuseRule(reuse)
-        self._has_ended_loading = False
+        self._has_ended_reading = False
         self._prompts: dict[RequestKey, _Prompt] = {}
         self._computed_tokens, self._compute_s = 0, 0.0
-        self._unit = -1
-        self._last_unit: dict[bytes, int] = {}  # of blocks that later units need
-        self._told: list[str] = []
+        self._later_uses = _LaterUses(store)
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """These prompts come next: begin to read what memory is not expected to hold."""
         for request in requests:
-            names = self._store.chain(request.token_ids)
+            names = self._store.identity.chain(request.token_ids)
             # the last token has to run
             num_usable = (len(request.token_ids) - 1) // self._block_tokens
             expected = max(0, request.shared_tokens - max(0, request.replicated_tokens))
@@ -91,32 +89,32 @@ class StoredPrefixes:
             How many tokens, from the first on, have their KV in the pages now; 0 when the disk adds nothing.
         """
         prompt = self._prompts[request.key]
-        self._claim(request, prompt.names)
+        self._later_uses.note(request, prompt.names)
         num_known = num_known_pages * PAGE_TOKENS // self._block_tokens  # blocks
         if prompt.first > num_known:
             # memory holds less than the plan thought: read the blocks between, too
-            if prompt.load is not None:
-                prompt.load.close()
+            if prompt.read is not None:
+                prompt.read.close()
             num_usable = (len(request.token_ids) - 1) // self._block_tokens
-            prompt.first, prompt.load = num_known, self._ask(prompt.names[:num_usable], num_known)
-        load, prompt.load = prompt.load, None
-        if load is None:
+            prompt.first, prompt.read = num_known, self._ask(prompt.names[:num_usable], num_known)
+        read, prompt.read = prompt.read, None
+        if read is None:
             return 0
         started_s = time.monotonic()
-        content = load.wait(self._wait_s)
+        content = read.wait(self._wait_s)
         num_tokens = 0
         skipped = num_known_pages - prompt.first * self._pages_per_block
         if len(content) * self._pages_per_block > skipped:
             end_page = (prompt.first + len(content)) * self._pages_per_block
             blocks_to_pages(content, self._pages, page_ids[num_known_pages:end_page], skip_pages=skipped)
             num_tokens = end_page * PAGE_TOKENS
-        load.close()
+        read.close()
         self._judge(content, num_tokens - num_known_pages * PAGE_TOKENS, time.monotonic() - started_s)
         return num_tokens
 
     def note_step(self, chunks: list[Chunk], compute_s: float) -> None:
         """A prefill step has run: its complete blocks can be written."""
-        self._computed_tokens += sum(chunk.end - chunk.start for chunk in chunks)
+        self._computed_tokens += sum(chunk.num_tokens for chunk in chunks)
         self._compute_s += compute_s
         for chunk in chunks:
             request = chunk.sequence.request
@@ -127,20 +125,17 @@ class StoredPrefixes:
 
     def take_problems(self) -> list[str]:
         """Sentences for the user, each once."""
-        while (problem := self._store.take_problem()) is not None:
-            self._told.append(problem)
-        told, self._told = self._told, []
-        return told
+        return list(iter(self._store.take_problem, None))
 
     def counts(self) -> dict[str, float]:
-        """What the store has done for this rank so far (kv/counters.py)."""
+        """What the store has done for this rank so far (kv_store/session.py)."""
         return self._store.counters.as_dict()
 
     def close(self) -> None:
         """Write what is waiting, for a moment at most, and let go of the store."""
         for prompt in self._prompts.values():
-            if prompt.load is not None:
-                prompt.load.close()
+            if prompt.read is not None:
+                prompt.read.close()
         self._reader.close()
         self._writer.close(CLOSE_S)
         self._store.close()
@@ -149,13 +144,13 @@ class StoredPrefixes:
     def _pages_per_block(self) -> int:
         return self._block_tokens // PAGE_TOKENS
 
-    def _ask(self, names: list[bytes], first: int) -> Load | None:
-        if first >= len(names) or self._has_ended_loading or not self._store.find(names[first : first + 1]):
+    def _ask(self, names: list[bytes], first: int) -> BlockRead | None:
+        if first >= len(names) or self._has_ended_reading or not self._store.find(names[first : first + 1]):
             return None
         return self._reader.ask(names[first:])
 
     def _judge(self, content: np.ndarray, num_tokens: int, read_s: float) -> None:
-        """Learn from a load whether loading is worth it."""
+        """Learn from a read whether reading is worth it."""
         if not self._computed_tokens:
             return
         self._rule.note(
@@ -164,9 +159,9 @@ class StoredPrefixes:
             num_tokens=max(0, num_tokens),
             compute_s_per_token=self._compute_s / self._computed_tokens,
         )
-        if not self._rule.is_worthwhile and not self._has_ended_loading:
-            self._has_ended_loading = True
-            self._told.append(
+        if not self._rule.is_worthwhile and not self._has_ended_reading:
+            self._has_ended_reading = True
+            self._store.session.problems.append(
                 f"reading KV from {self._store.store.root} is slower than computing it: nothing more is read; "
                 'kv.reuse = "always" reads on'
             )
@@ -180,15 +175,24 @@ class StoredPrefixes:
             page_ids = chunk.sequence.pages[first * self._pages_per_block : len(names) * self._pages_per_block]
             self._writer.put(names, first, blocks_from_pages(self._pages, page_ids, len(names) - first))
 
-    def _claim(self, request: Request, names: list[bytes]) -> None:
-        """Tell the store which blocks later units need: what they do not need goes first."""
+
+class _LaterUses:
+    """Tells the store which blocks later units need: what they do not need goes first."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self._store = store
+        self._unit = -1
+        self._last_unit: dict[bytes, int] = {}  # of blocks that later units need
+
+    def note(self, request: Request, names: list[bytes]) -> None:
+        """A request begins; `names` are the blocks of its prompt."""
         if request.unit > self._unit:
             self._unit = request.unit
             over = [name for name, unit in self._last_unit.items() if unit <= self._unit]
             for name in over:
                 del self._last_unit[name]
             self._store.set_next_uses(dict.fromkeys(over) | dict.fromkeys(self._last_unit, self._unit + 1))
-        first = request.cached_tokens // self._block_tokens
+        first = request.cached_tokens // self._store.identity.block_tokens
         needed = dict(zip(names[first:], request.last_units, strict=False))
         if needed:
             self._last_unit |= needed

@@ -1,4 +1,4 @@
-"""A quicker `import torch`, which is most of a rank's start. Called by rank before all else.
+"""A quicker `import torch`, which is most of a rank's start.
 
 A quarter of that import goes to modules that only tracing, compiling and training ask for, which no rank does; most of
 it to torch._meta_registrations, what operators make of tensors without values. They are executed when somebody first

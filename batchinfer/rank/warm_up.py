@@ -1,6 +1,6 @@
 """Memory and steps over nothing before the first real step, which then finds threads started and memory at hand.
 
-Called by rank when it computes alone on the CPU, while the job is still planned.
+For a rank that computes alone on the CPU, while the job is still planned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import time
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.transformer import PrefillSpan, StepInput, Transformer
+from batchinfer.model.step import PrefillSpan, StepInput
+from batchinfer.model.transformer import Transformer
 
 MOST_SECONDS = 0.25  # that a step here may take
 _GROWTH = 8
@@ -38,7 +39,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
 
 
 def _step_bytes(model: Transformer, num_tokens: int) -> int:
-    """Memory of a prefill step, roughly: the stream, queries and attention, and the rows of the chosen experts."""
+    """Memory of a prefill step, roughly: the residual, queries and attention, and the rows of the chosen experts."""
     config = model.config
     heads = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     per_expert = config.hidden_size + config.moe_intermediate_size

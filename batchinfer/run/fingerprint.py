@@ -1,4 +1,4 @@
-"""What makes two runs the same job: digests of model, tokenizer, inputs and settings. Called by plan and work."""
+"""What makes two runs the same job: digests of model, tokenizer, inputs and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder and job that a person names, by job file or run folder. Called by the commands after `plan`."""
+"""The run folder and job that a person names, by job file or run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the file system of a run folder can hold a run. Called by plan and work before anything else is done.
+"""Whether the file system of a run folder can hold a run.
 
 Claims, results and plans rely on four things: a name is created by one process only (a hard link fails when the name is
 taken), a rename puts a file in the place of another at once, a folder cannot be renamed onto one that is not empty, and

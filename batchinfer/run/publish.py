@@ -1,10 +1,8 @@
 """A copy of outputs/ and stats/ in an object store, or on another file system named by URI: output.publish.
 
-    _JOB                whose results these are; put by plan, which so finds out whether it may write there
-    outputs/… stats/…   each object appears whole
-    _SUCCESS            put last: its objects with their sizes (`_PARTIAL` after `finish --allow-partial`)
-
-Called by plan (`claim_place`) and, once the run folder holds everything, by finish (`publish_run`).
+_JOB                whose results these are; put by plan, which so finds out whether it may write there
+outputs/… stats/…   each object appears whole
+_SUCCESS            put last: its objects with their sizes (`_PARTIAL` after `finish --allow-partial`)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One command on one machine and its times, as a row of stats/nodes. Called by the commands."""
+"""One command on one machine and its times, as a row of stats/nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of a run as Chrome/Perfetto JSON (`--trace`); a no-op when off. Called by the engine's loops."""
+"""Spans of a run as Chrome/Perfetto JSON (`--trace`); a no-op when off."""
 
 from __future__ import annotations
 

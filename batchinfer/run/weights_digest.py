@@ -1,4 +1,4 @@
-"""What weights are, to the last byte: for what outlives a job. Called by the controller of a job with a KV store.
+"""What weights are, to the last byte: for what outlives a job.
 
 The fingerprint of a run samples its model's weights (fingerprint.py): a run folder meets the same model again, or quite
 another one. A store of KV meets every version of a model, and must not take one for the other.

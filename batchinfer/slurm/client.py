@@ -130,7 +130,7 @@ def find_template(name: str, own: Path | None) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    beside = Path(__file__).parent.parent / "jobs" / name  # a working copy
+    beside = Path(__file__).parents[2] / "jobs" / name  # a working copy
     installed = Path(sys.prefix) / "share" / "batchinfer" / "jobs" / name
     candidates = [beside, installed] if own is None else [own.absolute()]
     for path in candidates:

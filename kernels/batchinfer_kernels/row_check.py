@@ -1,8 +1,8 @@
 """Whether a row of plain PyTorch's results has the same bits alone and among others, measured on this machine.
 
-The reference operations keep habits that give it (reference.py), but their sums are those of the CPU library, which may
-choose another order for other sizes, processors and numbers of threads. So it is asked: of the functions that the model
-calls, with its own weights, at the number of threads in use.
+The reference operations keep habits that give it (`reference`), but their sums are those of the CPU library, which may
+choose another order for other sizes, processors and numbers of threads. So it is measured: of the functions that the
+model calls, with its own weights, at the number of threads in use.
 """
 
 # T rows, B batches (heads), H heads, N columns of the result (out), M depth of the sum (in), A query/key width
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels import reference, reference_mla
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels import reference
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
 NUM_ROWS = 71  # one, and 70 others
 MANY_ROWS = 300  # as in a step of prefill, where that is quick
@@ -46,7 +46,7 @@ class RowComputation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Widths of latent attention, as in reference_mla."""
+    """Widths of latent attention, as in reference."""
 
     num_heads: int
     nope_dim: int
@@ -58,7 +58,8 @@ class AttentionShape:
 def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
     """What of these gives a row other bits in other company, or None where nothing was found that does.
 
-    Rows stand alone and among 1 to 70 others (some numbers of them where that would take long), at several places.
+    Rows are computed alone and among 1 to 70 others (fewer numbers of them where that would take long), at several
+    places.
 
     Returns:
         A phrase that names the computation, the rows and the number of threads.
@@ -97,7 +98,7 @@ def batched_product(
 def decode_attention(
     shape: AttentionShape,
     dtype: torch.dtype,
-    mla_decode: Callable[..., torch.Tensor] = reference_mla.mla_decode,
+    mla_decode: Callable[..., torch.Tensor] = reference.mla_decode,
 ) -> RowComputation:
     """Absorbed attention, a row being a request: some have few keys, and get pages added up to the most of a step."""
     width = shape.latent_dim + shape.rotary_dim
@@ -129,7 +130,7 @@ def decode_attention(
 def prefill_attention(
     shape: AttentionShape,
     kv_b_HZC: torch.Tensor,
-    mla_prefill: Callable[..., torch.Tensor] = reference_mla.mla_prefill,
+    mla_prefill: Callable[..., torch.Tensor] = reference.mla_prefill,
 ) -> RowComputation:
     """Plain attention, a row being a token of a prompt, of which a chunk from `start` to `stop` is computed."""
     dtype, query_dim = kv_b_HZC.dtype, shape.nope_dim + shape.rotary_dim

@@ -1,6 +1,6 @@
 """Whether a row has the same bits alone and among others on this CPU, for each dtype, with what runs it here.
 
-Asked of the operations that are chosen, C++ or plain PyTorch, at shapes that stand for many models' and at odd ones.
+Measured of the operations that are chosen, C++ or plain PyTorch, at typical shapes and at odd ones.
 """
 
 # T rows, N columns of the result (out), M depth of the sum (in), E experts, D hidden, F intermediate
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import backend, row_check
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels import registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.row_check import AttentionShape, RowComputation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -35,11 +35,11 @@ class Surveyed:
     why_unequal: str | None
 
 
-def survey_rows(choice: str = backend.AUTO) -> list[Surveyed]:
+def survey_rows(choice: str = registry.AUTO) -> list[Surveyed]:
     """Every dtype of DTYPES, at the number of threads in use; about a second.
 
     Args:
-        choice: of the operations, as for `backend.select`.
+        choice: of the operations, as for `registry.select`.
     """
     return [
         Surveyed(dtype, _implementation(dtype, choice), row_check.why_rows_differ(_computations(dtype, choice)))
@@ -48,18 +48,18 @@ def survey_rows(choice: str = backend.AUTO) -> list[Surveyed]:
 
 
 def _implementation(dtype: str, choice: str) -> str:
-    pack = backend.select("pack", choice, DTYPES[dtype])
-    name = f"C++ for {cpu_build.instructions().name}" if pack.name == backend.CPU else "plain PyTorch"
+    pack = registry.select("pack", choice, DTYPES[dtype])
+    name = f"C++ for {cpu_build.instructions().name}" if pack.name == registry.CPU else "plain PyTorch"
     if dtype != "fp8":
         return name
-    is_emulated = isinstance(pack.run(torch.zeros(1, 1, dtype=DTYPES[dtype]), eight_bit=True), BlockScaled)
+    is_emulated = isinstance(pack(torch.zeros(1, 1, dtype=DTYPES[dtype]), eight_bit=True), BlockScaled)
     return f"{name}, {'E4M3 by emulation, slow' if is_emulated else '8-bit integers'}"
 
 
 def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
     kind = DTYPES[dtype]
     pack, linear, grouped_mlp, mla_decode, mla_prefill = (
-        backend.select(op, choice, kind).run for op in ("pack", "linear", "grouped_mlp", "mla_decode", "mla_prefill")
+        registry.select(op, choice, kind) for op in ("pack", "linear", "grouped_mlp", "mla_decode", "mla_prefill")
     )
     pack_projection = partial(pack, eight_bit=dtype == "fp8")
     for shape in _PRODUCTS:
@@ -70,7 +70,7 @@ def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
         down = pack_projection(_random(num_experts, hidden, width, dtype=kind))
         x_TD = _random(row_check.MANY_ROWS, hidden, dtype=kind)
         yield RowComputation(
-            f"a mixture of {num_experts} experts of {width} x {hidden}",
+            f"a layer of {num_experts} experts of {width} x {hidden}",
             partial(_experts, x_TD, num_experts, _with_experts(grouped_mlp, gate_up, down)),
             3 * hidden * width,
         )

@@ -1,9 +1,9 @@
-"""Prefill attention through PyTorch's scaled_dot_product_attention, on GPUs and only where it is asked for by name.
+"""Prefill attention through PyTorch's scaled_dot_product_attention, on GPUs and only by name.
 
 PyTorch has FlashAttention, cuDNN's attention and plainer forms behind this function, and takes the first that knows the
-shapes. They cut the sums over keys by how many queries stand beside each other: a token's last bits may depend on where
-its prompt was cut, which those of Triton's version do not. So "auto" never takes it. Signature and shapes as in
-`reference_mla.mla_prefill`.
+shapes. They cut the sums over keys by how many queries there are: a token's last bits may depend on where
+its prompt was cut, which those of Triton's version do not. So "auto" never takes it. `reference.mla_prefill` says what
+it does.
 """
 
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference_mla import PAGE_TOKENS
+from batchinfer_kernels.implementation import nothing, refusing
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
-NAME = "sdpa"
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 # cuDNN takes queries and keys that are wider than the values; the others follow where it does not
 _ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -30,6 +30,7 @@ def why_not_auto() -> str:
     return "a token's last bits may depend on where its prompt was cut, so only by name"
 
 
+@refusing(nothing)
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
@@ -43,10 +44,9 @@ def mla_prefill(
     scale: float,
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
+    """Request by request, for as many heads at a time as fit.
 
-    Request by request, for as many heads at a time as fit. `positions_T` is not looked at: a chunk is the last tokens
-    of its context.
+    `positions_T` is not looked at: a chunk is the last tokens of its context.
     """
     out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
     start = 0

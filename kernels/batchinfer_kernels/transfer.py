@@ -1,4 +1,4 @@
-"""Tensors between the host and a GPU, through pinned memory; called by the model, the engine and the KV rooms.
+"""Tensors between the host and a GPU, through pinned memory.
 
 On the CPU nothing is copied. Pinned buffers come from torch's cache, which hands one out again only after the copies
 that use it are over.

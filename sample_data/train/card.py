@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from batches import BatchMaker
 from evaluate import Verdict, evaluate
-from model import SampleModel
 from tasks import GENERATORS, HELD_OUT_ONE_IN
+
+from model import SampleModel
 
 NUM_ROWS = 500
 NUM_CURVE_ROWS = 16

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from batches import Batch, BatchMaker
-from model import Prediction, SampleModel, predict
 from tasks import GENERATORS, draw_example
+
+from model import Prediction, SampleModel, predict
 
 BATCH_ROWS = 64
 

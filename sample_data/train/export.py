@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from card import write_card
 from chat import BOS, BOS_ID, CHAT_TEMPLATE, EOS, EOS_ID
-from model import SampleModel
 from safetensors.torch import load_file, save
 from shape import ModelShape
+
+from model import SampleModel
 
 if TYPE_CHECKING:
     from train import Run

@@ -21,11 +21,12 @@ from batches import Batch, BatchMaker
 from chat import train_tokenizer
 from evaluate import Verdict, evaluate
 from export import export_model
-from model import Prediction, SampleModel, predict
 from optimizer import Optimizer
 from shape import ModelShape
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+
+from model import Prediction, SampleModel, predict
 
 Rows = tuple[tuple[str, int], ...]
 

@@ -160,23 +160,25 @@ def measure(codes: list[Path], folder: Path, rounds: int, seconds: float, *, und
 
 def serve(folder: Path) -> None:
     """Be a Job: a line with seconds in, a line with the seconds of each step out."""
-    from batchinfer.launch.local_ranks import thread_settings
+    from batchinfer.launch.rank_process import thread_settings
 
     os.environ.update(thread_settings(len(os.sched_getaffinity(0))))  # read when torch is imported
     import torch
     from model_steps import BATCH, CONTEXT, decode_step
 
-    from batchinfer.model.transformer import PAGE_TOKENS, Transformer
+    from batchinfer.config import PAGE_TOKENS
+    from batchinfer.model.schedules import quickest_schedule
+    from batchinfer.model.transformer import Transformer
 
     with torch.inference_mode():
         model = Transformer.load(folder, dtype=torch.bfloat16)
         pages = model.new_pages(BATCH[SIZE] * -(-(CONTEXT + 1) // PAGE_TOKENS)).normal_()
-        step = decode_step(SIZE, shared=False)
+        step, schedule = decode_step(SIZE, shared=False), quickest_schedule(model)
         for line in sys.stdin:
             times, end = [], time.perf_counter() + float(line)
             while not times or time.perf_counter() < end:
                 started = time.perf_counter()
-                model.decode(step, pages)
+                model.forward(step, pages, schedule)
                 times.append(time.perf_counter() - started)
             print(json.dumps(times), flush=True)
 

@@ -37,7 +37,7 @@ def _line(cost: Cost) -> str:
     calls = sorted(cost.calls.items(), key=lambda item: -item[1])[:6]
     named = ", ".join(f"{name} {count / cost.units:.1f}" for name, count in calls)
     rate = cost.units / cost.seconds
-    return f"{cost.units:>8,} {cost.workers:>6,} {rate:>9,.0f} {cost.calls_per_unit:>11.1f}   {named}"
+    return f"{cost.units:>8,} {cost.controllers:>6,} {rate:>9,.0f} {cost.calls_per_unit:>11.1f}   {named}"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels import reference, reference_mla
+from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
+from batchinfer_kernels.reference import mla as reference_mla
 
 ROUND_SECONDS = 0.01
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 1024, 512, 64, 6

@@ -28,11 +28,13 @@ sys.path.insert(0, str(TESTS))
 from bench_models import SIZES, make_model  # noqa: E402
 from engine import body_flops, gemm_flops, last_layer_flops, read_bytes_per_s  # noqa: E402
 
+from batchinfer.config import PAGE_TOKENS  # noqa: E402
 from batchinfer.model import transformer  # noqa: E402
 from batchinfer.model.mla import Attention  # noqa: E402
 from batchinfer.model.moe import MoeMlp  # noqa: E402
 from batchinfer.model.ops import Ops  # noqa: E402
-from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer  # noqa: E402
+from batchinfer.model.step import PrefillSpan, StepInput  # noqa: E402
+from batchinfer.model.transformer import Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
 
 BATCH = {"tiny": 256, "small": 64, "release": 64}
@@ -56,7 +58,7 @@ class OpSeconds:
             if field.name not in ("eight_bit", "pack", "pack_router")
         }
         plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
-        transformer.attention_of, transformer.mixture_of = Attention, MoeMlp  # not fused
+        transformer.attention_of, transformer.moe_of = Attention, MoeMlp  # not fused
         experts = LocalDispatcher(plain.config.n_routed_experts, gathers=False)
         return Transformer(plain.config, plain.weights, [experts] * plain.num_moe_layers, replace(ops, **timed))
 

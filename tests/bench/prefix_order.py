@@ -65,7 +65,7 @@ def input_order() -> Iterator[None]:
 
     with (
         mock.patch("batchinfer.plan.prefix.streamed.plan_prefixes", plan_prefixes),
-        mock.patch("batchinfer.controller.dealer.longest_first", keep_order),
+        mock.patch("batchinfer.controller.rank_queues.longest_first", keep_order),
     ):
         yield
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchinfer.host_info import processor_name
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
 from support.jobs import batchinfer, start, write_job, write_questions, write_shard
@@ -169,7 +169,7 @@ def test_doctor_says_of_each_dtype_whether_rows_are_equal_and_in_what():
     )
     assert [dtype for dtype, _, _ in rows] == ["float32", "bfloat16", "fp8"]
     for dtype, found, implementation in rows:
-        chosen = backend.select("linear", dtype=DTYPES[dtype]).name
+        chosen = registry.select("linear", dtype=DTYPES[dtype]).name
         assert implementation == ("plain PyTorch" if chosen == "reference" else f"C++ for {instructions().name}")
         # plain PyTorch may not be on this processor; a run would say so, too
         assert found == "equal" or chosen == "reference", dtype
@@ -182,11 +182,11 @@ def test_doctor_prints_the_chosen_kernels():
     summary, ended = batchinfer("doctor").out, batchinfer("doctor", "--all")
     assert ended.code == 0
     chosen = re.findall(r"^  \* (\w+) +\w+", ended.out, re.M)
-    assert set(chosen) == set(backend.ops())
+    assert set(chosen) == set(registry.ops())
     for name, dtype in DTYPES.items():
         (line,) = re.findall(rf"^    {name} +((?:\w+ \d+(?:, )?)+)$", summary, re.M)
         counts = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", line)}
-        assert counts == Counter(backend.select(op, dtype=dtype).name for op in backend.ops())
+        assert counts == Counter(registry.select(op, dtype=dtype).name for op in registry.ops())
     if torch.version.cuda is None:
         for op in ("linear", "grouped_mlp", "masked_mlp", "mla_decode"):
             assert re.search(rf"^ +{op} +hopper +this torch is built without CUDA$", ended.out, re.M), op

@@ -1,4 +1,4 @@
-"""Nodes whose clocks are minutes apart: nobody takes a living worker's units, and a dead one's are taken over.
+"""Nodes whose clocks are minutes apart: nobody takes a living controller's units, and a dead one's are taken over.
 
 Real processes under faketime, from Debian's package: their wall clock is wrong, their monotonic clock and the dates of
 files are not, as on a real node. Where that is allowed (root), they are also on hosts of different names, so that none
@@ -86,12 +86,12 @@ def claims_of(run: Path) -> list[int]:
     return [len(list(unit.glob("[0-9]*"))) for unit in sorted((run / "units").iterdir())]
 
 
-def test_workers_with_clocks_minutes_apart_do_not_take_each_others_units(faketime, reference, tmp_path):
+def test_controllers_with_clocks_minutes_apart_do_not_take_each_others_units(faketime, reference, tmp_path):
     run = Path(shutil.copytree(reference[0] / "many", tmp_path / "run"))
     offsets = {"slow": "-9m", "fast": "+8m"}
-    workers = [start_at(faketime, offset, host, run, lease_s=60.0) for host, offset in offsets.items()]
-    for worker in workers:
-        done = ended(worker)
+    controllers = [start_at(faketime, offset, host, run, lease_s=60.0) for host, offset in offsets.items()]
+    for controller in controllers:
+        done = ended(controller)
         assert done.code == 0, done.err
     assert len(claims_of(run)) > 3
     assert set(claims_of(run)) == {1}

@@ -109,13 +109,13 @@ def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number)
 TRAP = """
 import os, signal
 if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.rank import worker
-    plain = worker.RankWorker._run_prefill
+    from batchinfer.rank import prefill
+    plain = prefill.Prefill._run
     def trapped(self, chunks, *rest, **options):
         if any((chunk.sequence.request.key.shard, chunk.sequence.request.key.row) in ROWS for chunk in chunks):
             ACTION
         return plain(self, chunks, *rest, **options)
-    worker.RankWorker._run_prefill = trapped
+    prefill.Prefill._run = trapped
 """
 
 

@@ -1,4 +1,4 @@
-"""Which units workers claim, and how often they ask the file system; real leases, see claimants.py."""
+"""Which units controllers claim, and how often they ask the file system; real leases, see claimants.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchinfer.controller import claims, open_units
-from batchinfer.controller.claims import Claims, last_claim
+from batchinfer.controller.claims import UnitClaims, last_claim
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.rundir import RunDir
 from support.claimants import Counter, claim_all
@@ -57,23 +57,23 @@ def test_calls_per_unit_do_not_grow_with_the_number_of_units(quick_folder, count
     assert not list(quick_folder.glob("800/units/*/0001"))
 
 
-def test_calls_per_unit_hardly_grow_with_the_number_of_workers(quick_folder, counter):
+def test_calls_per_unit_hardly_grow_with_the_number_of_controllers(quick_folder, counter):
     few, many = (claim_all(quick_folder / str(count), 400, count, counter) for count in (2, 16))
     assert many.calls_per_unit < 1.7 * few.calls_per_unit
 
 
-def test_a_lone_worker_takes_the_units_in_the_plans_order(tmp_path):
+def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
     run = RunDir(tmp_path)
-    with Claims(run) as mine:
+    with UnitClaims(run) as mine:
         units = OpenUnits(run, rows(4))
         assert [take(units, mine) for _ in range(4)] == [0, 1, 2, 3]
         assert take(units, mine, held=range(4)) is None
         assert not units.are_all_done(mine.completed)
 
 
-def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
+def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
     run = RunDir(tmp_path)
-    with Claims(run) as first, Claims(run) as second:
+    with UnitClaims(run) as first, UnitClaims(run) as second:
         ours, theirs = OpenUnits(run, rows(40)), OpenUnits(run, rows(40))
         assert [take(ours, first) for _ in range(3)] == [0, 1, 2]
         taken = [take(theirs, second) for _ in range(20)]
@@ -83,10 +83,10 @@ def test_a_worker_that_meets_another_goes_on_elsewhere(tmp_path):
         assert sum(after == before + 1 for before, after in itertools.pairwise(taken)) >= 10
 
 
-def test_an_old_listing_does_not_have_a_worker_try_the_same_units_for_ever(tmp_path, monkeypatch):
+def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(tmp_path, monkeypatch):
     """Clients of a network file system may be shown a folder as it was a minute ago."""
     run, tried = RunDir(tmp_path), []
-    with Claims(run) as other, Claims(run) as mine:
+    with UnitClaims(run) as other, UnitClaims(run) as mine:
         monkeypatch.setattr(open_units, "_named", lambda _, num_units: np.zeros(num_units, dtype=bool))
         units = OpenUnits(run, rows(40))
         for unit in range(40):
@@ -103,7 +103,7 @@ def test_an_old_listing_does_not_have_a_worker_try_the_same_units_for_ever(tmp_p
 
 def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
     run = RunDir(tmp_path)
-    with Claims(run) as first, Claims(run) as second:
+    with UnitClaims(run) as first, UnitClaims(run) as second:
         ours = OpenUnits(run, rows(2))
         held = [ours.claim(first.try_claim, set())[1] for _ in range(2)]
         theirs = OpenUnits(run, rows(2))
@@ -119,9 +119,9 @@ def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pause
         assert ours.are_all_done(first.completed)
 
 
-def test_a_unit_that_was_opened_again_is_seen_by_a_worker_that_waits(tmp_path, without_pauses):
+def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_path, without_pauses):
     run = RunDir(tmp_path)
-    with Claims(run) as mine, Claims(run) as other:
+    with UnitClaims(run) as mine, UnitClaims(run) as other:
         units = OpenUnits(run, rows(2))
         mine.complete(units.claim(mine.try_claim, set())[1])
         assert other.try_claim(1) is not None  # so that there is something to wait for
@@ -133,7 +133,7 @@ def test_a_unit_that_was_opened_again_is_seen_by_a_worker_that_waits(tmp_path, w
 def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monkeypatch):
     """Clocks of nodes may be hours apart: leases dated in the future or the past live while their date changes."""
     run = RunDir(tmp_path)
-    with Claims(run) as holder, Claims(run) as watcher:
+    with UnitClaims(run) as holder, UnitClaims(run) as watcher:
         for unit, date_s in enumerate((time.time() + 3600, time.time() - 3600)):
             assert holder.try_claim(unit) is not None
             lease = last_claim(run, unit) / "lease.json"
@@ -145,7 +145,7 @@ def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monk
             monkeypatch.undo()
 
 
-def test_asking_whether_all_is_done_does_not_keep_a_worker_from_claiming(tmp_path, monkeypatch):
+def test_asking_whether_all_is_done_does_not_keep_a_controller_from_claiming(tmp_path, monkeypatch):
     class Clock:
         now_s = 0.0
 
@@ -155,7 +155,7 @@ def test_asking_whether_all_is_done_does_not_keep_a_worker_from_claiming(tmp_pat
     clock = Clock()
     monkeypatch.setattr(open_units, "time", clock)
     run = RunDir(tmp_path)
-    with Claims(run) as other, Claims(run) as mine:
+    with UnitClaims(run) as other, UnitClaims(run) as mine:
         held = other.try_claim(0)
         units = OpenUnits(run, rows(1))
         assert take(units, mine) is None

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.controller import claims
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
 from support.faults import kill_the_command
@@ -119,22 +119,22 @@ def test_finish_with_allow_partial_marks_what_is_missing(reference):
     assert output_bytes(run) == reference[1]
 
 
-def test_two_workers_share_the_units_of_one_run(reference, monkeypatch):
+def test_two_controllers_share_the_units_of_one_run(reference, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     options, run = another(reference, "two")
     assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0
     num_units = pq.read_table(run / "plan" / "units.parquet").num_rows
     assert num_units > 3
-    workers = [start("work", run) for _ in range(2)]
-    for worker in workers:
-        _, err = worker.communicate(timeout=120)
-        assert worker.returncode == 0, err
+    controllers = [start("work", run) for _ in range(2)]
+    for controller in controllers:
+        _, err = controller.communicate(timeout=120)
+        assert controller.returncode == 0, err
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
     assert len(list(run.glob("done/*"))) == num_units
 
 
-def test_a_second_worker_takes_over_from_a_killed_one(reference, monkeypatch):
+def test_a_second_controller_takes_over_from_a_killed_one(reference, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     options, run = another(reference, "takeover")
     assert batchinfer("plan", reference[0] / "job.toml", *options).code == 0
@@ -152,10 +152,10 @@ def test_a_second_worker_takes_over_from_a_killed_one(reference, monkeypatch):
 
 def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    with Claims(run) as mine:
+    with UnitClaims(run) as mine:
         claim = mine.try_claim(0)
         assert claim is not None
-        other = Claims(run)
+        other = UnitClaims(run)
         assert other.try_claim(0) is None
         monkeypatch.setattr(claims, "LEASE_S", 0.0)
         # seen standing still for longer than the lease: taken over, although the process lives (it may be stopped)
@@ -172,7 +172,7 @@ def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypat
 
 def test_only_one_of_many_gets_a_unit(tmp_path):
     run = RunDir(tmp_path)
-    claimed = [Claims(run).try_claim(0) for _ in range(5)]
+    claimed = [UnitClaims(run).try_claim(0) for _ in range(5)]
     assert sum(claim is not None for claim in claimed) == 1
 
 

@@ -22,9 +22,9 @@ from support.jobs import batchinfer, output_bytes, start, write_job, write_quest
 COUNTER = """
 import os, signal
 if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.protocol import channel, channel_feed
+    from batchinfer.protocol import channel, feed
     channel.Channel.send_on = lambda self, at_fault: None  # what is sent is on its way
-    plain, steps = channel_feed.ChannelFeed.send, []
+    plain, steps = feed.Feed.send, []
     def counted(self, report):
         plain(self, report)
         self.send_steps()
@@ -33,7 +33,7 @@ if "BATCHINFER_RANK_NUMBER" in os.environ:
             file.write(f"{report.record.new_tokens}\\n")
         if len(steps) == int(os.environ["TRAP_STOP_AFTER"]):
             os.kill(os.getpid(), signal.SIGSTOP)
-    channel_feed.ChannelFeed.send = counted
+    feed.Feed.send = counted
 """
 
 

@@ -20,9 +20,10 @@ from batchinfer.data.parquet import (
     shard_schema,
     table_writer,
 )
+from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.data.validate import PromptLimits, tokenize_shard
+from batchinfer.data.validate import tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
@@ -227,7 +228,8 @@ from pathlib import Path
 from batchinfer.config import JobConfig
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.data.validate import PromptLimits, tokenize_shard
+from batchinfer.data.prompts import PromptLimits
+from batchinfer.data.validate import tokenize_shard
 path, model = sys.argv[1:]
 job = JobConfig.model_validate({"input": {"files": [path], "prompt": "prompt"}, "output": {"dir": "x"},
                                 "model": {"path": "x"}, "sampling": {"max_tokens": 1}})

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import hopper, reference_rows, sdpa
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels import registry
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
-PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # a few values per token: plain PyTorch on GPUs, too
+PLAIN = {"cos_sin", "draw", "log_sum_exp"}  # a few values per token: plain PyTorch on GPUs, too
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,
@@ -43,18 +42,17 @@ def has(name: str, op: str) -> bool:
 
 def why_not(name: str, op: str) -> str | None:
     """Why the candidate's version cannot run here, or None."""
-    if name == sdpa.NAME:
+    if name == registry.SDPA:
         return None
     return probe.why_not() if name == "triton" else _HOPPER_PROBES[op]()
 
 
 def function(name: str, op: str) -> Callable[..., Any]:
-    """The candidate's version; signatures as in the `reference` modules, those of products as below."""
-    if op in PLAIN:
-        return getattr(reference_rows, op)
+    """The candidate's version; signatures as in `reference`, those of products as below."""
     if (name, op) in _PRODUCTS:
         return _PRODUCTS[name, op]
-    return getattr({"hopper": hopper, "triton": triton_ops, "sdpa": sdpa}[name], op)
+    behind = NAMES[NAMES.index(name) :] if name in NAMES else (name,)
+    return registry.bind(op, (*behind, registry.REFERENCE))
 
 
 def takes_blocks_of_scales(run: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from batchinfer.parallel.dispatch import ExpertInput
 from batchinfer.parallel.placement import Placement
-from batchinfer_kernels.reference_fp8 import FP8, ROW_BLOCK
+from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BLOCK, BlockScaled
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 
 PAGE = 64
 TOLERANCE = {"relative": 1e-2, "diff": 1e-3, "unequal": 0.0}

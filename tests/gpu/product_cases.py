@@ -14,8 +14,8 @@ import torch
 from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BlockScaled
-from batchinfer_kernels.reference_fp8 import FP8, ROW_BLOCK
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
 
 BOTH = ("hopper", "triton")
 # of this project, columns and depth: queries, latents, output; the MLPs of dense layers and of the shared expert

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of
 
-from batchinfer_kernels import reference, reference_rows
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK, dequantize_fp8_rows
+from batchinfer_kernels import reference
+from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, dequantize_fp8_rows
 
 
 def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:

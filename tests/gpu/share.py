@@ -8,6 +8,7 @@ as model/weights.py loads a checkpoint of DeepSeek-V3.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections import Counter
@@ -24,7 +25,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, Projection
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 
 # config.json of the release; rope_scaling without keys that change nothing here
 DEEPSEEK_V3: dict[str, Any] = {
@@ -219,7 +220,9 @@ class Share:
 
     def _blocks(self, count: int, num_rows: int, num_columns: int) -> BlockScaled:
         """Normal values that use most of E4M3's range, with scales that keep the size of what they multiply."""
-        blocks = BlockScaled.empty(count, num_rows, num_columns, self._device)
+        blocks = BlockScaled.empty(
+            count, num_rows, num_columns, memory=functools.partial(torch.empty, device=self._device)
+        )
         for values in blocks.values:
             values.copy_(self._normal(num_rows, num_columns, size=100.0).clamp_(-448, 448))
         blocks.scales.uniform_(0.5, 1.5, generator=self._generator).mul_(0.01 / num_columns**0.5)

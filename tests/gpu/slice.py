@@ -43,9 +43,12 @@ from stages import StageEvents  # noqa: E402
 from supervised import read_record, supervise, write_line  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
-from batchinfer.model.mla import PrefillSpan  # noqa: E402
-from batchinfer.model.step import StepInput, StepTensors  # noqa: E402
-from batchinfer.model.transformer import PAGE_TOKENS  # noqa: E402
+from batchinfer.config import PAGE_TOKENS  # noqa: E402
+from batchinfer.model.step import (  # noqa: E402
+    PrefillSpan,
+    StepInput,
+    StepTensors,
+)
 from batchinfer.parallel.overlap import run_to_end  # noqa: E402
 
 OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3

@@ -23,15 +23,18 @@ for package in (
 ):
     pytest.importorskip(package, reason=f"NO {package} here: the engine on GPUs has not been run")
 
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
+from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
+from batchinfer.model.schedules import Schedule
 from batchinfer.model.step import StepInput
-from batchinfer.model.transformer import PAGE_TOKENS, Transformer
+from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.rank.decode_graphs import DecodeGraphs
-from batchinfer.rank.kv_budget import measured_room
+from batchinfer.rank.context import ALONE
+from batchinfer.rank.kv_budget import measured_budget
 from batchinfer_kernels import transfer
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.paged_steps import PagedRequests
@@ -89,11 +92,11 @@ def test_the_sample_job_has_the_answers_of_the_cpu(tmp_path, dtype):
 
 
 def test_graphs_have_the_results_of_plain_steps(model):
-    assert model.can_be_recorded
+    assert can_be_recorded(model)
     pages, plain_pages = model.new_pages(11), model.new_pages(11)
     pages.normal_()
     plain_pages.copy_(pages)
-    graphs = DecodeGraphs(model, pages, filler_page=10)
+    graphs = DecodeGraphs(filler_page=10)
     for lengths in ([70, 3, 130], [71, 4, 131], [64, 65], [72, 5, 132], [1, 2], [190, 2, 9, 7]):
         kv_tokens, table = torch.tensor(lengths), torch.arange(3 * len(lengths)).view(-1, 3) % 10
         last_page = table[torch.arange(len(lengths)), (kv_tokens - 1) // PAGE_TOKENS]
@@ -105,7 +108,7 @@ def test_graphs_have_the_results_of_plain_steps(model):
             page_table=table,
             kv_tokens=kv_tokens,
         )
-        output, plain = graphs.run(step), model.forward(step, plain_pages)
+        output, plain = model.forward(step, pages, Schedule(decode=graphs)), model.forward(step, plain_pages)
         # the same operations; other rows beside them may move last bits
         assert (output.logits - plain.logits).abs().max() <= TOLERANCE["bfloat16"] * plain.logits.abs().max()
         assert int(output.expert_counts.sum()) == int(plain.expert_counts.sum())
@@ -114,9 +117,7 @@ def test_graphs_have_the_results_of_plain_steps(model):
 
 def test_the_largest_steps_leave_room_for_pages(model):
     free, _ = torch.cuda.mem_get_info()
-    room = measured_room(
-        model, prefill_tokens=4096, decode_requests=256, largest_tokens=4096, runs_prefill=True, runs_decode=True
-    )
+    room = measured_budget(model, ClusterConfig(prefill_tokens=4096, decode_requests=256), ALONE, largest_tokens=4096)
     assert 0 < room < free
 
 

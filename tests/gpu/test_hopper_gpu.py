@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from batchinfer_kernels import hopper, reference, reference_mla
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import to_blocks
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
+OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode")
+hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
 pytestmark = pytest.mark.gpu
 needs_deep_gemm = pytest.mark.skipif(
     libraries.why_not_deep_gemm() is not None, reason=f"no deep_gemm here: {libraries.why_not_deep_gemm()}"

@@ -9,8 +9,9 @@ import torch
 
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
-from batchinfer_kernels import backend, reference, reference_mla
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build, ops, packed
+from batchinfer_kernels.reference import mla as reference_mla
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
@@ -387,10 +388,10 @@ def test_a_row_of_a_whole_model_does_not_depend_on_batch_chunks_leftovers_or_thr
 @pytest.mark.usefixtures("cpp")
 def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
     chosen = Ops.select("cpu")
-    assert chosen.linear is ops.linear
-    assert chosen.mla_decode is ops.mla_decode
-    assert chosen.silu_mul is ops.silu_mul
-    rows = backend.explain("cpu")
+    assert chosen.linear.implementation is ops.linear
+    assert chosen.mla_decode.implementation is ops.mla_decode
+    assert chosen.silu_mul.implementation is ops.silu_mul
+    rows = registry.explain("cpu")
     assert {row.op for row in rows if row.chosen and row.candidate == "cpu"} >= {"linear", "grouped_mlp", "masked_mlp"}
 
 
@@ -398,7 +399,7 @@ def test_cpu_by_name_takes_the_reference_where_nothing_else_was_written():
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 def test_auto_takes_them_for_all_operations_of_a_model(dtype):
     chosen = Ops.select("auto", dtype)
-    assert chosen.linear is ops.linear
+    assert chosen.linear.implementation is ops.linear
     assert chosen.names(dtype) == build.numerics(dtype)
-    (row,) = [row for row in backend.explain() if (row.op, row.candidate) == ("linear", "cpu")]
+    (row,) = [row for row in registry.explain() if (row.op, row.candidate) == ("linear", "cpu")]
     assert (row.chosen, row.reason) == (True, "in use")

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from batchinfer.model import transformer
-from batchinfer.model.fused.layers import FusedAttention, FusedMixture
+from batchinfer.model.fused.layers import FusedAttention, FusedMoe
+from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.mla import Attention
 from batchinfer.model.moe import MoeMlp
+from batchinfer.model.schedules import Schedule
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import ops, packed
 from support.checkpoints import MODELS, make_checkpoint
 from support.paged_steps import PagedRequests
 
-BIASED_MIXTURE = {"v2-groups"}  # biases need the operations one by one
+BIASED_MOE = {"v2-groups"}  # biases need the operations one by one
 DTYPES = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -43,11 +45,11 @@ def logits_and_pages(model, *, chunks=(1000,)):
 def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monkeypatch):
     make_checkpoint(tmp_path, name)
     fused = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
-    last = fused._layers[-1]
+    last = fused.layers[-1]
     assert isinstance(last.attention, FusedAttention)
-    assert isinstance(last.mlp, FusedMixture) == (name not in BIASED_MIXTURE)
+    assert isinstance(last.mlp, FusedMoe) == (name not in BIASED_MOE)
     monkeypatch.setattr(transformer, "attention_of", Attention)
-    monkeypatch.setattr(transformer, "mixture_of", MoeMlp)
+    monkeypatch.setattr(transformer, "moe_of", MoeMlp)
     composed = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
 
     for (got, got_pages), (expected, expected_pages) in [
@@ -64,8 +66,9 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monk
 def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtype, tmp_path):
     make_checkpoint(tmp_path, name)
     model = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
-    assert model.decodes_at_once == (name not in BIASED_MIXTURE)
-    if not model.decodes_at_once:
+    fused = FusedDecode.of(model)
+    assert (fused is not None) == (name not in BIASED_MOE)
+    if fused is None:
         return
     requests = prefilled(model)
     for i, token in enumerate([9, 1, 2, 3]):
@@ -73,7 +76,7 @@ def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtyp
     step, pages, rows_before = requests.decode_input([2, 0, 3]), requests.pages.clone(), model.num_expert_rows
     expected = model.forward(step, requests.pages)
     num_rows = model.num_expert_rows - rows_before
-    found = model.decode(step, pages)
+    found = model.forward(step, pages, Schedule(decode=fused))
     assert torch.equal(found.logits, expected.logits)
     assert torch.equal(found.expert_counts, expected.expert_counts)
     assert torch.equal(pages, requests.pages)
@@ -83,9 +86,9 @@ def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtyp
 def test_biases_need_the_operations_one_by_one(tmp_path):
     make_checkpoint(tmp_path, "v3", attention_bias=True)
     model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
-    assert isinstance(model._layers[-1].attention, Attention)
-    assert isinstance(model._layers[-1].mlp, FusedMixture)
-    assert not model.decodes_at_once
+    assert isinstance(model.layers[-1].attention, Attention)
+    assert isinstance(model.layers[-1].mlp, FusedMoe)
+    assert FusedDecode.of(model) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,4 +111,4 @@ def test_an_mlp_is_an_expert_alone(hidden, is_int8, threads):
     threads(2)
     assert torch.equal(ops.mlp(x, *weights), expected)
     assert torch.equal(ops.mlp(x[3:5], *weights), expected[3:5])
-    assert torch.equal(ops.mlp(x, *weights, stream=stream), stream + expected)
+    assert torch.equal(ops.mlp(x, *weights, residual=stream), stream + expected)

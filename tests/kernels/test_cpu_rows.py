@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
+from batchinfer_kernels.reference import rows as reference_rows
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
@@ -149,20 +151,69 @@ def test_the_largest_logit_is_the_first_among_equals(width):
     assert torch.equal(tokens[4:], torch.tensor([row.tolist().index(max(row.tolist())) for row in logits[4:]]))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1, 1e-300])
-def test_powers_and_their_sums_are_those_of_float64(temperature):
+def test_the_logarithm_of_a_sum_of_powers_is_that_of_float64():
     logits = 20 * random(6, 1003, dtype=torch.float32)
     logits[1] = logits[1, 0]  # all alike
-    temperatures = torch.full((6,), temperature, dtype=torch.float64)
-    powers, totals = ops.exponentials(logits, temperatures)
-    expected, expected_totals = reference_rows.exponentials(logits, temperatures)
-    assert torch.allclose(powers, expected, rtol=1e-15, atol=1e-300)
-    assert torch.allclose(totals, expected_totals, rtol=1e-15, atol=0)
-    assert torch.allclose(ops.log_sum_exp(logits), reference_rows.log_sum_exp(logits), rtol=1e-15, atol=1e-14)
+    total = ops.log_sum_exp(logits)
+    assert torch.allclose(total, reference_rows.log_sum_exp(logits), rtol=1e-15, atol=1e-14)
     for row in range(6):
-        alone = ops.exponentials(logits[row : row + 1], temperatures[row : row + 1])
-        assert torch.equal(alone[0][0], powers[row])
-        assert torch.equal(alone[1][0], totals[row])
+        assert torch.equal(ops.log_sum_exp(logits[row : row + 1])[0], total[row])
+
+
+def settings_of_draws(num_rows, seed):
+    """Temperature, top_k, top_p, min_p and uniform of each row, from none to the extremes, in all combinations."""
+    draw = np.random.default_rng(seed)
+
+    def column(*values):
+        return torch.from_numpy(draw.choice(values, size=num_rows))
+
+    uniform = torch.from_numpy(draw.random(num_rows))
+    uniform[::7], uniform[1::7] = 0, 1 - 2**-53
+    return (
+        column(1e-310, 1e-9, 0.3, 0.7, 1.0, 5.0, 1000.0),
+        column(0, 0, 1, 2, 40, 1000, 10**6),
+        column(1e-12, 0.1, 0.5, 0.95, 1 - 2**-53, 1.0, 1.0),
+        column(0.0, 0.0, 0.001, 0.3, 1.0),
+        uniform,
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 500, 512, 513, 1003, 4097, 129280])
+@pytest.mark.parametrize("kind", ["different", "many equal", "all equal", "one above all"])
+def test_drawn_tokens_are_those_of_the_reference_alone_and_among_others(kind, width, threads):
+    num_rows = 300 if width < 5000 else 30
+    for seed in range(3 if width < 5000 else 1):
+        logits = 3 * random(num_rows, width, seed=seed, dtype=torch.float32)
+        if kind == "many equal":
+            logits = (2 * logits).round() / 2
+        elif kind == "all equal":
+            logits[:] = logits[:, :1].clone()
+        elif kind == "one above all":
+            logits[:, width // 2] += 60
+        settings = settings_of_draws(num_rows, seed)
+        threads(2)
+        tokens = ops.draw(logits, *settings)
+        assert torch.equal(tokens, reference_rows.draw(logits, *settings))
+        threads(1)
+        for row in range(0, num_rows, 11):
+            one = slice(row, row + 1)
+            assert ops.draw(logits[one], *(values[one] for values in settings)) == tokens[row]
+
+
+def test_draws_from_what_is_not_finite_are_some_tokens_and_do_not_harm_others():
+    logits = random(8, 100, dtype=torch.float32)
+    settings = settings_of_draws(8, seed=0)
+    clean = ops.draw(logits, *settings)
+    logits[0], logits[2, 3], logits[3, 4], logits[5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[7, ::2] = torch.nan
+    tokens = ops.draw(logits, *settings)
+    assert torch.equal(tokens[[1, 4, 6]], clean[[1, 4, 6]])
+    assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+def test_a_draw_from_too_many_tokens_is_refused():
+    with pytest.raises(RuntimeError, match="a vocabulary of 262145 tokens, more than 262144"):
+        ops.draw(torch.zeros(1, 2**18 + 1), *settings_of_draws(1, seed=0))
 
 
 def test_cosine_and_sine_are_those_of_float64():
@@ -176,17 +227,17 @@ def test_cosine_and_sine_are_those_of_float64():
 def test_a_product_may_be_added_to_the_stream(eight_bit):
     x, weight, bias, stream = random(5, 64), random(7, 64, seed=1), random(7, seed=2), random(5, 7, seed=3)
     packed = ops.pack(weight, eight_bit=eight_bit)
-    assert torch.equal(ops.linear(x, packed, stream=stream), stream + ops.linear(x, packed))
-    assert torch.equal(ops.linear(x, packed, bias, stream=stream), stream + ops.linear(x, packed, bias))
-    assert torch.equal(reference.linear(x, weight, stream=stream), stream + reference.linear(x, weight))
+    assert torch.equal(ops.linear(x, packed, residual=stream), stream + ops.linear(x, packed))
+    assert torch.equal(ops.linear(x, packed, bias, residual=stream), stream + ops.linear(x, packed, bias))
+    assert torch.equal(reference.linear(x, weight, residual=stream), stream + reference.linear(x, weight))
 
 
 def test_logits_can_be_had_in_float32():
     x, weight = random(5, 64), random(7, 64, seed=1)
-    wide = ops.linear(x, weight, wide=True)
+    wide = ops.linear(x, weight, float32_out=True)
     assert wide.dtype == torch.float32
     assert torch.equal(wide.bfloat16(), ops.linear(x, weight))
-    assert torch.equal(reference.linear(x, weight, wide=True), reference.linear(x, weight).float())
+    assert torch.equal(reference.linear(x, weight, float32_out=True), reference.linear(x, weight).float())
 
 
 def in_blocks(weight):

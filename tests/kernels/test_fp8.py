@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu import ops as cpu_ops
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK, block_product
+from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product
 
 TOLERANCE = {"float32": 1e-6}
 GRID = sorted(
@@ -103,8 +103,8 @@ def test_bias_stream_and_float32_are_as_with_plain_weights():
     x, bias, stream = random(5, 200), random(7, seed=2), random(5, 7, seed=3)
     blocks = to_blocks(random(7, 200, seed=1))
     y = reference.linear(x, blocks)
-    assert torch.equal(reference.linear(x, blocks, bias, stream=stream), stream + (y + bias))
-    assert torch.equal(reference.linear(x, blocks, wide=True), y.float())
+    assert torch.equal(reference.linear(x, blocks, bias, residual=stream), stream + (y + bias))
+    assert torch.equal(reference.linear(x, blocks, float32_out=True), y.float())
 
 
 @pytest.mark.parametrize("num_in", [5, 128, 300])
@@ -183,9 +183,10 @@ def test_rows_in_fp8_are_multiplied_out_for_other_weights(kind):
 def test_the_c_plus_plus_operations_leave_weights_in_fp8_to_the_reference():
     weights = tuple(to_blocks(weight) for weight in experts(40, 24))
     x, num_rows = random(20, 40), torch.tensor([3, 0, 15, 2])
-    assert torch.equal(cpu_ops.linear(x, weights[0][0]), reference.linear(x, weights[0][0]))
-    assert torch.equal(cpu_ops.grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
-    assert isinstance(cpu_ops.pack(random(3, 5).float(), eight_bit=True), BlockScaled)
+    linear, grouped_mlp, pack = (registry.bind(op, ["cpu", "reference"]) for op in ("linear", "grouped_mlp", "pack"))
+    assert torch.equal(linear(x, weights[0][0]), reference.linear(x, weights[0][0]))
+    assert torch.equal(grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
+    assert isinstance(pack(random(3, 5).float(), eight_bit=True), BlockScaled)
 
 
 def test_places_hold_what_is_put_there():
@@ -193,7 +194,7 @@ def test_places_hold_what_is_put_there():
     blocks = to_blocks(plain)
     assert blocks.values.shape == (3, 130, 200)
     assert blocks.scales.shape == (3, 2, 2)
-    room = blocks.room(2)
+    room = BlockScaled.empty(2, 130, 200)
     room.put(1, plain[2])
     room.put(0, BlockScaled(*reference.quantize_fp8_block(plain[1])))
     assert same(room[1], blocks[2])

@@ -20,15 +20,19 @@ from batchinfer.model.weights import load_weights
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend, hopper, reference, reference_mla
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.block_scaled import to_blocks
-from batchinfer_kernels.reference_fp8 import ROW_BLOCK
+from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.triton import probe as triton_probe
+from batchinfer_kernels.triton.ops import Kernel
 from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 from support.paths import ROOT
+from support.triton_device import needs_triton
 
 TOLERANCE = {"bfloat16": 2**-7}  # of the largest value
 DEEP_GEMM = {"upstream": stand_ins.deep_gemm_upstream, "sgl": stand_ins.deep_gemm_sgl}
@@ -66,16 +70,14 @@ def install(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, install):
-    """Tensors here count as those of a GPU; what is behind or beside the libraries is the reference."""
+    """Tensors here count as those of a GPU; what the libraries use is the reference."""
     monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
-    monkeypatch.setattr(hopper, "_behind", behind_is_called)
-    monkeypatch.setattr(hopper, "_other", lambda op: backend.select(op, "reference").run)
     stand_ins.COPIED.clear()
     return install
 
 
-def behind_is_called(op):
-    raise AssertionError(f"{op} went to another implementation")
+def with_reference(op):
+    return registry.bind(op, ["hopper", "reference"])
 
 
 def close(y, expected):
@@ -90,8 +92,8 @@ def close(y, expected):
 def test_a_product_in_fp8_is_that_of_the_reference(gpu, library, num_rows, num_in, num_out):
     gpu(DEEP_GEMM[library]())
     x, weight, bias = random(num_rows, num_in), to_blocks(random(num_out, num_in, seed=1)), random(num_out, seed=2)
-    stream = random(num_rows, num_out, seed=3)
-    for options in ({}, {"bias": bias}, {"wide": True}, {"stream": stream}, {"bias": bias, "stream": stream}):
+    added = {"residual": random(num_rows, num_out, seed=3)}
+    for options in ({}, {"bias": bias}, {"float32_out": True}, added, {"bias": bias} | added):
         y, expected = hopper.linear(x, weight, **options), reference.linear(x, weight, **options)
         assert torch.equal(y, expected)
         assert y.dtype == expected.dtype
@@ -173,22 +175,22 @@ def test_experts_in_blocks_are_those_of_the_reference(gpu, library, room):
     assert nothing.shape == (5, 0, 256)
 
 
-def test_what_stands_between_the_products_skips_rows_of_nobody(gpu, monkeypatch):
+def test_what_stands_between_the_products_skips_rows_of_nobody(gpu):
     gpu(stand_ins.deep_gemm_sgl())
     asked = []
 
     def other(op):
         def run(x, num_rows_E=None, **options):
             asked.append((op, x.shape, num_rows_E, options))
-            return backend.select(op, "reference").run(x, num_rows_E, **options)
+            return getattr(reference, op)(x, num_rows_E, **options)
 
         return run
 
-    monkeypatch.setattr(hopper, "_other", other)
+    uses = {op: other(op) for op in hopper.masked_mlp.uses}
     blocks, _ = blocks_of([3, 0, 128, 64, 1], 128)
     num_rows = torch.tensor([3, 0, 128, 64, 1])
-    hopper.masked_mlp(blocks, num_rows, *(to_blocks(weight) for weight in experts()))
-    hopper.masked_mlp(blocks, num_rows, *experts())
+    hopper.masked_mlp(blocks, num_rows, *(to_blocks(weight) for weight in experts()), **uses)
+    hopper.masked_mlp(blocks, num_rows, *experts(), **uses)
     assert [(op, shape, options) for op, shape, _, options in asked] == [
         ("quantize_fp8_rows", (5, 128, 256), {}),
         ("silu_mul_blocks", (5, 128, 256), {"fp8": True}),
@@ -255,22 +257,27 @@ def test_what_the_library_does_not_take_goes_to_the_implementation_behind(instal
         monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
     weight = weight()
     x = random(3, 130 if what == "depth" else 128)
-    assert close(hopper.linear(x, weight), reference.linear(x, weight))
+    before = registry.num_fallbacks()
+    assert close(with_reference("linear")(x, weight), reference.linear(x, weight))
+    assert registry.num_fallbacks() == before + 1
     if what in ("columns", "not in FP8"):
         return
     weights, num_rows = tuple(to_blocks(weight) for weight in experts(2, x.shape[1], 128)), torch.tensor([1, 2])
-    assert torch.equal(hopper.grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights))
+    y = with_reference("grouped_mlp")(x, num_rows, *weights)
+    assert torch.equal(y, reference.grouped_mlp(x, num_rows, *weights))
     blocks = random(2, 4, x.shape[1])
-    y = hopper.masked_mlp(blocks, num_rows, *weights, expected_rows=1)
+    y = with_reference("masked_mlp")(blocks, num_rows, *weights, expected_rows=1)
     assert torch.equal(y, reference.masked_mlp(blocks, num_rows, *weights))
 
 
-def test_bfloat16_experts_go_on_where_the_library_has_no_product_for_them(gpu, monkeypatch):
+def test_bfloat16_experts_go_on_where_the_library_has_no_product_for_them(gpu):
     library = gpu(stand_ins.deep_gemm_upstream())
     del library.m_grouped_bf16_gemm_nt_contiguous
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
     x, num_rows = random(8, 256), torch.tensor([3, 0, 4, 0, 1])
-    assert torch.equal(hopper.grouped_mlp(x, num_rows, *experts()), reference.grouped_mlp(x, num_rows, *experts()))
+    y = with_reference("grouped_mlp")(x, num_rows, *experts())
+    assert torch.equal(y, reference.grouped_mlp(x, num_rows, *experts()))
+    reason = "deep_gemm has no such product in bfloat16"
+    assert registry.fallbacks()["grouped_mlp", "hopper", "reference", reason] > 0
 
 
 # ---- decode attention
@@ -316,9 +323,8 @@ def test_metadata_is_made_once_per_schedule_and_never_used_for_other_lengths(gpu
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
-def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, monkeypatch, change):
+def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, change):
     gpu(stand_ins.flash_mla_sgl())
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
     (q, pages, *rest), options = decode_case()
     if change == "width":
         q, pages = q[..., :560].contiguous(), pages[..., :560].contiguous()
@@ -326,7 +332,7 @@ def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, mo
         options["latent_dim"] = 448
     else:
         q, pages = q.float(), pages.float()
-    y = hopper.mla_decode(q, pages, *rest, schedule={}, **options)
+    y = with_reference("mla_decode")(q, pages, *rest, schedule={}, **options)
     assert torch.equal(y, reference_mla.mla_decode(q, pages, *rest, **options))
 
 
@@ -345,7 +351,7 @@ SIZES = {
 }
 
 
-def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
+def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path):
     flash_mla = gpu(stand_ins.flash_mla_sgl(), stand_ins.deep_gemm_sgl())
     make_checkpoint(tmp_path, "v3", **SIZES)
     config, plain = load_model_config(tmp_path), Ops.select("reference", torch.bfloat16, eight_bit=True)
@@ -354,12 +360,11 @@ def test_a_model_in_fp8_decodes_as_on_the_reference(gpu, tmp_path, monkeypatch):
     def counted(name):
         def run(*args, **options):
             calls.append(name)
-            return getattr(hopper, name)(*args, **options)
+            return with_reference(name)(*args, **options)
 
         return run
 
     # the head is not in FP8
-    monkeypatch.setattr(hopper, "_behind", lambda op: backend.select(op, "reference").run)
     ours = replace(plain, **{name: counted(name) for name in OPS})
     weights = load_weights(tmp_path, config, dtype=torch.bfloat16, ops=plain)
     logits = []
@@ -450,7 +455,7 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
             assert reason is None
         else:
             assert re.search(expected, reason), reason
-    rows = {row.op: row for row in backend.explain(device="cuda") if row.candidate == "hopper"}
+    rows = {row.op: row for row in registry.explain(device="cuda") if row.candidate == "hopper"}
     assert set(rows) == set(OPS)
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op == "mla_decode" else deep_gemm) is None)
@@ -492,20 +497,20 @@ def test_a_cpu_user_pays_nothing(monkeypatch):
 def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
-    assert [getattr(ops, name) for name in OPS] == [getattr(hopper, name) for name in OPS]
+    assert [getattr(ops, name).implementation for name in OPS] == [getattr(hopper, name) for name in OPS]
     assert "hopper-deep_gemm-0.1.2" in ops.names()
     assert "hopper-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
-    assert Ops.select("auto", torch.float32, device="cuda").linear is reference.linear
-    assert backend.behind("linear", "hopper", torch.bfloat16, "cuda").name != "hopper"
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
-        backend.select("linear", "hopper", torch.bfloat16)
+    assert Ops.select("auto", torch.float32, device="cuda").linear.name == "reference"
+    assert [candidate.name for candidate in ops.linear.candidates] == ["hopper", "reference"]
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: it is for GPUs, not for cpu tensors"):
+        registry.select("linear", "hopper", torch.bfloat16)
     machine(available=False)
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU that this torch can use"):
-        backend.select("linear", "hopper", torch.bfloat16, "cuda")
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: no GPU that this torch can use"):
+        registry.select("linear", "hopper", torch.bfloat16, "cuda")
 
 
-PLAIN = ("cos_sin", "exponentials", "log_sum_exp")  # no kernels of their own on GPUs
+PLAIN = ("cos_sin", "draw", "log_sum_exp")  # no kernels of their own on GPUs
 
 
 def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):
@@ -518,13 +523,13 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
             replace(candidate, probe=lambda: None, probe_auto=lambda: None) if candidate.name == "triton" else candidate
             for candidate in candidates
         )
-        for op, candidates in backend._CANDIDATES.items()
+        for op, candidates in registry._CANDIDATES.items()
     }
-    monkeypatch.setattr(backend, "_CANDIDATES", listed)
+    monkeypatch.setattr(registry, "_CANDIDATES", listed)
     for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", {"hopper", "triton"}), ("meta", {"reference"})):
-        chosen = {op: backend.select(op, dtype=torch.bfloat16, device=device).name for op in backend.ops()}
+        chosen = {op: registry.select(op, dtype=torch.bfloat16, device=device).name for op in registry.ops()}
         assert {name for op, name in chosen.items() if op not in PLAIN} <= names, device
-        assert {row.candidate for row in backend.explain(device=device) if row.chosen} <= names | {"reference"}
+        assert {row.candidate for row in registry.explain(device=device) if row.chosen} <= names | {"reference"}
     assert not Ops.select("auto", torch.bfloat16, device="cuda").reads_on_host
     assert Ops.select("reference", torch.bfloat16, device="cuda").reads_on_host
     for choice, device in (("cpu", "cuda"), ("triton", "cpu"), ("hopper", "cpu")):
@@ -532,26 +537,29 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
             Ops.select(choice, torch.bfloat16, device=device)
 
 
+@needs_triton
 def test_all_implementations_take_what_the_reference_takes():
     def parameters(run):
         return [(name.rstrip("ABCDEFHKMNPTW_"), it.kind) for name, it in inspect.signature(run).parameters.items()]
 
-    for op, listed in backend._CANDIDATES.items():
+    for op, listed in registry._CANDIDATES.items():
         for candidate in listed:
-            assert parameters(candidate.run) == parameters(listed[-1].run), (op, candidate.name)
+            implementation = candidate.implementation
+            run = implementation.run.function if isinstance(implementation.run, Kernel) else implementation.run
+            found = [it for it in parameters(run) if it[0] not in implementation.uses]
+            assert found == parameters(listed[-1].implementation.run), (op, candidate.name)
 
 
-def test_the_readme_names_the_versions_that_are_installed():
+def test_the_page_on_gpus_names_the_versions_that_are_installed():
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hopper"]
-    readme = (ROOT / "README.md").read_text()
-    assert "\n## GPUs\n" in readme  # what the reasons point to
+    page = (ROOT / "docs" / "gpus.md").read_text()  # what the reasons point to
     pinned = dict(requirement.split("==") for requirement in extra if "==" in requirement)
     assert set(pinned) == {"sgl-deep-gemm", "apache-tvm-ffi"}
     for name, version in pinned.items():
-        assert f"{name} {version}" in readme
+        assert f"{name} {version}" in page
     # flash_mla's package asks for a newer torch than its kernels need, so it goes in apart
-    assert "pip install --no-deps sgl-flash-mla==1.0.0" in readme
+    assert "pip install --no-deps sgl-flash-mla==1.0.0" in page
     (torch_needed,) = [requirement for requirement in extra if requirement.startswith("torch")]
     assert torch_needed == "torch>=2.11,<2.12"
-    assert "| torch | 2.11, built for CUDA 13.0 |" in readme
-    assert "written and checked against signatures, not run" in readme
+    assert "| torch | 2.11, built for CUDA 13.0 |" in page
+    assert "written and checked against signatures" in page

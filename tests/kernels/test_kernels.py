@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from batchinfer_kernels import backend, reference, reference_mla, row_check
+from batchinfer_kernels import reference, registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.implementation import Implementation, nothing
+from batchinfer_kernels.reference import mla as reference_mla
 from support.plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
-KERNELS = Path(reference.__file__).parent
+KERNELS = Path(registry.__file__).parent
 
 
 def random(*shape, seed=0):
@@ -71,8 +74,12 @@ def test_rope_turns_pairs():
     # a quarter turn takes (1, 0) to (0, 1); at angle 0 nothing moves
     cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    assert reference.rope(x, cos, sin, interleaved=True).tolist() == [[-2.0, 1.0, 3.0, 4.0]]  # pairs (0, 1) (2, 3)
-    assert reference.rope(x, cos, sin, interleaved=False).tolist() == [[-3.0, 2.0, 1.0, 4.0]]  # pairs (0, 2) (1, 3)
+    assert reference.pointwise.rope(x, cos, sin, interleaved=True).tolist() == [
+        [-2.0, 1.0, 3.0, 4.0]
+    ]  # pairs (0, 1) (2, 3)
+    assert reference.pointwise.rope(x, cos, sin, interleaved=False).tolist() == [
+        [-3.0, 2.0, 1.0, 4.0]
+    ]  # pairs (0, 2) (1, 3)
 
 
 def test_norm_activation_and_grouped_mlp_follow_their_formulas():
@@ -165,10 +172,10 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
 def test_a_row_of_a_product_does_not_depend_on_the_other_rows(num_in, num_out):
     x, weight, batches = random(40, num_in), random(num_out, num_in, seed=1), random(3, num_in, num_out, seed=2)
     skip_unless_equal([row_check.product(weight), row_check.batched_product(batches.transpose(1, 2))])
-    whole, whole_batched = reference.linear(x, weight), reference.batched_matmul(x.expand(3, -1, -1), batches)
+    whole, whole_batched = reference.linear(x, weight), reference.products.batched_matmul(x.expand(3, -1, -1), batches)
     for start, stop in [(0, 1), (1, 3), (3, 10), (7, 15), (11, 40)]:
         assert torch.equal(reference.linear(x[start:stop], weight), whole[start:stop])
-        part = reference.batched_matmul(x[start:stop].expand(3, -1, -1), batches)
+        part = reference.products.batched_matmul(x[start:stop].expand(3, -1, -1), batches)
         assert torch.equal(part, whole_batched[:, start:stop])
 
 
@@ -205,32 +212,84 @@ def test_fp8_blocks_keep_three_bits_after_the_leading_one(shape):
 
 
 def test_every_operation_has_a_candidate_and_a_reason():
-    rows = backend.explain()
-    assert {row.op for row in rows} == set(backend.ops())
-    for op in backend.ops():
+    rows = registry.explain()
+    assert {row.op for row in rows} == set(registry.ops())
+    for op in registry.ops():
         assert [row.chosen for row in rows if (row.op, row.reason) == (op, "in use")] == [True]
     assert all(row.reason for row in rows)
-    assert backend.select("linear").name == ("cpu" if cpu_build.why_not() is None else "reference")
-    assert backend.select("linear", "reference").run is reference.linear
+    assert registry.select("linear").name == ("cpu" if cpu_build.why_not() is None else "reference")
+    assert registry.select("linear", "reference").implementation.run is reference.linear
 
 
 def test_a_named_candidate_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     broken = [
-        backend.Candidate("linear", name, reference.linear, lambda: "no GPU of compute capability 9.0")
+        registry.Candidate(
+            "linear", name, Implementation(reference.linear, nothing), lambda: "no GPU of compute capability 9.0"
+        )
         for name in ("hopper", "triton", "cpu")
     ]
-    listed = {**backend._CANDIDATES, "linear": (*broken, backend._CANDIDATES["linear"][-1])}
-    monkeypatch.setattr(backend, "_CANDIDATES", listed)
-    assert backend.select("linear").name == "reference"  # auto goes on to the next one
-    with pytest.raises(backend.BackendError, match="hopper cannot run here: no GPU of compute capability 9"):
-        backend.select("linear", "hopper")
-    with pytest.raises(backend.BackendError, match="use one of auto, hopper, triton, cpu, reference"):
-        backend.select("linear", "cuda")
-    with pytest.raises(backend.BackendError, match="no operation 'matmul'"):
-        backend.select("matmul")
-    rows = {row.candidate: row for row in backend.explain() if row.op == "linear"}
+    listed = {**registry._CANDIDATES, "linear": (*broken, registry._CANDIDATES["linear"][-1])}
+    monkeypatch.setattr(registry, "_CANDIDATES", listed)
+    assert registry.select("linear").name == "reference"  # auto goes on to the next one
+    with pytest.raises(registry.BackendError, match="hopper cannot run here: no GPU of compute capability 9"):
+        registry.select("linear", "hopper")
+    with pytest.raises(registry.BackendError, match="use one of auto, hopper, triton, cpu, reference"):
+        registry.select("linear", "cuda")
+    with pytest.raises(registry.BackendError, match="no operation 'matmul'"):
+        registry.select("matmul")
+    rows = {row.candidate: row for row in registry.explain() if row.op == "linear"}
     assert list(rows) == ["hopper", "triton", "cpu", "reference"]
     assert (rows["hopper"].chosen, rows["reference"].chosen) == (False, True)
+
+
+def test_calls_that_a_candidate_refuses_go_to_the_next_one_and_are_counted(monkeypatch):
+    monkeypatch.setattr(registry, "_fallbacks", Counter())
+
+    def candidate(name, refused):
+        implementation = Implementation(lambda x: (name, x), lambda x: f"{x} is too large" if x > refused else None)
+        return registry.Candidate("double", name, implementation, lambda: None)
+
+    double = registry.Operation([candidate("hopper", 1), candidate("triton", 2), candidate("reference", 3)])
+    assert [double(x) for x in (1, 2, 2, 3)] == [("hopper", 1), ("triton", 2), ("triton", 2), ("reference", 3)]
+    assert registry.fallbacks() == {
+        ("double", "hopper", "triton", "2 is too large"): 2,
+        ("double", "hopper, triton", "reference", "3 is too large; 3 is too large"): 1,
+    }
+    assert registry.num_fallbacks() == 3
+    with pytest.raises(registry.BackendError, match=r"double: no implementation takes .*reference: 4 is too large"):
+        double(4)
+    with pytest.raises(RuntimeError, match="2 is too large"):
+        double.implementation(2)
+
+
+def test_what_a_named_choice_cannot_take_goes_on_to_the_reference_and_is_seen():
+    if cpu_build.why_not() is not None:
+        pytest.skip(f"no C++ operations on this machine: {cpu_build.why_not()}")
+    x, weight = random(3, 8).half(), random(4, 8).half()
+    linear = registry.select("linear", "cpu")
+    key = ("linear", "cpu", "reference", "rows are in torch.float16")
+    before = registry.fallbacks().get(key, 0)
+    assert torch.equal(linear(x, weight), reference.linear(x, weight))
+    assert registry.fallbacks()[key] == before + 1
+    packed = registry.select("pack", "cpu")(random(4, 8))
+    with pytest.raises(registry.BackendError, match="reference: a packed weight takes rows of its own kind on the CPU"):
+        linear(x, packed)
+
+
+def test_every_candidate_says_what_it_does_not_take():
+    for row in registry.explain():
+        assert row.not_taken, (row.op, row.candidate)
+
+
+def test_no_candidate_imports_the_registry_or_another_candidate():
+    folders = {"cpu", "triton", "hopper"}
+    for folder in (*folders, "reference"):
+        for path in (KERNELS / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+                for package, inner, *_ in (f"{node.module}.{name}".split(".") for name in names):
+                    assert (package, inner) != ("batchinfer_kernels", "registry"), path
+                    assert package != "batchinfer_kernels" or inner not in folders - {folder}, (path, inner)
 
 
 def test_the_kernels_import_only_torch_and_each_other():

@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.row_equality import equal_rows
-from batchinfer_kernels import backend, reference, reference_mla, row_check, row_survey
+from batchinfer_kernels import reference, registry, row_check, row_survey
+from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.row_check import AttentionShape, RowComputation, why_rows_differ
 from support.paths import RANDOM_MODEL
 
@@ -64,7 +66,7 @@ def test_an_order_that_is_taken_for_one_number_of_tiles_alone_is_found(multiple)
     # the plain operations hand rows to the library in multiples of 8, so these are all that it sees up to 72
     def padded(x, weight):
         rows = x.shape[-2]
-        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % reference.ROW_MULTIPLE))
+        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % reference.products.ROW_MULTIPLE))
         return varies(lambda num_rows: num_rows == multiple)(whole, weight)[..., :rows, :]
 
     assert "a weight of 7 x 40" in why_rows_differ([row_check.product(random(7, 40), padded)])
@@ -106,7 +108,7 @@ def test_a_large_product_is_asked_a_few_times_only():
 def test_every_plain_product_of_a_model_is_asked_about_once():
     # hidden 128, 4 heads of 32 + 16 and 32, latents 64 + 16, experts 64 wide, a vocabulary of 1024
     model = Transformer.load(RANDOM_MODEL, dtype=torch.float32, backend="reference")
-    names = [computation.name for computation in model.plain_computations]
+    names = [computation.name for computation in plain_computations(model)]
     assert len(names) == len(set(names))
     assert {name.removeprefix("a product with a weight of ") for name in names if " a weight of " in name} == {
         *("1024 x 128", "192 x 64", "64 x 128", "80 x 128", "128 x 128"),  # head, queries twice, latents, output
@@ -122,7 +124,7 @@ def test_every_plain_product_of_a_model_is_asked_about_once():
 @pytest.mark.usefixtures("cpp")
 def test_what_runs_in_cpp_is_equal_by_construction_and_not_asked_about():
     model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="cpu")
-    assert list(model.plain_computations) == []
+    assert list(plain_computations(model)) == []
     said = equal_rows(model)
     assert (said.bit_equal, said.bit_equal_reason) == (True, None)
     assert said.numerics == model.kernels
@@ -147,7 +149,7 @@ def test_the_survey_asks_what_is_chosen_for_each_dtype(monkeypatch, choice):
     found = {one.dtype: one for one in row_survey.survey_rows(choice)}
     assert list(found) == ["float32", "bfloat16", "fp8"]
     for dtype, one in found.items():
-        chosen = backend.select("linear", choice, row_survey.DTYPES[dtype])
+        chosen = registry.select("linear", choice, row_survey.DTYPES[dtype])
         assert one.implementation.startswith("C++ for " if chosen.name == "cpu" else "plain PyTorch"), dtype
         assert chosen.name != "cpu" or one.why_unequal is None, dtype
     # the function that the model calls is asked, not another product

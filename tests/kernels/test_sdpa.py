@@ -10,7 +10,8 @@ import torch
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
-from batchinfer_kernels import backend, reference_mla, sdpa
+from batchinfer_kernels import registry, sdpa
+from batchinfer_kernels.reference import mla as reference_mla
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
@@ -44,7 +45,7 @@ def test_chunks_anywhere_in_their_prompts_attend_as_in_the_reference(monkeypatch
 def test_a_model_prefills_with_it():
     prompts = [torch.arange(70) % 96, torch.arange(5)]
     plain = Transformer.load(RANDOM_MODEL, dtype=torch.float32, backend="reference")
-    ops = replace(Ops.select("reference", torch.float32), mla_prefill=sdpa.mla_prefill)
+    ops = replace(Ops.select("reference", torch.float32), mla_prefill=registry.bind("mla_prefill", ["sdpa"]))
     model = Transformer(plain.config, plain.weights, [layer.mlp.dispatcher for layer in plain._layers[1:]], ops)
     logits = []
     for one in (model, plain):
@@ -55,12 +56,12 @@ def test_a_model_prefills_with_it():
 
 
 def test_it_is_for_gpus_and_taken_only_by_name():
-    rows = {row.candidate: row for row in backend.explain(device="cuda") if row.op == "mla_prefill"}
+    rows = {row.candidate: row for row in registry.explain(device="cuda") if row.op == "mla_prefill"}
     assert not rows["sdpa"].chosen
     assert "where its prompt was cut, so only by name" in rows["sdpa"].reason
     chosen = Ops.select("sdpa", torch.bfloat16, device="cuda")
-    assert chosen.mla_prefill is sdpa.mla_prefill
-    assert chosen.mla_decode is Ops.select("auto", torch.bfloat16, device="cuda").mla_decode
+    assert chosen.mla_prefill.implementation is sdpa.mla_prefill
+    assert chosen.mla_decode.name == Ops.select("auto", torch.bfloat16, device="cuda").mla_decode.name
     assert "sdpa" in chosen.names()
     with pytest.raises(ModelError, match="sdpa cannot run here: it is for GPUs, not for cpu tensors"):
         Ops.select("sdpa", torch.bfloat16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import reference
-from batchinfer_kernels.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels import reference, registry
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.triton import ops
 from support.triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 
@@ -51,12 +51,12 @@ def test_a_product_is_close_to_float64_and_keeps_its_bits(num_rows, num_in, num_
         assert y.dtype == torch.bfloat16
         assert relative_error(y, exact) < TOLERANCE["bf16"]
         assert calc_diff(y, exact) < TOLERANCE["fp8"]
-        logits = ops.linear(x, held, wide=True)
+        logits = ops.linear(x, held, float32_out=True)
         assert logits.dtype == torch.float32
         assert torch.equal(logits.bfloat16(), y)
         assert torch.equal(ops.linear(x, held, bias), y + bias)
-        assert torch.equal(ops.linear(x, held, bias, stream=stream), stream + (y + bias))
-        assert torch.equal(ops.linear(x, held, stream=stream), stream + y)
+        assert torch.equal(ops.linear(x, held, bias, residual=stream), stream + (y + bias))
+        assert torch.equal(ops.linear(x, held, residual=stream), stream + y)
         for start, stop in PARTS:
             assert torch.equal(ops.linear(x[start:stop], held), y[start:stop])
         assert torch.equal(ops.linear(x.flip(0), held), y.flip(0))
@@ -182,6 +182,6 @@ def test_rows_that_come_in_fp8_are_taken_as_they_are(is_fp8):
 
 def test_float32_keeps_the_bits_of_the_reference():
     x, weight = random(5, 24, dtype=torch.float32), random(7, 24, seed=1, dtype=torch.float32)
-    assert torch.equal(ops.linear(x, weight), reference.linear(x, weight))
-    assert torch.equal(ops.silu_mul(x, x), reference.silu_mul(x, x))
-    assert torch.equal(ops.router(x, weight), reference.router(x, weight))
+    for op, operands in (("linear", (x, weight)), ("silu_mul", (x, x)), ("router", (x, weight))):
+        with_triton = registry.bind(op, ["triton", "reference"])
+        assert torch.equal(with_triton(*operands), getattr(reference, op)(*operands))

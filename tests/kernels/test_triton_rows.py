@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import reference, reference_rows
+from batchinfer_kernels import reference
+from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.triton import ops
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 

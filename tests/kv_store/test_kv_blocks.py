@@ -44,7 +44,7 @@ def test_two_prompts_share_the_names_of_their_common_whole_blocks_and_no_others(
     [
         {"weights": "x"},
         {"config": "x"},
-        {"dtype": "float16"},
+        {"dtype": "fp8"},
         {"numerics": "x"},
         {"salt": "x"},
         {"block_tokens": 128},

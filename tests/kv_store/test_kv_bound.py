@@ -112,7 +112,7 @@ def test_what_a_live_run_needs_goes_last_and_only_as_long_as_it_lives(tmp_path, 
         run = open_store(folder, max_bytes=bound)
         write_chain(run, needed)
         run.set_next_uses({needed[0]: 5})
-        claim = folder / "claims" / run.session
+        claim = folder / "claims" / run.session.name
         wait_until(claim.exists)
         for chain in others[:2]:
             assert write_chain(other, chain) == 1
@@ -136,7 +136,7 @@ def test_the_claims_of_a_killed_run_run_out(tmp_path, store):
     store._claims.publish()
     with closing(open_store(folder, max_bytes=bound)) as other:
         assert write_chain(other, chain_of("a")) == 0
-        claim = folder / "claims" / store.session
+        claim = folder / "claims" / store.session.name
         os.utime(claim, (time.time() - 3600,) * 2)
         assert write_chain(other, chain_of("a")) == 1
         assert not claim.exists()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from batchinfer.kv_store import block_file, disk
+from batchinfer.kv_store import block_file, store_dir
 from batchinfer.kv_store.block_file import HEADER_BYTES
 from support.kv_stores import (
     BLOCK_BYTES,
@@ -110,7 +110,7 @@ def test_a_header_of_another_version_or_kind_is_never_served(tmp_path, store, ch
 OTHERS = [
     replace(IDENTITY, weights="x"),
     replace(IDENTITY, config="x"),
-    replace(IDENTITY, dtype="float16"),
+    replace(IDENTITY, dtype="fp8"),
     replace(IDENTITY, numerics="x"),
     replace(IDENTITY, salt="x"),
 ]
@@ -146,7 +146,7 @@ def test_a_file_under_another_ones_name_is_not_served(tmp_path, store):
 
 
 def test_quarantine_keeps_the_latest_few(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(disk, "QUARANTINED_FILES", 3)
+    monkeypatch.setattr(store_dir, "QUARANTINED_FILES", 3)
     names = []
     for part in "abcdef":
         write_chain(store, chain_of(part))

@@ -71,7 +71,7 @@ def test_files_hold_many_small_blocks_and_few_large_ones(tmp_path, store):
     large = replace(IDENTITY, num_layers=61, latent_dim=576)  # DeepSeek-V3: 4.5 MB in bfloat16
     assert large.block_bytes == 4_497_408
     with closing(open_store(tmp_path / "large", large)) as other:
-        assert other.blocks_per_file == 3
+        assert other._writer.blocks_per_file == 3
 
 
 def test_a_file_ends_where_the_next_use_changes(tmp_path, store):

@@ -156,14 +156,14 @@ def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first)
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)  # the background may have written in between
         if first == "background":
             deadline = time.monotonic() + 30
-            while store.is_readable:
+            while store.session.is_readable:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         elif first == "refresh":
             store.refresh()
         elif first == "read":
             assert read_intact(store, chain_of(*"ab")) == 0
-            assert not store.is_readable
+            assert not store.session.is_readable
         assert write_chain(store, chain_of("c")) == 0
         assert "leave the folder where it is" in store.take_problem()
         assert read_intact(store, chain_of(*"ab")) == 0

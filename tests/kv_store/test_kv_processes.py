@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.kv_store.space_ledger import open_books
+from batchinfer.kv_store.space_ledger import open_ledger
 from batchinfer.kv_store.store_dir import StoreDir, create_store
 from batchinfer.kv_store.upkeep import shrink_store, verify_store
 from support.kv_stores import BLOCK_BYTES, FILE_BYTES, IDENTITY, open_store, total_bytes
@@ -39,11 +39,11 @@ def check_bound(folder, max_bytes):
     """Under the store's lock nothing is created or evicted; a file being renamed may be seen twice."""
     if not (folder / "used-bytes").exists():
         return
-    with open_books(StoreDir(folder)) as books:
+    with open_ledger(StoreDir(folder)) as ledger:
         total = total_bytes(folder)
         assert total <= max_bytes + NUM_PROCESSES * FILE_BYTES
-        assert total <= books.used_bytes + NUM_PROCESSES * FILE_BYTES
-        assert books.used_bytes <= max_bytes
+        assert total <= ledger.used_bytes + NUM_PROCESSES * FILE_BYTES
+        assert ledger.used_bytes <= max_bytes
 
 
 @pytest.mark.parametrize("num_kills", [0, 12])
@@ -80,8 +80,8 @@ def test_eight_processes_share_a_store(tmp_path, num_kills):
     verified = verify_store(StoreDir(folder))
     assert verified["damaged"] == []
     assert verified["blocks"] > 0
-    with open_books(StoreDir(folder)) as books:
-        assert books.used_bytes == total_bytes(folder)
+    with open_ledger(StoreDir(folder)) as ledger:
+        assert ledger.used_bytes == total_bytes(folder)
 
 
 def finish(process, *, is_killed):
@@ -100,13 +100,13 @@ def test_a_process_killed_in_the_middle_of_a_file_leaves_room_that_is_found_agai
     create_store(StoreDir(folder), IDENTITY)
     child = os.fork()
     if child == 0:
-        with open_books(StoreDir(folder)) as books:
-            descriptor, _ = books.create(FILE_BYTES, "killed")
+        with open_ledger(StoreDir(folder)) as ledger:
+            descriptor, _ = ledger.create(FILE_BYTES, "killed")
             os.write(descriptor, bytes(BLOCK_BYTES))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    with open_books(StoreDir(folder)) as books:
-        assert books.used_bytes == FILE_BYTES
+    with open_ledger(StoreDir(folder)) as ledger:
+        assert ledger.used_bytes == FILE_BYTES
     assert len(list((folder / "writing").iterdir())) == 1
     store = open_store(folder, max_bytes=max_bytes)
     for number in range(4):

@@ -8,7 +8,7 @@ import numpy as np
 from batchinfer.kv_store import space_ledger
 from batchinfer.kv_store.block_file import HEADER_BYTES
 from batchinfer.kv_store.reader import Reader
-from batchinfer.kv_store.space_ledger import open_books
+from batchinfer.kv_store.space_ledger import open_ledger
 from batchinfer.kv_store.writer import Writer
 from support.kv_stores import (
     BLOCK_BYTES,
@@ -133,7 +133,7 @@ def test_what_is_put_is_stored_in_the_background(store):
 def test_a_full_buffer_drops_the_ends_of_chains_and_never_waits(tmp_path, store):
     chains = [chain_of(part, *"abcd") for part in "xyz"]
     with closing(Writer(store, buffer_bytes=8 * BLOCK_BYTES)) as writer:
-        with open_books(store.store):  # another process keeps the lock
+        with open_ledger(store.store):  # another process keeps the lock
             taken = [writer.put(chain, 0, content_of(chain)) for chain in chains]
             assert taken == [5, 3, 0]
             # what follows a dropped block would never be found
@@ -147,7 +147,7 @@ def test_a_full_buffer_drops_the_ends_of_chains_and_never_waits(tmp_path, store)
 
 def test_a_lock_that_is_never_given_back_costs_blocks_and_no_more(store, monkeypatch):
     monkeypatch.setattr(space_ledger, "LOCK_SECONDS", 0.05)
-    with open_books(store.store):
+    with open_ledger(store.store):
         assert write_chain(store, chain_of("a")) == 0
     assert store.counters.lock_timeouts in (1, 2)  # files are counted in the background as well
     assert store.take_problem() is None
@@ -156,7 +156,7 @@ def test_a_lock_that_is_never_given_back_costs_blocks_and_no_more(store, monkeyp
 
 def test_closing_a_writer_in_time_leaves_the_rest_and_counts_it(store):
     writer = Writer(store, num_threads=1)
-    with open_books(store.store):
+    with open_ledger(store.store):
         for part in "abc":
             assert writer.put(chain_of(part), 0, content_of(chain_of(part))) == 1
         writer.close(timeout_s=0.05)

@@ -239,15 +239,15 @@ def processes_with(mark: str) -> list[Path]:
 
 
 def kv_under_way(mark: str) -> int:
-    """Bytes of the KV parcels that these processes hold now."""
-    parcels = {}
+    """Bytes of the KV transfers that these processes hold now."""
+    transfers = {}
     for folder in processes_with(mark):
         with contextlib.suppress(OSError):
             for descriptor in (folder / "fd").iterdir():
                 if "batchinfer-kv" in os.readlink(descriptor):
                     status = os.stat(descriptor)
-                    parcels[status.st_ino] = status.st_size
-    return sum(parcels.values())
+                    transfers[status.st_ino] = status.st_size
+    return sum(transfers.values())
 
 
 def refused(*arguments: str | Path) -> str:
@@ -392,7 +392,7 @@ def test_kv_on_its_way_to_decode_ranks_is_no_more_than_their_pages(tmp_path, mar
         most_bytes = max(most_bytes, kv_under_way(mark))
         time.sleep(0.002)
     assert process.returncode == 0, process.communicate()[1]
-    # beside the pages each parcel has a header
+    # beside the pages each transfer has a header
     assert prompt_bytes <= most_bytes <= 2 * 3 * prompt_bytes * 1.01
 
 

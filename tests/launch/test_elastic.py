@@ -6,7 +6,7 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.rundir import RunDir
 from support.faults import descendants, ended, fail_some, plan_units, wait_until
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
@@ -36,26 +36,26 @@ def unit_numbers(run):
     return pq.read_table(run.units)["unit"].to_pylist()
 
 
-def waiting_worker(run):
-    """A worker that has said that it waits for others."""
-    worker = start("work", run.root)
+def waiting_controller(run):
+    """A controller that has said that it waits for others."""
+    controller = start("work", run.root)
     said = ""
-    while "held by other workers; waiting for them" not in said:
-        line = worker.stderr.readline()
-        assert line, f"the worker ended: {said}"
+    while "held by other controllers; waiting for them" not in said:
+        line = controller.stderr.readline()
+        assert line, f"the controller ended: {said}"
         said += line
-    return worker
+    return controller
 
 
-def test_a_worker_waits_without_ranks_until_it_gets_a_unit(reference, planned):
-    with Claims(planned) as others:
+def test_a_controller_waits_without_ranks_until_it_gets_a_unit(reference, planned):
+    with UnitClaims(planned) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
         assert None not in held
-        worker, called_back = waiting_worker(planned), waiting_worker(planned)
-        assert descendants(worker.pid) == []
+        controller, called_back = waiting_controller(planned), waiting_controller(planned)
+        assert descendants(controller.pid) == []
         called_back.send_signal(signal.SIGTERM)
         assert ended(called_back).code == 75
-    found = ended(worker)
+    found = ended(controller)
     assert found.code == 0, found.err
     assert batchinfer("finish", planned.root).code == 0
     assert output_bytes(planned.root) == reference[1]
@@ -63,49 +63,49 @@ def test_a_worker_waits_without_ranks_until_it_gets_a_unit(reference, planned):
     assert "null" in prefills, "the one that was called back never had ranks"
 
 
-def test_a_worker_that_waited_in_vain_ends_well_without_ever_loading(planned):
-    with Claims(planned) as others:
+def test_a_controller_that_waited_for_nothing_ends_well_without_ever_loading(planned):
+    with UnitClaims(planned) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
-        worker = waiting_worker(planned)
+        controller = waiting_controller(planned)
         for claim in held:
             others.complete(claim)
-        found = ended(worker)
+        found = ended(controller)
     assert found.code == 0, found.err
     assert not list(planned.stats.glob("steps/*"))
 
 
 def test_partial_results_while_a_group_works_leave_its_files_alone(reference, planned):
-    worker = start("work", planned.root, *SLOW)
-    wait_until(lambda: list(planned.root.glob("units/*/[0-9]*/part-*.parquet")), worker)
-    ranks = descendants(worker.pid)
+    controller = start("work", planned.root, *SLOW)
+    wait_until(lambda: list(planned.root.glob("units/*/[0-9]*/part-*.parquet")), controller)
+    ranks = descendants(controller.pid)
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)  # the group cannot end before finish looks at it
-    parcel = planned.parcels("of-a-living-session") / "kv"
-    parcel.parent.mkdir(parents=True)
-    parcel.write_bytes(b"on its way")
+    transfer = planned.kv_transfers("of-a-living-session") / "kv"
+    transfer.parent.mkdir(parents=True)
+    transfer.write_bytes(b"on its way")
     assert batchinfer("finish", planned.root, "--allow-partial").code == 3
-    assert parcel.read_bytes() == b"on its way"
+    assert transfer.read_bytes() == b"on its way"
     assert not planned.finish_scratch.exists()
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
-    found = ended(worker)
+    found = ended(controller)
     assert found.code == 0, found.err
     assert batchinfer("finish", planned.root).code == 0
     assert output_bytes(planned.root) == reference[1]
     assert not planned.work.exists(), "nobody works any more: what is left there belongs to nobody"
 
 
-def test_a_living_worker_takes_up_units_that_are_opened_again(reference, planned):
+def test_a_living_controller_takes_up_units_that_are_opened_again(reference, planned):
     units = unit_numbers(planned)
-    with Claims(planned) as others:
+    with UnitClaims(planned) as others:
         assert others.try_claim(units[-1]) is not None
-        worker = waiting_worker(planned)
-        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), worker)
+        controller = waiting_controller(planned)
+        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), controller)
         assert len(fail_some(planned.root, 1)) == 1
         retried = batchinfer("retry", planned.root)
         assert "1 failed requests in 1 units" in retried.out
-        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), worker)
-    found = ended(worker)
+        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), controller)
+    found = ended(controller)
     assert found.code == 0, found.err
     assert batchinfer("finish", planned.root).code == 0
     assert output_bytes(planned.root) == reference[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.launch import local_ranks
+from batchinfer.launch import rank_process
 from batchinfer.rank.torch_import import PUT_OFF
 from support.faults import ended, wait_until
 from support.jobs import start, write_job, write_questions
@@ -150,6 +150,7 @@ def test_a_command_that_cannot_start_its_rank_early_goes_on(monkeypatch):
     def refuse(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(local_ranks, "start_rank", refuse)
-    local_ranks.start_spare()
-    local_ranks.end_spare()
+    monkeypatch.setattr(rank_process, "start_rank", refuse)
+    spare = rank_process.SpareRank()
+    assert spare.take({}) is None
+    spare.end()

@@ -11,8 +11,8 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.launch.local_ranks import RankEnvironment
-from batchinfer.launch.rank_group import open_group
+from batchinfer.launch.rank_loader import open_ranks
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.config import load_model_config
 from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.transformer import Transformer
@@ -20,13 +20,14 @@ from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weights import ModelWeights, MoeWeights
 from batchinfer.parallel.layout import rank_places
 from batchinfer.parallel.mesh import Mesh
-from batchinfer.rank import load, rank_task
-from batchinfer.rank.load import Surroundings, make_worker
+from batchinfer.rank import kv_budget, rank_task
+from batchinfer.rank.kv_budget import StartFacts
+from batchinfer.rank.load import DTYPES, make_worker
 from batchinfer.rank.rank_task import read_task
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
@@ -106,7 +107,7 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
     if backend == "cpu":
         request.getfixturevalue("cpp")
     make_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128)
-    options = {"dtype": load.DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
+    options = {"dtype": DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
     num_bytes = weight_bytes(load_model_config(tmp_path), dtype)
     memory = FreshMemory(num_bytes, 1)
     model = Transformer.load(tmp_path, **options, memory=memory)
@@ -124,9 +125,9 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
 
 def test_a_lone_rank_is_told_how_much_its_weights_take(tmp_path):
     def told(path: Path, **cluster: int) -> list[int]:
-        group = open_group(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
-        group.close()
-        return [environment.weight_bytes for environment in group.local._environments]
+        ranks = open_ranks(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
+        ranks.close()
+        return [environment.weight_bytes for environment in ranks.group.local._environments]
 
     assert told(RANDOM_MODEL) == [weight_bytes(load_model_config(RANDOM_MODEL), "float32")]
     assert told(RANDOM_MODEL, prefill_ranks=2) == [0]
@@ -165,17 +166,17 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
     job = job_of(RANDOM_MODEL, tmp_path, page_bytes=10**8)
     model, tokenizer = Transformer.load(RANDOM_MODEL, dtype=torch.float32), load_tokenizer(Path(RANDOM_MODEL))
     place = rank_places(job.cluster)[0]
-    around = Surroundings(
+    facts = StartFacts(
         most_tokens=10**9,
         largest_tokens=100,
         num_local_ranks=1,
-        parcel_folder=None,
+        transfer_folder=None,
         traced=False,
         model_digests={},
     )
-    make_worker(job, model, tokenizer, Mesh.alone(), place, around)
-    monkeypatch.setattr(load, "free_memory_bytes", lambda: 50_000_000)
+    make_worker(job, model, tokenizer, Mesh.alone(), place, facts)
+    monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 50_000_000)
     with pytest.raises(
         ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
     ):
-        make_worker(job, model, tokenizer, Mesh.alone(), place, around)
+        make_worker(job, model, tokenizer, Mesh.alone(), place, facts)

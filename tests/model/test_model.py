@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.model.transformer import Point, PrefillSpan, StepInput, Transformer
+from batchinfer.model.moe import YieldPoint
+from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
+from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.overlap import run_to_end
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ModelError
 from support.checkpoints import MODELS, make_checkpoint
 from support.paged_steps import PagedRequests
@@ -180,7 +183,8 @@ def test_a_layer_yields_after_each_exchange_and_two_steps_can_take_turns(models)
     pages = ours.new_pages(4)
     plain = [ours.forward(step(start), pages).logits for start in (1, 2)]
     pages = ours.new_pages(4)
-    running = {start: ours.forward_points(step(start), pages) for start in (1, 2)}
+    spans = MicroBatchSpans(SpanLog())
+    running = {start: ours.points(StepTensors.of(step(start), ours.device), pages, spans) for start in (1, 2)}
     seen, results = {1: [], 2: []}, {}
     while running:
         for start, points in list(running.items()):
@@ -189,14 +193,14 @@ def test_a_layer_yields_after_each_exchange_and_two_steps_can_take_turns(models)
             except StopIteration as end:
                 results[start] = end.value.logits
                 del running[start]
-    assert seen[1] == seen[2] == [Point.DISPATCH, Point.COMBINE] * 2
+    assert seen[1] == seen[2] == [YieldPoint.DISPATCH, YieldPoint.COMBINE] * 2
     assert torch.equal(results[1], plain[0])
     assert torch.equal(results[2], plain[1])
 
 
 def test_run_to_end_returns_what_the_generator_returns():
     def points():
-        yield Point.DISPATCH
+        yield YieldPoint.DISPATCH
         return 7
 
     assert run_to_end(points()) == 7

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchinfer.config import SamplingConfig
-from batchinfer.model.sampling import SamplingRows, filtered_probs, sample, uniforms
+from batchinfer.model.sampling import SamplingRows, sample, uniforms
 from batchinfer.records import sampling_key
+from batchinfer_kernels.reference import rows as reference_rows
 
 
 def rows_of(*samplings, keys=None):
@@ -14,10 +16,15 @@ def rows_of(*samplings, keys=None):
     return SamplingRows.of(parsed, keys or list(range(len(parsed))))
 
 
-def filtered(probs, **values):
+def kept(logits, **values):
+    """Ids of the tokens that the filters leave."""
     rows = rows_of({"temperature": 1.0, **values})
-    kept = filtered_probs(torch.tensor([probs]).log(), rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    return [index for index, prob in enumerate(kept[0].tolist()) if prob > 0]
+    filters = (torch.from_numpy(column) for column in (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+    return torch.nonzero(reference_rows.kept_weights(logits, *filters)[0])[:, 0].tolist()
+
+
+def filtered(probs, **values):
+    return kept(torch.tensor([probs]).log(), **values)
 
 
 PROBS = [0.1, 0.4, 0.3, 0.2]
@@ -47,6 +54,35 @@ def test_top_k_keeps_exactly_k_of_equal_tokens_lowest_ids_first():
     assert filtered([0.25, 0.25, 0.25, 0.25], top_k=2) == [0, 1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_filters_keep_what_those_of_transformers_keep(seed):
+    draw = np.random.default_rng(seed)
+    logits = torch.from_numpy(draw.normal(scale=2, size=(1, 500)).astype(np.float32))
+    for _ in range(20):
+        values = {
+            "temperature": draw.choice([0.7, 1.0, 2.5]),
+            "top_k": int(draw.choice([0, 1, 7, 50, 500])),
+            "top_p": draw.choice([0.05, 0.5, 0.95, 1.0]),
+            "min_p": draw.choice([0.0, 0.001, 0.1, 1.0]),
+        }
+        theirs = TemperatureLogitsWarper(float(values["temperature"]))(None, logits)
+        if values["top_k"]:
+            theirs = TopKLogitsWarper(values["top_k"])(None, theirs)
+        theirs = TopPLogitsWarper(float(values["top_p"]))(None, theirs)
+        theirs = MinPLogitsWarper(float(values["min_p"]))(None, theirs)
+        assert kept(logits, **values) == torch.nonzero(theirs[0] > -torch.inf)[:, 0].tolist(), values
+
+
+def test_a_vocabulary_whose_weights_might_not_be_added_up_is_refused():
+    logits = torch.zeros(1, reference_rows.MAX_TOKENS + 1)
+    with pytest.raises(ValueError, match="a vocabulary of 262145 tokens, more than 262144"):
+        sample(logits, rows_of({"temperature": 1.0}), np.array([0]))
+    # as many as there may be, all alike: the very last one is drawn at the very end
+    ones = torch.ones(1, dtype=torch.float64)
+    last = reference_rows.draw(logits[:, 1:], ones, torch.tensor([0]), ones, 0 * ones, ones - 2**-53)
+    assert last.tolist() == [reference_rows.MAX_TOKENS - 1]
+
+
 def test_greedy_takes_the_lowest_id_among_equals():
     assert sample(torch.tensor([[1.0, 3.0, 3.0]]), rows_of({}), np.array([0])).tokens == [1]
 
@@ -58,6 +94,22 @@ def test_draws_follow_the_distribution():
     shares = np.bincount(tokens, minlength=4) / count
     # five standard deviations of a share of 0.4 over 20,000 draws
     assert np.abs(shares - PROBS).max() < 5 * np.sqrt(0.4 * 0.6 / count)
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 40}, {"top_p": 0.8, "min_p": 0.02}])
+def test_even_uniforms_draw_each_token_as_often_as_its_probability_says(values):
+    logits, count = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)), 5000
+    stay = kept(logits, temperature=0.7, **values)
+    expected = torch.zeros(200, dtype=torch.float64)
+    expected[stay] = torch.softmax(logits[0, stay].double() / 0.7, dim=0)
+    rows = rows_of({"temperature": 0.7, **values})
+    settings = (
+        torch.from_numpy(column).expand(count) for column in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    )
+    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens = reference_rows.draw(logits.expand(count, -1), *settings, even)
+    # so many of evenly spaced points are in an interval, give or take one
+    assert (torch.bincount(tokens, minlength=200) - count * expected).abs().max() <= 1 + 1e-6
 
 
 def test_a_draw_depends_on_its_key_and_position_alone():

@@ -11,11 +11,12 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
 from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
-from batchinfer.model.weights import _memory, exchange_experts, load_weights
+from batchinfer.model.weights import exchange_experts, load_weights
 from batchinfer.records import ModelError
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.weight_format import format_of
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
 
 FP8 = {
@@ -246,7 +247,7 @@ def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, 
         for name in ("gate_up_EFD", "down_EDF"):
             ours, wanted = getattr(moved.layers[layer].mlp, name), getattr(expected.layers[layer].mlp, name)
             assert type(ours) is type(wanted)
-            for left, right in zip(_memory(ours), _memory(wanted), strict=True):
+            for left, right in zip(format_of(ours).slots(ours), format_of(wanted).slots(wanted), strict=True):
                 assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from batchinfer.config import load_job
-from batchinfer.model.moe import MoeMlp, Point, Routing
+from batchinfer.model.moe import MoeMlp, Routing, YieldPoint
 from batchinfer.model.ops import Ops
 from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import LocalDispatcher
@@ -383,8 +383,8 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
             replace(Ops.select("reference"), masked_mlp=masked_mlp), config, weights, torch.ones(x.shape[1]), dispatcher
         )
         stream, spans = torch.zeros_like(x), MicroBatchSpans(SpanLog())
-        points = mlp.points(stream, Routing(x, ids, topk_weights), spans, shared_under=Point.COMBINE)
-        assert [next(points), next(points)] == [Point.DISPATCH, Point.COMBINE]
+        points = mlp.points(stream, Routing(x, ids, topk_weights), spans, shared_under=YieldPoint.COMBINE)
+        assert [next(points), next(points)] == [YieldPoint.DISPATCH, YieldPoint.COMBINE]
         with pytest.raises(StopIteration) as end:
             next(points)
         assert mlp.num_expert_rows == ids.numel()

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, Transformer
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.step import PrefillSpan, StepHalves, StepInput
+from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.overlap import run_decode_pair, run_prefill_pair, run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, MicroBatchSpans, SpanLog
+from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, SpanLog
 from support.checkpoints import make_checkpoint
 from support.exchanges import ThreadedMesh
 
@@ -170,14 +172,8 @@ def of_kind(log, kind):
 def recorded_prefill(folder):
     model = Transformer.load(folder, dtype=torch.float32, backend="reference")
     requests, log = Requests((30, 90, 11)), SpanLog()
-    halves = cut(requests.everything(), 70)
-    pages = model.new_pages(NUM_PAGES)
-    run_prefill_pair(
-        *(
-            model.forward_points(requests.prefill(*chunks), pages, MicroBatchSpans(log, micro_batch))
-            for chunks, micro_batch in zip(halves, (1, 0), strict=True)
-        )
-    )
+    halves = StepHalves(*(requests.prefill(*half) for half in cut(requests.everything(), 70)))
+    model.forward(halves, model.new_pages(NUM_PAGES), log=log)
     return log
 
 
@@ -186,12 +182,7 @@ def recorded_decode(folder):
     requests, log = Requests((30, 90, 11)), SpanLog()
     pages = model.new_pages(NUM_PAGES)
     model.forward(requests.prefill(*requests.everything()), pages)
-    run_decode_pair(
-        *(
-            model.forward_points(requests.decode(order, 0), pages, MicroBatchSpans(log, micro_batch))
-            for micro_batch, order in enumerate(([0, 2], [1]))
-        )
-    )
+    model.forward(StepHalves(requests.decode([0, 2], 0), requests.decode([1], 0)), pages, log=log)
     return log
 
 
@@ -235,7 +226,7 @@ def test_in_decode_rows_travel_under_the_other_micro_batch_s_work(folders):
 def test_a_plain_step_goes_through_the_same_stages_one_after_the_other(folders):
     model = Transformer.load(folders("v3"), dtype=torch.float32, backend="reference")
     requests, log = Requests((9,)), SpanLog()
-    run_to_end(model.forward_points(requests.prefill((0, 0, 9)), model.new_pages(NUM_PAGES), MicroBatchSpans(log)))
+    model.forward(requests.prefill((0, 0, 9)), model.new_pages(NUM_PAGES), log=log)
     layer = ["ATTN(0)", "> DISPATCH(0)", "< DISPATCH(0)", "MLP(0)", "> COMBINE(0)", "SHARED(0)", "< COMBINE(0)"]
     assert own_lane(log) == ["DENSE(0)", *layer * 2, "LOGITS(0)"]
 
@@ -244,9 +235,8 @@ def test_a_plain_step_goes_through_the_same_stages_one_after_the_other(folders):
 
 
 def check_equal(paired, plain):
-    first, second = paired
-    assert torch.equal(torch.cat([first.logits, second.logits]), plain.logits)
-    assert torch.equal(first.expert_counts + second.expert_counts, plain.expert_counts)
+    assert torch.equal(paired.logits, plain.logits)
+    assert torch.equal(paired.expert_counts, plain.expert_counts)
 
 
 @pytest.mark.parametrize("num_first", [0, 1, 29, 30, 31, 64, 71, 119, 120, 131], ids=lambda n: f"first-{n}-of-131")
@@ -258,9 +248,8 @@ def test_a_prefill_step_cut_anywhere_gives_the_same_logits_and_pages(folders, na
     pages, plain_pages = model.new_pages(NUM_PAGES), model.new_pages(NUM_PAGES)
     plain = model.forward(requests.prefill(*requests.everything()), plain_pages)
     first, second = (requests.prefill(*half) for half in cut(requests.everything(), num_first))
-    paired = run_prefill_pair(model.forward_points(first, pages), model.forward_points(second, pages))
     assert (len(first.tokens), len(second.tokens)) == (num_first, 131 - num_first)
-    check_equal(paired, plain)
+    check_equal(model.forward(StepHalves(first, second), pages), plain)
     assert torch.equal(pages, plain_pages)
 
 
@@ -274,8 +263,8 @@ def test_a_prompt_can_take_over_latents_that_the_other_micro_batch_computes(fold
     plain = model.forward(requests.prefill((0, 0, 50), (1, 0, 45)), plain_pages)
     first = requests.prefill((0, 0, 50))
     second = replace(requests.prefill((1, 20, 45)), copy_from=copy_from, copy_to=copy_to)
-    outputs = run_prefill_pair(model.forward_points(first, pages), model.forward_points(second, pages))
-    assert torch.equal(torch.cat([output.logits for output in outputs]), plain.logits[[*range(50), *range(70, 95)]])
+    output = model.forward(StepHalves(first, second), pages)
+    assert torch.equal(output.logits, plain.logits[[*range(50), *range(70, 95)]])
     assert torch.equal(pages, plain_pages)
 
 
@@ -290,7 +279,7 @@ def test_decode_steps_in_two_micro_batches_give_the_same_logits(folders, name, n
     for token in range(4):
         plain = model.forward(requests.decode(order, token), plain_pages)
         halves = (requests.decode(half, token) for half in (order[:num_first], order[num_first:]))
-        check_equal(run_decode_pair(*(model.forward_points(half, pages) for half in halves)), plain)
+        check_equal(model.forward(StepHalves(*halves), pages), plain)
     assert torch.equal(pages, plain_pages)
 
 
@@ -314,11 +303,11 @@ def test_ranks_that_share_experts_and_overlap_equal_one_that_does_neither(folder
         requests = Requests(lengths[exchange.rank], seed=exchange.rank)
         pages = model.new_pages(NUM_PAGES)
         halves = (requests.prefill(*half) for half in cut(requests.everything(), 41))
-        outputs = [run_prefill_pair(*(model.forward_points(half, pages) for half in halves))]
+        outputs = [model.forward(StepHalves(*halves), pages)]
         order = list(range(len(requests.lengths)))
         for token in range(2):
             halves = (requests.decode(half, token) for half in (order[:1], order[1:]))
-            outputs.append(run_decode_pair(*(model.forward_points(half, pages) for half in halves)))
+            outputs.append(model.forward(StepHalves(*halves), pages))
         return outputs
 
     for rank, (prefill, *decode) in enumerate(ThreadedMesh(num_ranks).run(work)):

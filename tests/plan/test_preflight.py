@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.config import load_job
 from batchinfer.launch import local_ranks
-from batchinfer.launch.rank_group import join_message, open_group, refuse_what_cannot_run_here
+from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
+from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.preflight import check_job
 from batchinfer.records import ModelError
@@ -225,14 +226,14 @@ def test_a_rank_that_dies_while_it_is_asked_is_no_refusal(tmp_path, model, monke
 
     monkeypatch.setattr(local_ranks, "start_rank", ended_at_once)
     job, stop = load_job(job_of(tmp_path, cluster={"backend": "cpu"})), StopSignal()
-    group = open_group(job, range(1), "127.0.0.1", stop, one_host=True)
+    ranks = open_ranks(job, range(1), "127.0.0.1", stop, one_host=True)
     try:
-        group.load_ahead(join_message(job, {}))
-        refuse_what_cannot_run_here(job, group, stop)
+        ranks.load_ahead(join_message(job, {}))
+        refuse_what_cannot_run_here(job, ranks, stop)
         with pytest.raises(Exception, match="rank 0 ended with exit code 7"):
-            group.load(join_message(job, {}))
+            ranks.load(join_message(job, {}))
     finally:
-        group.close()
+        ranks.close()
 
 
 def test_a_plan_never_imports_torch(tmp_path, model):

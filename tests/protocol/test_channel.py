@@ -7,16 +7,37 @@ import queue
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
+from batchinfer.launch import rank_listener
+from batchinfer.launch.rank_listener import RankListener
 from batchinfer.parallel.spans import Span
-from batchinfer.protocol.channel import Channel, ChannelClosedError, part
-from batchinfer.protocol.channel_feed import ChannelFeed, with_nouns
-from batchinfer.protocol.feed import Adoption, CachedTokens, Handover, StepRecord, StepReport
+from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.handshake import ChannelClosedError, open_connection, show_token
+from batchinfer.protocol.messages import (
+    Adopt,
+    Adoption,
+    Bye,
+    CachedTokens,
+    Failed,
+    Handover,
+    Handovers,
+    Hello,
+    KvRead,
+    Leave,
+    MalformedMessageError,
+    StepRecord,
+    StepReport,
+    Steps,
+    StoreCounts,
+    decode_from_controller,
+    decode_from_rank,
+    encode,
+)
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
 
 KEY = RequestKey(2, 1 << 40, 0)
@@ -25,58 +46,60 @@ LOGPROBS = (TokenLogprob(7, -math.inf, ((7, -math.inf), (8, -0.5))),)
 COMPLETION = Completion(KEY, 3, "a\x00 \U0001f600", [1, 2], "stop", "</s>", 5, 1, 2, 9, TIMES, LOGPROBS)
 SAMPLING = Sampling(16, 0.5, 1.0, 0, 0.0, 2, 0, ("\n",), (4, 5), False, None)
 REQUEST = Request(KEY, 3, [9, 8], SAMPLING, (1 << 64) - 1, last_units=(4,), expected_tokens=12.5)
-RECORD = StepRecord(0, "decode", 1.5, 0.25, 2, 2, 0, 2, 99, 4, 1, 16, 0.0, 0.0)
+RECORD = StepRecord(0, "decode", 1.5, 0.25, 2, 2, 0, 2, 99, 4, 1, 16, 0.0, 0.0, 0)
+HANDOVER = Handover(KEY, [1], [*LOGPROBS], TIMES, CachedTokens(1, 2, 3), "parcel", 10)
+HELLO = Hello(0, 1, "host")
 
 
 @pytest.fixture
 def ends():
+    """A rank's end and its controller's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        near = Channel.connect("127.0.0.1", server.getsockname()[1], 5.0)
-        far = Channel(server.accept()[0])
+        near = Channel(open_connection(socket.create_connection(server.getsockname())), decode_from_controller)
+        far = Channel(open_connection(server.accept()[0]), decode_from_rank)
     yield near, far
     near.close()
     far.close()
 
 
-def test_nouns_arrive_as_they_were_sent(ends):
+def test_messages_arrive_as_they_were_sent(ends):
     near, far = ends
     report = StepReport(RECORD, [COMPLETION], [KEY], [Span("compute", "ATTN", 1, 1.0, 2.0)])
-    handover = Handover(KEY, [1], [*LOGPROBS], TIMES, CachedTokens(1, 2, 3), "parcel", 10)
-    near.send({"type": "all", "reports": [report], "adoptions": [Adoption(REQUEST, handover)], "keys": [KEY]})
-    message = far.receive()
-    assert message["type"] == "all"
-    assert part(message, "reports", list[StepReport]) == [report]
-    assert part(message, "adoptions", list[Adoption]) == [Adoption(REQUEST, handover)]
-    assert part(message, "keys", list[RequestKey]) == [KEY]
+    for message in (Steps([report]), Handovers([HANDOVER]), KvRead([KEY]), StoreCounts({"reads": 1.5}, ["full"])):
+        near.send(message)
+        assert far.receive() == message
+    for message in (Adopt([Adoption(REQUEST, HANDOVER)]), Leave()):
+        far.send(message)
+        assert near.receive() == message
 
 
 def test_a_logprob_that_is_no_number_stays_none_of_it(ends):
     near, far = ends
-    near.send({"type": "one", "item": replace(COMPLETION, logprobs=(TokenLogprob(1, math.nan),))})
-    (logprob,) = part(far.receive(), "item", Completion).logprobs
+    near.send(Steps([StepReport(RECORD, [replace(COMPLETION, logprobs=(TokenLogprob(1, math.nan),))])]))
+    (logprob,) = far.receive().reports[0].completions[0].logprobs
     assert math.isnan(logprob.logprob)
 
 
 def test_numbers_of_numpy_arrive_as_numbers(ends):
     near, far = ends
-    near.send({"type": "numbers", "values": [np.int64(3), np.float32(0.5), np.float64(1.5)]})
-    assert far.receive()["values"] == [3, 0.5, 1.5]
+    near.send(StoreCounts({"a": np.int64(3), "b": np.float32(0.5), "c": np.float64(1.5)}, []))
+    assert far.receive().counts == {"a": 3, "b": 0.5, "c": 1.5}
 
 
 def test_what_no_message_can_hold_is_refused(ends):
     near, _ = ends
     with pytest.raises(TypeError, match="a message cannot hold a object"):
-        near.send({"type": "odd", "value": object()})
+        near.send(Failed(object()))
 
 
 def test_a_thread_sends_all_in_order(ends):
     near, far = ends
-    near.send({"type": "first"})
+    near.send(HELLO)
     near.send_on(at_fault=pytest.fail)
     for number in range(1000):
-        near.send({"type": "numbered", "number": number})
-    assert far.receive() == {"type": "first"}
-    assert [far.receive()["number"] for _ in range(1000)] == list(range(1000))
+        near.send(Hello(number, 1, "host"))
+    assert far.receive() == HELLO
+    assert [far.receive().rank for _ in range(1000)] == list(range(1000))
 
 
 def test_closing_sends_what_was_taken_before(ends):
@@ -84,14 +107,14 @@ def test_closing_sends_what_was_taken_before(ends):
     near.send_on(at_fault=pytest.fail)
     content = "x" * (1 << 22)  # more than the system takes at once
     got = []
-    far.read_on(got.append, at_end=lambda: got.append({"type": "end"}))
-    near.send({"type": "large", "content": content})
-    near.send({"type": "bye"})
+    far.read_on(got.append, at_end=lambda reason: got.append(type(reason)))
+    near.send(Failed(content))
+    near.send(Bye())
     near.close()
     deadline = time.monotonic() + 30
     while len(got) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert got == [{"type": "large", "content": content}, {"type": "bye"}, {"type": "end"}]
+    assert got == [Failed(content), Bye(), ChannelClosedError]
 
 
 def test_a_thread_that_cannot_send_any_more_says_so(ends):
@@ -101,7 +124,7 @@ def test_a_thread_that_cannot_send_any_more_says_so(ends):
 
     def send_much() -> None:
         for _ in range(1000):
-            near.send({"type": "large", "content": "x" * (1 << 16)})
+            near.send(Failed("x" * (1 << 16)))
             time.sleep(0.01)
 
     with pytest.raises(ChannelClosedError):
@@ -110,9 +133,9 @@ def test_a_thread_that_cannot_send_any_more_says_so(ends):
 
 def test_a_message_that_cannot_be_sent_is_told(ends, capsys):
     near, far = ends
-    near.send_on(at_fault=lambda error: near.send_now({"type": "failed", "error": str(error)}))
-    near.send({"type": "odd", "value": object()})
-    assert far.receive() == {"type": "failed", "error": "a message cannot hold a object"}
+    near.send_on(at_fault=lambda error: near.send_now(Failed(str(error))))
+    near.send(Failed(object()))
+    assert far.receive() == Failed("a message cannot hold a object")
     assert "TypeError: a message cannot hold a object" in capsys.readouterr().err
 
 
@@ -120,50 +143,124 @@ def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
     near, far = ends
     told = queue.SimpleQueue()
 
-    def refuse(message: dict) -> None:
-        raise ValueError(f"what is {message['type']}?")
+    def refuse(message) -> None:
+        raise ValueError(f"what is {message}?")
 
-    near.read_on(refuse, at_end=lambda: told.put("end"))
-    far.send({"type": "this"})
-    assert told.get(timeout=30) == "end"
-    assert "ValueError: what is this?" in capsys.readouterr().err
+    near.read_on(refuse, at_end=told.put)
+    far.send(Leave())
+    assert str(told.get(timeout=30)) == "what is Leave()?"
+    assert "ValueError: what is Leave()?" in capsys.readouterr().err
 
 
 def test_the_end_after_the_last_message_is_no_news(ends):
     near, far = ends
     told = queue.SimpleQueue()
-    near.read_on(told.put, at_end=lambda: told.put("end"))
+    near.read_on(told.put, at_end=told.put)
     near.send_on(at_fault=told.put)
-    far.send({"type": "first"})
-    assert told.get(timeout=30) == {"type": "first"}
-    near.send_last({"type": "bye"})
-    assert far.receive() == {"type": "bye"}
+    far.send(Leave())
+    assert told.get(timeout=30) == Leave()
+    near.send_last(Bye())
+    assert far.receive() == Bye()
     far.close()
     with pytest.raises(queue.Empty):
         told.get(timeout=0.3)
 
 
-def test_odd_nouns_are_raised_where_they_are_received():
-    messages = queue.SimpleQueue()
-    messages.put(with_nouns({"type": "adopted", "keys": [{"shard": 1}]}))
-    with pytest.raises(msgspec.ValidationError, match="missing required field `row`"):
-        ChannelFeed(None, messages, {}).receive()
-
-
-def test_a_part_of_another_shape_is_refused(ends):
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "truncated"),
+        (b"\xc1", "invalid opcode"),
+        (b"\x93\x01\x02\x03", "Expected `object`"),
+        (encode(Leave()), "Invalid value 'Leave'"),  # what only a controller sends
+        (encode(KvRead([RequestKey(1, "two", 0)])), r"Expected `int`, got `str` - at `\$.keys\[0\].row`"),
+        (encode(KvRead([KEY]))[:-1], "truncated"),
+    ],
+    ids=["empty", "damaged", "no message", "the other way", "another shape", "cut"],
+)
+def test_a_malformed_message_is_refused_by_name_and_ends_the_reading(ends, content, what):
     near, far = ends
-    near.send({"type": "adopted", "keys": [{"shard": 1, "row": "two", "sample": 0}]})
-    with pytest.raises(msgspec.ValidationError, match="row"):
-        part(far.receive(), "keys", list[RequestKey])
+    told = queue.SimpleQueue()
+    far.read_on(told.put, at_end=told.put)
+    near._connection.send_bytes(content)
+    reason = told.get(timeout=30)
+    assert isinstance(reason, MalformedMessageError)
+    with pytest.raises(MalformedMessageError, match=f"malformed message: .*{what}"):
+        raise reason
 
 
-@pytest.mark.parametrize("content", [b"\xc1", b"\x93\x01\x02\x03", b""], ids=["damaged", "no dictionary", "empty"])
-def test_other_peoples_bytes_end_the_connection(content):
+@pytest.fixture
+def listener():
+    listener = RankListener("127.0.0.1")
+    yield listener
+    listener.close()
+
+
+def call(listener: RankListener, token: str | None = None) -> Channel:
+    return Channel.connect("127.0.0.1", listener.port, token or listener.token, decode_from_controller, 5.0)
+
+
+def test_who_knows_the_token_is_let_in(listener):
+    near = call(listener)
+    near.send(HELLO)
+    far, hello = listener.callers.get(timeout=30)
+    assert hello == HELLO
+    far.send(Leave())
+    assert near.receive() == Leave()
+
+
+def test_who_does_not_know_the_token_is_sent_away(listener):
+    with pytest.raises(ChannelClosedError):
+        call(listener, "another")
+    assert listener.callers.empty()
+
+
+def test_a_rank_that_has_nothing_to_say_of_itself_is_sent_away(listener):
+    near = call(listener)
+    near.send(Bye())
+    with pytest.raises(ChannelClosedError):
+        near.receive()
+
+
+def test_a_caller_trusts_only_who_knows_the_token():
     with socket.create_server(("127.0.0.1", 0)) as server:
         stranger = socket.create_connection(server.getsockname())
-        far = Channel(server.accept()[0])
-    stranger.sendall(struct.pack("=I", len(content)) + content)
+        connection = open_connection(server.accept()[0])
+    stranger.sendall(struct.pack("!i", 5) + b"hello")
     with pytest.raises(ChannelClosedError):
-        far.receive()
+        show_token(connection, "token", is_caller=True)
     stranger.close()
-    far.close()
+
+
+def test_no_stranger_keeps_ranks_waiting_or_is_read_from(listener):
+    """One announces 2 GB, one sends nothing; a rank is let in meanwhile."""
+    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2)]
+    strangers[0].sendall(struct.pack("!i", (1 << 31) - 1) + b"x" * 1000)
+    near = call(listener)
+    near.send(HELLO)
+    assert listener.callers.get(timeout=5)[1] == HELLO
+    strangers[0].settimeout(5)
+    with suppress(ConnectionError):  # raises TimeoutError unless the listener has ended it
+        while strangers[0].recv(1000):
+            pass
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handshake_has_one_deadline_however_slowly_bytes_come(monkeypatch):
+    monkeypatch.setattr(rank_listener, "HANDSHAKE_S", 0.5)
+    listener = RankListener("127.0.0.1")
+    stranger = socket.create_connection(("127.0.0.1", listener.port))
+    begun_s = time.monotonic()
+    stranger.sendall(struct.pack("!i", 200))
+
+    def drip() -> None:
+        while time.monotonic() < begun_s + 10:
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+
+    with pytest.raises(OSError):
+        drip()
+    assert time.monotonic() - begun_s < 5
+    listener.close()
+    stranger.close()

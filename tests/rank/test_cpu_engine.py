@@ -134,6 +134,12 @@ def test_a_run_names_the_family_that_its_bits_belong_to(jobs):
         assert state["bit_equal"] is True
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_operation_of_a_run_falls_back(jobs, dtype):
+    sql = "SELECT sum(fallback_calls)::INT AS calls FROM steps"
+    assert json.loads(batchinfer("report", jobs[dtype] / "one", "--json", "--sql", sql).out)[0]["calls"] == 0
+
+
 def test_each_dtype_is_another_computation(jobs):
     assert len({str(answers(folder / "one")) for folder in jobs.values()}) == len(DTYPES)
 

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.config import PAGE_TOKENS
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded, filled_up, graph_size
 from batchinfer.model.sampling import sample
-from batchinfer.model.step import StepInput
-from batchinfer.model.transformer import StepOutput, Transformer
+from batchinfer.model.schedules import Schedule, plain
+from batchinfer.model.step import StepInput, StepOutput
+from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.layout import RankPlace
 from batchinfer.rank import kv_budget
-from batchinfer.rank.decode_graphs import DecodeGraphs, filled_up, graph_size
-from batchinfer.rank.kv_budget import RESERVE_SHARE, largest_steps, measured_room, room_for_pages
-from batchinfer.rank.worker import RankWorker
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.kv_budget import RESERVE_SHARE, bytes_for_pages, largest_steps, measured_budget
 from support.paths import RANDOM_MODEL
 from support.plain_rows import skip_unless_equal
 
@@ -99,12 +101,12 @@ def test_filler_rows_have_slots_of_their_own_on_the_filler_page(num_requests):
 def test_steps_in_fixed_memory_have_the_results_of_plain_steps(model):
     pages, plain_pages = pages_of(model), pages_of(model)
     recorder = Recorder()
-    graphs = DecodeGraphs(model, pages, FILLER, recorder)
+    graphs = Schedule(decode=DecodeGraphs(FILLER, recorder))
     lengths = ([70, 3, 130], [71, 4, 131], [9, 200, 64, 65], [5], [3, 3, 3], [300, 2, 1])
     for seed, step in enumerate(map(step_of, lengths, range(len(lengths)))):
-        output, plain = graphs.run(step), model.forward(step, plain_pages)
-        assert torch.equal(output.logits, plain.logits), seed
-        assert torch.equal(output.expert_counts, plain.expert_counts), seed
+        output, expected = model.forward(step, pages, graphs), model.forward(step, plain_pages)
+        assert torch.equal(output.logits, expected.logits), seed
+        assert torch.equal(output.expert_counts, expected.expert_counts), seed
         # other requests' pages stay as they were
         assert torch.equal(pages[:, :FILLER], plain_pages[:, :FILLER]), seed
     # sizes 4 x 4, 1 x 4 and 4 x 8 (rows x pages) are met in a plain step first, then started
@@ -115,15 +117,15 @@ def test_what_stands_on_the_filler_page_reaches_no_request(model):
     pages, plain_pages = pages_of(model), pages_of(model)
     pages[:, FILLER] = GARBAGE
     step = step_of([70, 3, 130])
-    output = DecodeGraphs(model, pages, FILLER, Recorder()).run(step)
+    output = model.forward(step, pages, Schedule(decode=DecodeGraphs(FILLER, Recorder())))
     assert torch.equal(output.logits, model.forward(step, plain_pages).logits)
 
 
-def test_a_worker_on_a_cpu_has_no_graphs_and_no_filler_page(model):
-    assert not model.can_be_recorded
-    worker = RankWorker(model, load_tokenizer(Path(RANDOM_MODEL)), num_pages=5, prefill_tokens=64, decode_requests=4)
-    assert worker._pages.shape[1] == 5
-    assert worker._decode._graphs is None
+def test_a_rank_on_a_cpu_has_no_graphs_and_no_filler_page(model):
+    assert not can_be_recorded(model)
+    context = RankContext(model, load_tokenizer(Path(RANDOM_MODEL)), num_pages=5, prefill_tokens=64, decode_requests=4)
+    assert context.pages.shape[1] == 5
+    assert context.schedule.decode is plain
 
 
 @pytest.mark.parametrize("sizes", [(64, 3, 10), (100, 70, 200), (5, 2, 1000), (300, 1, 64)])
@@ -165,14 +167,9 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
 
     monkeypatch.setattr(model, "forward", noted_forward)
     monkeypatch.setattr(kv_budget, "sample", noted_sample)
-    room = measured_room(
-        model,
-        prefill_tokens=70,
-        decode_requests=5,
-        largest_tokens=100,
-        runs_prefill=runs_prefill,
-        runs_decode=runs_decode,
-    )
+    role = "both" if runs_prefill and runs_decode else "prefill" if runs_prefill else "decode"
+    cluster = ClusterConfig(prefill_tokens=70, decode_requests=5)
+    room = measured_budget(model, cluster, RankPlace(0, role, 0, 1), largest_tokens=100)
     assert room == 60 * gib - 4 * gib - int(RESERVE_SHARE * 140 * gib)
     assert ran == ["prefill"] * runs_prefill + ["decode"] * runs_decode
     assert drawn == [5] * len(ran)
@@ -181,6 +178,6 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
 
 def test_pages_get_what_the_largest_step_and_the_reserve_leave():
     gib = 2**30
-    room = room_for_pages(total=140 * gib, free=60 * gib, working=4 * gib)
+    room = bytes_for_pages(total=140 * gib, free=60 * gib, working=4 * gib)
     assert room == 56 * gib - int(RESERVE_SHARE * 140 * gib)
-    assert room_for_pages(total=140 * gib, free=10 * gib, working=4 * gib) == 0
+    assert bytes_for_pages(total=140 * gib, free=10 * gib, working=4 * gib) == 0

@@ -75,7 +75,7 @@ def test_sequences_leave_as_if_each_had_seen_all_its_tokens(seed):
             (gone,) = table.remove({table.sequences[rng.integers(len(table.sequences))].request.key})
             assert state_of(gone) == state_of(plain.pop(gone.request.key))
         if step % 7 == 0:
-            table.halves()
+            table.next_halves()
         sampled = step_of(table, rng)
         for row, one in enumerate(table.sequences):
             take_token(plain[one.request.key], sampled, row, EOS)
@@ -95,7 +95,7 @@ def test_a_step_runs_the_last_token_of_each_sequence_at_the_end_of_its_pages():
     table.add(new[:3])
     table.accept(Sampled(np.array([50, 51, 52]), np.ones(3, dtype=bool)))
     table.add(new[3:])
-    step = table.next_step(slice(None))
+    step = table.next_step()
     assert step.tokens.tolist() == [50, 51, 52, 13, 14]
     for row, one in enumerate(new):
         # the prompt, and of three sequences one generated token, lie in the pages already
@@ -113,11 +113,11 @@ def test_halves_are_equal_in_number_and_nearly_equal_in_kv_tokens(count):
     rng = np.random.default_rng(count)
     table = DecodeTable(EOS)
     table.add([sequence(row, rng) for row in range(count)])
-    first, second = table.halves()
-    sizes = [[one.kv_tokens for one in table.sequences[half]] for half in (first, second)]
+    halves = table.next_halves()
+    sizes = [half.kv_tokens.tolist() for half in (halves.first, halves.second)]
     assert abs(len(sizes[0]) - len(sizes[1])) <= 1
     if count:
         assert abs(sum(sizes[0]) - sum(sizes[1])) <= max(sizes[0] + sizes[1])
-    assert [int(token) for token in table.next_step(slice(None)).tokens] == [
-        one.token_ids[-1] for one in table.sequences
-    ]
+    tokens = [*halves.first.tokens.tolist(), *halves.second.tokens.tolist()]
+    assert tokens == table.next_step().tokens.tolist() == [one.token_ids[-1] for one in table.sequences]
+    assert sizes[0] + sizes[1] == [one.kv_tokens for one in table.sequences]

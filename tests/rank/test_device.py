@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
-from batchinfer.launch.local_ranks import LocalRanks, RankEnvironment
-from batchinfer.model.mla import PrefillSpan
-from batchinfer.model.step import StepInput, StepTensors
+from batchinfer.launch.local_ranks import LocalRanks
+from batchinfer.launch.rank_process import RankEnvironment
+from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.dispatch import count_rows
 from batchinfer.parallel.mesh import Mesh, Seat
@@ -40,8 +40,8 @@ def meta_model(request):
     return Transformer(
         model.config,
         model.weights,
-        [layer.mlp.dispatcher for layer in model._layers if hasattr(layer.mlp, "dispatcher")],
-        replace(model._ops, grouped_mlp=mlp_that_reads_nothing),
+        [layer.mlp.dispatcher for layer in model.layers if hasattr(layer.mlp, "dispatcher")],
+        replace(model.ops, grouped_mlp=mlp_that_reads_nothing),
     )
 
 
@@ -80,7 +80,7 @@ def test_a_step_runs_on_its_device_from_tokens_to_logits(meta_model, step):
 def test_the_plain_reference_would_read_on_the_host():
     """What the test above rests on: reading a value of this device is an error."""
     model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device=META)
-    assert model._ops.reads_on_host
+    assert model.ops.reads_on_host
     with pytest.raises(RuntimeError, match="meta"):
         model.forward(decode_input(), model.new_pages(12))
 
@@ -155,7 +155,7 @@ def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
 
     def places():
-        return [one.place for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
+        return [one.index for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
 
     assert places() == [0, 1]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

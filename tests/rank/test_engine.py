@@ -12,6 +12,7 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.protocol.feed import Inbox
+from batchinfer.rank.context import RankContext
 from batchinfer.rank.sequence import pages_needed
 from batchinfer.rank.worker import RankWorker
 from batchinfer.records import ConfigError, Request, RequestKey, sampling_key
@@ -53,7 +54,7 @@ class Feed:
 
 
 def run(model, tokenizer, requests, *, num_pages=400, prefill_tokens=2048, decode_requests=64, share_prefixes=True):
-    worker = RankWorker(
+    context = RankContext(
         model,
         tokenizer,
         num_pages=num_pages,
@@ -62,7 +63,7 @@ def run(model, tokenizer, requests, *, num_pages=400, prefill_tokens=2048, decod
         share_prefixes=share_prefixes,
     )
     feed = Feed(requests)
-    worker.run(feed)
+    RankWorker(context).run(feed)
     assert len(feed.done) == len(requests)
     return feed
 

@@ -17,9 +17,9 @@ from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.rank import load
-from batchinfer_kernels import backend, reference
-from batchinfer_kernels.block_scaled import to_blocks
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from support.checkpoints import edit_config, read_tensors, write_tensors
 from support.exchanges import ThreadedMesh
 from support.jobs import answers, batchinfer, write_job, write_questions
@@ -83,8 +83,8 @@ def test_an_fp8_checkpoint_runs_on_one_rank_and_on_two_that_send_fp8(tmp_path):
 
 
 def test_integers_are_not_asked_for_where_the_processor_has_none(monkeypatch):
-    with_cpp = [candidate for candidate in backend._CANDIDATES["pack"] if candidate.name != "cpu"]
-    monkeypatch.setitem(backend._CANDIDATES, "pack", tuple(with_cpp))
+    with_cpp = [candidate for candidate in registry._CANDIDATES["pack"] if candidate.name != "cpu"]
+    monkeypatch.setitem(registry._CANDIDATES, "pack", tuple(with_cpp))
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True)
     assert ops.holds_fp8("cpu")
     assert not Ops.select("auto", torch.bfloat16).holds_fp8("cpu")
@@ -125,7 +125,7 @@ def test_experts_of_many_ranks_give_the_bits_of_one(num_ranks, hidden):
 
     def mlp(received, experts):
         # one after the other, so that an expert's rows do not depend on where it stands
-        weights = tuple(weight.room(len(experts)) for weight in (gate_up, down))
+        weights = tuple(BlockScaled.empty(len(experts), *weight.values.shape[1:]) for weight in (gate_up, down))
         for place, expert in enumerate(experts):
             for room, weight in zip(weights, (gate_up, down), strict=True):
                 room.put(place, weight[expert])

@@ -106,7 +106,7 @@ def test_what_is_written(tmp_path, persist, expected):
     asked = request(list(range(300)), kept_tokens=130)
     store_one(tmp_path / "store", asked, persist=persist)
     store = DiskStore(tmp_path / "store", identity())
-    assert store.find(store.chain(asked.token_ids)) == expected
+    assert store.find(store.identity.chain(asked.token_ids)) == expected
     store.close()
 
 
@@ -114,7 +114,7 @@ def test_blocks_that_later_units_need_are_claimed_until_then(tmp_path):
     pages = pool()
     store, prefixes = open_prefixes(tmp_path / "store", pages)
     first = request(list(range(300)), last_units=(2, 1), unit=0)
-    names = store.chain(first.token_ids)
+    names = store.identity.chain(first.token_ids)
     told = {}
     store.set_next_uses = told.update
     prefixes.read_ahead([first])

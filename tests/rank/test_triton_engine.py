@@ -15,7 +15,7 @@ import torch
 
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 from batchinfer_kernels.triton import ops, probe
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.paged_steps import PagedRequests
@@ -83,35 +83,35 @@ def logits_of(prompt, **options):
     return requests.all_logits(0)
 
 
-PLAIN = {"cos_sin", "exponentials", "log_sum_exp"}  # no kernels of their own on GPUs
+PLAIN = {"cos_sin", "draw", "log_sum_exp"}  # no kernels of their own on GPUs
 
 
 @needs_triton
 def test_triton_by_name_is_triton_for_every_operation():
     chosen = Ops.select("triton", torch.bfloat16, device=DEVICE)
     runs = [getattr(chosen, field.name) for field in fields(Ops) if field.name not in {"eight_bit", *PLAIN}]
-    assert all(run.__module__ == ops.__name__ for run in runs)
+    assert all(run.name == "triton" for run in runs)
     assert f"triton.ops-{probe.version()}" in chosen.names()
 
 
 @needs_triton
 @interpreted
 def test_auto_never_takes_the_interpreter():
-    rows = [row for row in backend.explain() if row.candidate == "triton"]
-    assert {row.op for row in rows} == set(backend.ops()) - PLAIN
+    rows = [row for row in registry.explain() if row.candidate == "triton"]
+    assert {row.op for row in rows} == set(registry.ops()) - PLAIN
     assert not any(row.chosen for row in rows)
     assert all("interpreter" in row.reason for row in rows)
-    assert backend.select("linear", dtype=torch.bfloat16).name != "triton"
+    assert registry.select("linear", dtype=torch.bfloat16).name != "triton"
 
 
 def test_without_a_gpu_triton_is_refused_with_the_reason_and_never_imported():
     code = (
         "import sys, torch\n"
         "torch.cuda.is_available = lambda: False\n"
-        "from batchinfer_kernels import backend\n"
-        "backend.explain()\n"
+        "from batchinfer_kernels import registry\n"
+        "registry.explain()\n"
         "assert 'triton' not in sys.modules\n"
-        "backend.select('linear', 'triton', device='cuda')\n"
+        "registry.select('linear', 'triton', device='cuda')\n"
     )
     ended = run_python("-c", code)
     assert ended.returncode == 1

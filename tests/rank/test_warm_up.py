@@ -12,7 +12,7 @@ from batchinfer.model.mla import RotaryAngles, rope_cos_sin, rope_frequencies
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank import warm_up as warming
 from batchinfer.rank.warm_up import warm_up
-from batchinfer_kernels import reference_rows
+from batchinfer_kernels.reference import rows as reference_rows
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
 from batchinfer.report.panel import format_report
@@ -125,7 +125,7 @@ def write_results(run: RunDir, replicated_tokens: dict[int, int], failed_row: in
         }
         for item in read_rows(run.requests)
     ]
-    with Claims(run) as claims:
+    with UnitClaims(run) as claims:
         for unit in {row["unit"] for row in rows}:
             claim = claims.try_claim(unit)
             mine = [row for row in rows if row["unit"] == unit]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.rank.worker import TRACED_STEPS
+from batchinfer.rank.telemetry import TRACED_STEPS
 from support.jobs import batchinfer, write_job, write_questions
 
 MOE_LAYERS = 3  # of the sample model, after one dense layer

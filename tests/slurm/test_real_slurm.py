@@ -190,15 +190,15 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference)
 STUMBLING = """
 import os, time
 if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.rank import worker
-    plain = worker.RankWorker._run_prefill
+    from batchinfer.rank import prefill
+    plain = prefill.Prefill._run
     def stumbling(self, chunks, *rest, **options):
         time.sleep(float(os.environ["STEP_S"]))
         keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
         if keys & set(FAILING):
             raise RuntimeError("no luck with this row")
         return plain(self, chunks, *rest, **options)
-    worker.RankWorker._run_prefill = stumbling
+    prefill.Prefill._run = stumbling
 """
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.rundir import RunDir
 from support.faults import fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
@@ -92,7 +92,7 @@ def test_while_somebody_works(planned, monkeypatch):
 
 
 def test_a_worker_that_is_silent_is_a_problem(planned):
-    with Claims(RunDir(planned)) as claims:
+    with UnitClaims(RunDir(planned)) as claims:
         claim = claims.try_claim(0)
         lease = claim.folder / "lease.json"
         assert status(planned)["units_running"] == 1
@@ -153,7 +153,7 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     run = RunDir(planned)
     unit = next(iter(unit for unit in range(10) if status(planned)["units_failed"] and _has_failed(planned, unit)))
     run.done(unit).unlink()
-    with Claims(run) as claims:
+    with UnitClaims(run) as claims:
         assert claims.try_claim(unit) is not None
         assert "1 more units" in batchinfer("retry", planned).out
     assert "1 failed requests in 1 units" in batchinfer("retry", planned).out

@@ -139,9 +139,9 @@ def test_sizes_by_time_of_day():
 
 @pytest.mark.parametrize("entries", [["8:00 4"], ["24:00 4"], ["08:00"], ["08:00 x"], ["08:00 4", "08:00 5"]])
 def test_wrong_schedules_are_refused_before_anything_is_planned(job, entries):
-    refused = batchinfer("submit", job, "--array", "1", "--set", f"client.schedule={json.dumps(entries)}")
+    refused = batchinfer("submit", job, "--array", "1", "--set", f"slurm.schedule={json.dumps(entries)}")
     assert refused.code == 2
-    assert "08:00" in refused.err or "client.schedule" in refused.err or "number of tasks" in refused.err
+    assert "08:00" in refused.err or "slurm.schedule" in refused.err or "number of tasks" in refused.err
     assert not (job.parent / "run").exists()
 
 
@@ -167,7 +167,7 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     assert batchinfer("status", tmp_path / "run").code == 0
     assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
-    assert "no client.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
+    assert "no slurm.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
 
 
 def test_the_record_of_a_submission(tmp_path):

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+)
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -110,7 +116,7 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
     fields = BASE | fields | overrides
     torch.manual_seed(seed)
     if family == "deepseek_v3":
-        model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
+        model: PreTrainedModel = DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
     else:
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**fields))
     model = model.float().eval()
@@ -150,7 +156,7 @@ def split_into_shards(folder: Path, num_shards: int) -> None:
     tensors = read_tensors(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = names[shard::num_shards]

@@ -1,9 +1,9 @@
-"""Simulated workers that claim units of a plan by real leases on a real file system, and what that costs there.
+"""Simulated controllers that claim units of a plan by real leases on a real file system, and what that costs there.
 
-Every worker has its own OpenUnits and Claims, as a process would; they take turns in an order drawn by chance. The time
-that a unit takes is drawn too, in turns, so that workers drift apart. What is counted are the calls that reach the file
-system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a simulated
-minute old, as clients of a network file system give it (and as otherwise this would take hours).
+Every controller has its own OpenUnits and UnitClaims, as a process would; they take turns in an order drawn by chance.
+The time that a unit takes is drawn too, in turns, so that controllers drift apart. What is counted are the calls that
+reach the file system: each listing as one more for every 1,000 names, as a server would send them. A listing may be a
+simulated minute old, as clients of a network file system give it (and as otherwise this would take hours).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.controller import open_units
-from batchinfer.controller.claims import Claims
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.rundir import RunDir
 
@@ -77,7 +77,7 @@ class Cost:
     """What claiming all units has cost."""
 
     units: int
-    workers: int
+    controllers: int
     seconds: float  # of one processor and disk that did it all
     calls: dict[str, int] = field(default_factory=dict)
 
@@ -96,8 +96,8 @@ class _Clock:
         return self.now_s
 
 
-def claim_all(folder: Path, num_units: int, num_workers: int, counter: Counter, *, seed: int = 0) -> Cost:
-    """Have so many simulated workers claim and complete all units of an empty run folder.
+def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Counter, *, seed: int = 0) -> Cost:
+    """Have this many simulated controllers claim and complete all units of an empty run folder.
 
     A unit takes 100 to 300 simulated seconds. Workers come within the first minute, as tasks of an array do.
     """
@@ -105,18 +105,18 @@ def claim_all(folder: Path, num_units: int, num_workers: int, counter: Counter, 
     rows = [{"unit": unit, "num_requests": 1} for unit in range(num_units)]
     counter.calls.clear()
     begun_s = time.perf_counter()
-    # (when, number, worker): what each does next
-    turns = [(rng.uniform(0, 60), number, None) for number in range(num_workers)]
+    # (when, number, controller): what each does next
+    turns = [(rng.uniform(0, 60), number, None) for number in range(num_controllers)]
     heapq.heapify(turns)
     with counter.counting(), _simulated(clock, counter):
         while turns:
-            clock.now_s, number, worker = heapq.heappop(turns)
-            if worker is None:
-                worker = _Worker(run, rows, rng)
-            pause_s = worker.turn()
+            clock.now_s, number, controller = heapq.heappop(turns)
+            if controller is None:
+                controller = _Controller(run, rows, rng)
+            pause_s = controller.turn()
             if pause_s is not None:
-                heapq.heappush(turns, (clock.now_s + pause_s, number, worker))
-    return Cost(num_units, num_workers, time.perf_counter() - begun_s, dict(counter.calls))
+                heapq.heappush(turns, (clock.now_s + pause_s, number, controller))
+    return Cost(num_units, num_controllers, time.perf_counter() - begun_s, dict(counter.calls))
 
 
 @contextlib.contextmanager
@@ -140,9 +140,9 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
         open_units.time, open_units._named = plain_time, plain_named
 
 
-class _Worker:
+class _Controller:
     def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random) -> None:
-        self._claims, self._rng = Claims(run), rng
+        self._claims, self._rng = UnitClaims(run), rng
         self._units = OpenUnits(run, rows, start=None)
         self._units._random = rng  # the same every time
         self._claim: Any = None

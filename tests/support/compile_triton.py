@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import decode, ops, prefill
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256
@@ -59,8 +59,8 @@ def compile_all():
     x, counts = of(T, D), of(HELD, dtype=INT)
     for columns in (24576, 576):
         for weight in (of(columns, 1536), blocks(columns, 1536)):
-            ops.linear(of(T, 1536), weight, stream=of(T, columns))
-    ops.linear(of(128, D), of(129280, D), wide=True)
+            ops.linear(of(T, 1536), weight, residual=of(T, columns))
+    ops.linear(of(128, D), of(129280, D), float32_out=True)
     ops.batched_linear(of(128, H, 128).transpose(0, 1), of(H, 512, 128))
     for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer_kernels import hopper
-from batchinfer_kernels import hopper_libraries as libraries
-from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.triton import probe
 from support import hopper_stand_ins as stand_ins
 
@@ -78,17 +77,11 @@ def events_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
 
 
-def hopper_on_the_cpu(monkeypatch, behind):
-    """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's.
-
-    Args:
-        behind: gives what runs where a library does not take the operands.
-    """
+def hopper_on_the_cpu(monkeypatch):
+    """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's."""
     for module in (stand_ins.deep_gemm_sgl(), stand_ins.flash_mla_sgl()):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     libraries.decode_parameters.cache_clear()
     monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
-    monkeypatch.setattr(hopper, "_other", lambda op: getattr(triton_ops, op))
-    monkeypatch.setattr(hopper, "_behind", behind)
     monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

@@ -30,8 +30,8 @@ ATTEMPTS = 6  # moments to try until one comes before the command has ended
 # in processes of these tests only: others are given up soon
 SOON = """
 from batchinfer.controller import claims
-from batchinfer.launch import rank_group
-claims.LEASE_S, claims.HEARTBEAT_S, rank_group.START_S = 1.0, 0.2, 30.0
+from batchinfer.launch import rank_loader
+claims.LEASE_S, claims.HEARTBEAT_S, rank_loader.START_S = 1.0, 0.2, 30.0
 from batchinfer.cli import main
 main()
 """

@@ -8,7 +8,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -141,7 +141,7 @@ class ThreadedRows:
 
 
 @contextmanager
-def shared_memory_group(size: int, *, timeout_s: float = DEADLINE_S):
+def shared_memory_group(size: int, *, timeout_s: float = DEADLINE_S) -> Iterator[list[SharedMemoryExchange]]:
     """SharedMemoryExchange of each rank, all in this process, connected by threads and closed at the end."""
     store = dist.HashStore()
     with ThreadPoolExecutor(size) as pool, ExitStack() as stack:

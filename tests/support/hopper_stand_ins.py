@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from batchinfer_kernels.reference_fp8 import block_product
+from batchinfer_kernels.reference.fp8 import block_product
 
 FP8 = torch.float8_e4m3fn
 TILE = 128

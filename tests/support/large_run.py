@@ -145,6 +145,7 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "expert_rows": draw.integers(9_000, 11_000, num),
         "comm_s": np.full(num, lasts * 0.3),
         "hidden_comm_s": np.full(num, lasts * 0.25),
+        "fallback_calls": np.zeros(num, dtype=np.int32),
     }
     pq.write_table(pa.table(columns, schema=SCHEMAS["steps"]), _made(path))
 

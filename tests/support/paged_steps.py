@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from batchinfer.model.transformer import PAGE_TOKENS, PrefillSpan, StepInput, StepOutput, Transformer
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.step import PrefillSpan, StepInput, StepOutput
+from batchinfer.model.transformer import Transformer
 
 
 class PagedRequests:

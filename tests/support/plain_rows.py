@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import pytest
 
+from batchinfer.model.plain_rows import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.row_check import RowComputation, why_rows_differ
 
 
 def skip_unless_equal(computed: Transformer | Iterable[RowComputation]) -> None:
     """Skip with the reason where a run of this model, or of these computations, would say that rows are not equal."""
-    computations = computed.plain_computations if isinstance(computed, Transformer) else computed
+    computations = plain_computations(computed) if isinstance(computed, Transformer) else computed
     reason = why_rows_differ(computations)
     if reason is not None:
         pytest.skip(f"in plain PyTorch on this processor {reason}")

@@ -97,7 +97,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
         for powers in ((-3, 3), (-80, -50), (-140, -100), (50, 64)):
             x, weight = (values(40, 200, dtype=dtype, powers=powers) for _ in range(2))
             yield ops.linear(x, weight)
-            yield ops.linear(x, weight, wide=True)
+            yield ops.linear(x, weight, float32_out=True)
             yield ops.rms_norm(x, weight[0], 1e-6)
             yield ops.silu_mul(x, weight)
             yield ops.add_sums(x, weight.float(), x)
@@ -115,8 +115,14 @@ def extreme_results() -> Iterator[torch.Tensor]:
         tokens = torch.tensor([40 * 64])
         yield ops.mla_decode(q, keys, torch.arange(40)[None], tokens, tokens - 1, latent_dim=16, scale=1.0)
     logits = 30 * torch.randn(4, 1001, generator=generator)
-    yield from ops.exponentials(logits, torch.tensor([1.0, 0.1, 3.0, 1e-9], dtype=torch.float64))
     yield ops.log_sum_exp(logits)
+    rows = torch.arange(600)
+    shares = [
+        torch.tensor(some, dtype=torch.float64) for some in ((1.0, 0.1, 30.0, 1e-9), (1.0, 0.9, 0.01), (0.0, 0.2))
+    ]
+    temperature, top_p, min_p = (some[rows % len(some)] for some in shares)
+    uniform = torch.rand(600, generator=generator, dtype=torch.float64)
+    yield ops.draw(logits.repeat(150, 1), temperature, rows % 5 * (rows % 7), top_p, min_p, uniform)
     yield from ops.cos_sin(torch.rand(1000, generator=generator) * 1e6, 0.9)
 
 

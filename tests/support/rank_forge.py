@@ -15,14 +15,14 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from batchinfer.launch import local_ranks
+from batchinfer.launch import rank_process
 from batchinfer.rank import main
 from batchinfer.rank.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
 READ_LATE = ("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES")
 TRAP = "sitecustomize.py"  # what a test sets up in ranks
-_start_rank = local_ranks.start_rank
+_start_rank = rank_process.start_rank
 _environment: dict[str, str] = {}  # of the server
 
 
@@ -63,7 +63,7 @@ class ForkedRank:
 
 
 def start_rank(variables: dict[str, str]) -> ForkedRank | subprocess.Popen[bytes]:
-    """As local_ranks.start_rank; forked unless what is imported might be another thing with these variables."""
+    """As rank_process.start_rank; forked unless what is imported might be another thing with these variables."""
     early = _early(variables)
     folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
     trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ def write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> No
 def write_run(
     root: Path,
     *,
-    requests: list[dict[str, Any]] = (),
-    steps: list[dict[str, Any]] = (),
-    nodes: list[dict[str, Any]] = (),
+    requests: Sequence[dict[str, Any]] = (),
+    steps: Sequence[dict[str, Any]] = (),
+    nodes: Sequence[dict[str, Any]] = (),
     outputs: dict[str, list[dict[str, Any]]] | None = None,
-    shards: list[dict[str, Any]] = (),
-    kept: list[pa.Field] = (),
+    shards: Sequence[dict[str, Any]] = (),
+    kept: Sequence[pa.Field] = (),
     **run: Any,
 ) -> Path:
     """A finished run folder; steps and nodes in one file per session, as the sessions write them."""
@@ -47,7 +48,7 @@ def write_run(
 
 
 def request(
-    row: int, prompt: int, generated: int, first_s: float = 0, finished_s: float = 0, **more: Any
+    row: int, prompt: int, generated: int, first_s: float = 0, finished_s: float | None = 0, **more: Any
 ) -> dict[str, Any]:
     counts = {"cached_memory_tokens": 0, "cached_disk_tokens": 0, "cached_duplicate_tokens": 0}
     return {

@@ -1,4 +1,4 @@
-"""Simulated annealing of pools: which experts share GPUs. The inner loop of expert_search.py, and nothing else.
+"""Simulated annealing of pools: which experts share GPUs. The inner loop of search.py, and nothing else.
 
 All of it is compiled, so it stands in one file (see compiled.py). Random numbers are its own: the same seed gives the
 same pools on every machine and in every thread.

@@ -1,4 +1,4 @@
-"""What no placement of experts can go below: lower bounds on the load of the fullest GPU. Called by experts.py.
+"""What no placement of experts can go below: lower bounds on the load of the fullest GPU.
 
 However tokens are split, the fullest GPU has at least the mean load, and an expert of load w needs ceil(w / t) slots
 when no slot may carry more than t. The third bound sharpens this count: a slot that is nearly full has no room beside
@@ -46,7 +46,7 @@ def lower_bound(load_E: np.ndarray, num_slots: int, num_gpus: int) -> float:
     bound = simple_bound(load_E, num_slots, num_gpus)
     slots_per_gpu = num_slots // num_gpus
     lightest = float(load_E.min())
-    # One pool reaches the mean, and with one slot per GPU the count is exact (expert_search.py).
+    # One pool reaches the mean, and with one slot per GPU the count is exact (search.py).
     if slots_per_gpu == 1 or len(load_E) <= (slots_per_gpu - 1) * num_gpus + 1 or lightest <= 0.0:
         return bound
     descending_E = np.sort(load_E)[::-1].copy()

@@ -1,4 +1,4 @@
-"""The expert loads that groups of ranks balance, and the placement they begin with. Called by plan and engine."""
+"""The expert loads that groups of ranks balance, and the placement they begin with."""
 
 # L layers, E experts, G ranks, R slots of all ranks
 

@@ -1,7 +1,7 @@
-"""A new placement close to the one that stands: few weights to move. Called by experts.py.
+"""A new placement close to the one that stands: few weights to move.
 
 The pools of the standing placement are a start for the search, GPUs are matched to the pools whose experts they hold,
-and expert_shares.py keeps on each GPU what it can.
+and shares.py keeps on each GPU what it can.
 """
 
 # E experts, G GPUs, S slots per GPU, P pools, N rows and columns of a square table

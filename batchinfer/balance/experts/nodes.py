@@ -2,7 +2,7 @@
 
 Every node gets the same number of groups (and so of experts). First the load of the fullest node is made as small as
 possible, exactly where a search through all packings ends soon, and then groups are exchanged as long as the simple
-bound of the worst node falls: with few slots per GPU that is more than its load. Called by experts.py.
+bound of the worst node falls: with few slots per GPU that is more than its load.
 """
 
 # E experts, N nodes, K groups
@@ -41,7 +41,7 @@ def lightest_packing(load_K: np.ndarray, num_nodes: int) -> tuple[np.ndarray, fl
     best = published_packing(load_K, num_nodes)
     if groups_per_node == 1:
         return best, float(bound)
-    # With as many groups as slots a pool is a node (expert_search.py).
+    # With as many groups as slots a pool is a node (search.py).
     pools = search_pools(load_K, num_nodes, groups_per_node, EFFORTS["default"], bound)
     if pools.load < np.bincount(best, load_K).max():
         best = pools.pool_of_expert

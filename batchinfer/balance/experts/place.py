@@ -3,11 +3,11 @@
 In: measured loads per layer and expert. Out: a placement whose fullest GPU is as light as possible, with the bound it
 is measured against. The steps, each in a file of its own:
 
-    expert_nodes.py    router groups to nodes, where copies may not leave a node
-    expert_search.py   experts and GPUs to pools, the part that is hard
-    expert_shares.py   pools to slots and shares
-    expert_moves.py    the same close to a placement that stands
-    expert_bounds.py   what no placement can go below
+    nodes.py    router groups to nodes, where copies may not leave a node
+    search.py   experts and GPUs to pools, the part that is hard
+    shares.py   pools to slots and shares
+    moves.py    the same close to a placement that stands
+    bounds.py   what no placement can go below
 """
 
 # L layers, E experts, G GPUs, S slots per GPU, R = G x S slots, N nodes, K groups

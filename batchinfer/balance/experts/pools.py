@@ -3,7 +3,7 @@
 Draw experts and GPUs as dots and every slot as a line between the two: the connected parts are called pools. A pool
 of m GPUs with S slots each holds at most k = (S - 1) * m + 1 experts (it takes k + m - 1 lines to connect k + m dots),
 and if its load is at most m * t then its experts can be cut into shares so that no GPU carries more than t
-(expert_shares.py does it). So a placement is as good as its pools: with the best shares, its fullest GPU carries the
+(shares.py does it). So a placement is as good as its pools: with the best shares, its fullest GPU carries the
 largest (load / GPUs) of a pool.
 
 Joining a pool that has slots to spare with another one never makes that larger. It is therefore enough to look at

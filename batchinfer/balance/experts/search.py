@@ -1,4 +1,4 @@
-"""Which experts share GPUs: the search for pools (expert_pools.py), seeded and in a fixed number of trials.
+"""Which experts share GPUs: the search for pools (pools.py), seeded and in a fixed number of trials.
 
 A start built directly, then annealing runs from it, cooler and hotter ones in turn: with a few hot experts one or the
 other gets stuck now and then. The published greedy placement is a start too where nothing found is as good, so that

@@ -1,4 +1,4 @@
-"""From pools of experts and GPUs to slots and shares, every GPU of a pool equally full. Called by experts.py.
+"""From pools of experts and GPUs to slots and shares, every GPU of a pool equally full.
 
 GPU after GPU takes S experts: S - 1 are finished there, one is cut where the GPU is full, and what is left of it goes
 on as an expert of its own. With (S - 1) * m + 1 experts for m GPUs this always works out. S experts fit a GPU when

@@ -1,14 +1,14 @@
-"""Attention, mixtures of experts and decode steps that are single C++ calls, where weights and widths allow it.
+"""Attention and MoE that are single C++ calls, where weights and widths allow it.
 
 They do what mla.py and moe.py do with one operation after the other, in the same order and with the same bits; a step
-of few tokens spends most of its time between operations otherwise. Called when a model is built.
+of few tokens spends most of its time between operations otherwise.
 """
 
 # T tokens, D hidden, H heads, A query/key width, E routed experts
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
-from batchinfer.model.moe import DenseMlp, MoeMlp, Point, Routing
-from batchinfer.model.ops import Ops, Weight
+from batchinfer.model.moe import MoeMlp, Routing, YieldPoint
+from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import layers
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.weight_format import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class FusedAttention:
     def attend(
         self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention and output projection, added to the stream: [T, D]."""
+        """Core attention and output projection, added to the residual: [T, D]."""
         if len(q_THA) == 0:
             return hidden_TD
         if step.is_decode:
@@ -52,7 +53,7 @@ class FusedAttention:
         )
 
 
-class FusedMixture(MoeMlp):
+class FusedMoe(MoeMlp):
     """As moe.MoeMlp, with one call for the routing, and one for everything else when no row has to travel."""
 
     def __init__(
@@ -70,7 +71,7 @@ class FusedMixture(MoeMlp):
 
     @property
     def kernel_of_all(self) -> Any | None:
-        """The C++ mixture when no row has to travel."""
+        """The C++ MoE when no row has to travel."""
         return self._kernel if self._stays_here else None
 
     def route(
@@ -83,8 +84,8 @@ class FusedMixture(MoeMlp):
         return Routing(x_TD, ids_TK, weights_TK)
 
     def points(
-        self, hidden_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: Point
-    ) -> Generator[Point, None, torch.Tensor]:
+        self, hidden_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: YieldPoint
+    ) -> Generator[YieldPoint, None, torch.Tensor]:
         """See MoeMlp; without anything to wait for there is no point to yield at."""
         if self._stays_here:
             self.num_local_rows += routing.ids_TK.numel()
@@ -97,9 +98,9 @@ def attention_of(
     ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
 ) -> Attention | FusedAttention:
     """Fused where all weights are packed and none has a bias."""
-    q_down = None if weights.q_down is None else _plain_weight(weights.q_down)
-    held = _all_packed(
-        *(_plain_weight(projection) for projection in (weights.q, weights.kv_down, weights.out)),
+    q_down = None if weights.q_down is None else plain_weight(weights.q_down)
+    held = all_packed(
+        *(plain_weight(projection) for projection in (weights.q, weights.kv_down, weights.out)),
         *(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC),
     )
     if held is not None and (weights.q_down is None or isinstance(q_down, Packed)):
@@ -131,16 +132,14 @@ def attention_of(
     return Attention(ops, config, weights, norm_D)
 
 
-def mixture_of(
-    ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher
-) -> MoeMlp:
+def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:
     """Fused where all weights are packed and none has a bias."""
     shared = weights.shared
-    of_shared = () if shared is None else (_plain_weight(shared.gate_up), _plain_weight(shared.down))
-    held = _all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
+    of_shared = () if shared is None else (plain_weight(shared.gate_up), plain_weight(shared.down))
+    held = all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
     if isinstance(weights.router_ED, PackedRouter) and held is not None:
         gate_up, down, *shared_held = held
-        kernel = layers.mixture(
+        kernel = layers.moe(
             layers.GateRule(
                 method=config.topk_method,
                 topk=config.num_experts_per_tok,
@@ -158,42 +157,16 @@ def mixture_of(
             shared=(shared_held[0], shared_held[1]) if shared_held else None,
         )
         if kernel is not None:
-            return FusedMixture(ops, config, weights, norm_D, dispatcher, kernel)
+            return FusedMoe(ops, config, weights, norm_D, dispatcher, kernel)
     return MoeMlp(ops, config, weights, norm_D, dispatcher)
 
 
-def stack_of(
-    parts: Iterable[tuple[object, object]], embedding: torch.Tensor, norm_D: torch.Tensor, head: Weight, eps: float
-) -> Any | None:
-    """All layers as one object, or None where a layer is not fused or rows travel between ranks.
-
-    Args:
-        parts: attention and MLP of each layer.
-        norm_D: the last norm, with its `eps`.
-    """
-    fused: list[layers.DenseLayer | layers.MixtureLayer] = []
-    for attention, mlp in parts:
-        if not isinstance(attention, FusedAttention):
-            return None
-        if isinstance(mlp, FusedMixture) and mlp.kernel_of_all is not None:
-            fused.append(layers.MixtureLayer(attention.kernel, mlp.kernel_of_all))
-            continue
-        of_dense = (mlp.weights.gate_up, mlp.weights.down) if isinstance(mlp, DenseMlp) else ()
-        held = _all_packed(*map(_plain_weight, of_dense))
-        if not isinstance(mlp, DenseMlp) or held is None:
-            return None
-        fused.append(layers.DenseLayer(attention.kernel, mlp.norm_D, *held))
-    if not isinstance(head, Packed) or head.is_int8 or not fused:
-        return None
-    return layers.stack(fused, embedding=embedding, norm_D=norm_D, eps=eps, head=head)
-
-
-def _plain_weight(projection: Projection) -> Weight | None:
+def plain_weight(projection: Projection) -> Weight | None:
     """The weight of a projection without bias."""
     return projection.weight if projection.bias is None else None
 
 
-def _all_packed(*weights: Weight | None) -> tuple[Packed, ...] | None:
+def all_packed(*weights: Weight | None) -> tuple[Packed, ...] | None:
     """The weights when all are packed, else None."""
     packed = tuple(weight for weight in weights if isinstance(weight, Packed))
     return packed if len(packed) == len(weights) else None

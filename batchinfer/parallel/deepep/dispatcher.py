@@ -1,8 +1,8 @@
 """Expert exchange through DeepEP, a library for GPUs joined by NVLink and RDMA; mesh.py opens it here.
 
-    deepep               deepep_normal.py        version 2, ElasticBuffer: rows arrive sorted by slot
-    deepep-v1            deepep_normal.py        version 1, normal mode: tokens arrive once per rank, sorted here
-    deepep-low-latency   deepep_low_latency.py   version 1, low-latency mode: one block of fixed size per slot
+    deepep               normal.py        version 2, ElasticBuffer: rows arrive sorted by slot
+    deepep-v1            normal.py        version 1, normal mode: tokens arrive once per rank, sorted here
+    deepep-low-latency   low_latency.py   version 1, low-latency mode: one block of fixed size per slot
 
 What DeepEP calls an expert is a slot here: it lays "experts" out rank by rank, as a placement does its slots. It adds
 results up on their way back, in bfloat16 and in part before they leave a rank, so that (other than with the exchanges

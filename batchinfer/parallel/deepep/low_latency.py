@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode: one block of fixed size per slot, nothing read on the host; opened by deepep.py.
+"""DeepEP's low-latency mode: one block of fixed size per slot, nothing read on the host.
 
     slot 0   | row row row ···· |        num_rows[slot] rows are filled; ranks × max_tokens have room
     slot 1   | row ············ |

@@ -1,4 +1,4 @@
-"""DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1; opened by deepep.py.
+"""DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1.
 
 Both run on a stream of their own beside the computation; `wait` makes the current stream wait for them, not the host.
 Only `dispatch` holds the host up, until the other ranks have said how many rows will come.
@@ -20,7 +20,7 @@ import torch
 from batchinfer.parallel.dispatch import ExpertInput, count_rows
 from batchinfer.parallel.placement import Placement, SlotIds
 from batchinfer.parallel.row_format import SCALE_VALUES
-from batchinfer_kernels import backend
+from batchinfer_kernels import registry
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bfloat16, or FP8 with its scales
 
@@ -211,5 +211,5 @@ class NormalDispatcher:
 
 def _rows_to_send(x_TD: torch.Tensor, use_fp8: bool) -> Rows:
     if use_fp8:
-        return backend.select("quantize_fp8_block").run(x_TD, (1, SCALE_VALUES))
+        return registry.select("quantize_fp8_block")(x_TD, (1, SCALE_VALUES))
     return x_TD.to(torch.bfloat16).contiguous()

@@ -1,4 +1,4 @@
-"""The global prefix plan in memory: the order in which each distinct prefix is computed once. Called by the planner."""
+"""The global prefix plan in memory: the order in which each distinct prefix is computed once."""
 
 from __future__ import annotations
 

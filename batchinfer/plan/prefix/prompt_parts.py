@@ -1,4 +1,4 @@
-"""A part of many prompts as flat arrays, and what it takes in memory. Called by everything that sorts prompts."""
+"""A part of many prompts as flat arrays, and what it takes in memory."""
 
 from __future__ import annotations
 

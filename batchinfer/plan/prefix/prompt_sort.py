@@ -1,8 +1,8 @@
 """The loops over tokens behind the streamed prefix plan: merging sorted prompts, comparing and copying them.
 
-Called by sorted_runs and run_merge. Compiled by numba at the first call (seconds), without Python's lock, so that
-one thread can sort while another reads. Prompts are flat token_ids [num_tokens] uint32 with offsets [N + 1] int64, as
-in plan/prefix.py; `shared` is [N] int64, the tokens a prompt shares with the one before it.
+Compiled by numba at the first call (seconds), without Python's lock, so that one thread can sort while another reads.
+Prompts are flat token_ids [num_tokens] uint32 with offsets [N + 1] int64, as in in_memory.py; `shared` is [N] int64,
+the tokens a prompt shares with the one before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Merging sorted runs from disk into one sorted sequence, part by part, in bounded memory. Called by prefix_stream."""
+"""Merging sorted runs from disk into one sorted sequence, part by part, in bounded memory."""
 
 from __future__ import annotations
 

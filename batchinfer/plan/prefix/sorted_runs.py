@@ -1,7 +1,7 @@
 """Sorted runs of prompts on disk: each prompt stored as what it shares with the one before it, and the rest.
 
-Called by prefix_stream (writing) and run_merge (reading). A run is an Arrow IPC file; its record batches are blocks
-that can be read one by one, because the first prompt of each is stored whole.
+A run is an Arrow IPC file; its record batches are blocks that can be read one by one, because the first prompt of each
+is stored whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The global prefix plan in bounded memory: the same plan as plan/prefix.py, whatever the number of prompts.
+"""The global prefix plan in bounded memory: the same plan as plan/prefix/in_memory.py, whatever the number of prompts.
 
-Called by the planner, which hands in the prompts while it reads them and takes them back in the plan's order.
 Prompts that fit into memory are planned there. Others are sorted piece by piece into runs on disk (sorted_runs), and
 the runs are merged twice: once for the plan, once for the token ids (run_merge).
 """

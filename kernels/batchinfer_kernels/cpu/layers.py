@@ -20,7 +20,7 @@ GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")  # numbers as in c
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Widths of latent attention, and where queries are turned."""
+    """Widths of latent attention, and where queries are rotated."""
 
     num_heads: int
     nope_dim: int  # N
@@ -87,7 +87,7 @@ def attention(
     )
 
 
-def mixture(
+def moe(
     rule: GateRule,
     *,
     norm_D: torch.Tensor,
@@ -98,7 +98,7 @@ def mixture(
     down: Packed,
     shared: tuple[Packed, Packed] | None,
 ) -> Any | None:
-    """A mixture of experts of one layer, or None where the widths need the operations one by one.
+    """The experts of one layer with their router, or None where the widths need the operations one by one.
 
     Returns an object with
         route(hidden_TD) -> x_TD normed, ids_TK, weights_TK, counts_E
@@ -134,15 +134,15 @@ class DenseLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureLayer:
-    """Attention (from `attention`) and a mixture of experts (from `mixture`), all of them here."""
+class MoeLayer:
+    """Attention (from `attention`) and experts (from `moe`), all of them on this rank."""
 
     attention: Any
-    mixture: Any
+    moe: Any
 
 
 def stack(
-    layers: list[DenseLayer | MixtureLayer],
+    layers: list[DenseLayer | MoeLayer],
     *,
     embedding: torch.Tensor,
     norm_D: torch.Tensor,
@@ -152,14 +152,14 @@ def stack(
     """A whole model. Returns an object with
 
     decode(tokens_T, cos, sin, positions_T, slots_T, page_table_BP, kv_tokens_B, logit_rows_S, pages)
-        -> logits_SV in float32, a list of counts_E, one per mixture
+        -> logits_SV in float32, a list of counts_E, one per MoeLayer
     """
     held = library().Stack(embedding, norm_D, eps, _plain(head))
     for layer in layers:
         if isinstance(layer, DenseLayer):
             held.add_dense(layer.attention, layer.norm_D, eps, _plain(layer.gate_up), _plain(layer.down))
         else:
-            held.add_mixture(layer.attention, layer.mixture)
+            held.add_mixture(layer.attention, layer.moe)
     return held
 
 

@@ -1,9 +1,9 @@
-"""The operations that have a C++ version; signatures and shapes as in the `reference` modules.
+"""The operations that have a C++ version; the `reference` functions of the same names say what they do.
 
 float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's, and
-a row has the same bits whatever rows are beside it, wherever it stands, however many threads run, and whichever
-instructions the library was compiled for. Subnormal numbers count as zero. Everything else (another device, weights in
-FP8 blocks) goes to the reference. A weight may be a plain tensor or packed (packed.py), with the same result.
+a row has the same bits in any company and place, however many threads run, and whichever instructions the library was
+compiled for. Subnormal numbers count as zero. A weight may be a plain tensor or packed (packed.py), with the same
+result.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert
@@ -17,84 +17,142 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels import reference, reference_mla, reference_rows
-from batchinfer_kernels.block_scaled import BlockScaled
 from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.layers import GATE_METHODS
-from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library, whole_pairs
-from batchinfer_kernels.reference_fp8 import dequantize_fp8_rows
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
+from batchinfer_kernels.implementation import at, refusing
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 
-Weight = torch.Tensor | Packed | BlockScaled
+Weight = torch.Tensor | Packed
 
 
-def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Weight:
-    """A weight [N, M] or several [B, N, M] in the order of the tiles, where they take it; `eight_bit`: as integers."""
-    if not _takes(weight) or (eight_bit and weight.dtype is not torch.bfloat16):
-        return reference.pack(weight, eight_bit=eight_bit, is_paired=is_paired)
+# ---- what they do not take
+
+
+def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    if not x.is_cpu:
+        return "tensors are not on the CPU"
+    if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
+        return f"rows are in {x.dtype}"
+    for operand in operands:
+        if isinstance(operand, Packed):
+            if not operand.takes(x):
+                return f"the weight is packed for other rows than {x.dtype}"
+        elif isinstance(operand, BlockScaled):
+            return "the weight is in FP8 blocks"
+        elif operand.dtype is not x.dtype or not operand.is_cpu:
+            return f"rows are in {x.dtype} on the CPU, other operands are not"
+    return None
+
+
+def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Tensors that are not on the CPU."""
+    return None if x.is_cpu else "tensors are not on the CPU"
+
+
+def _logits(logits_SV: torch.Tensor, *_: Any) -> str | None:
+    """Logits that are not in float32 on the CPU."""
+    is_taken = logits_SV.is_cpu and logits_SV.dtype is torch.float32
+    return None if is_taken else "logits are not in float32 on the CPU"
+
+
+def _weight(weight: torch.Tensor, *, eight_bit: bool = False, **_: Any) -> str | None:
+    """Weights that are not in bfloat16 or float32 on the CPU; float32 for 8 bits."""
+    if eight_bit and weight.dtype is not torch.bfloat16:
+        return f"8 bits are rounded from bfloat16, not from {weight.dtype}"
+    return _mismatch(weight)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; rows without values."""
+    return _mismatch(x, weight) or (None if x.shape[-1] else "rows have no values")
+
+
+def _activation(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU, or not of two dims."""
+    return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
+
+
+def _rotation(q_THA: torch.Tensor, latents_TW: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; queries with gaps between them."""
+    pages = rest[4]
+    return _mismatch(q_THA, latents_TW, pages) or (None if q_THA.is_contiguous() else "queries are not contiguous")
+
+
+def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
+    if scales is None or not isinstance(gate_up, Packed):
+        return _mismatch(x, gate_up, down)
+    return None if x.is_cpu and gate_up.kind is not WeightKind.FLOAT32 else "FP8 rows for a weight in float32"
+
+
+def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
+    return _grouped(x, _, gate_up, down, None, scales)
+
+
+# ---- the operations
+
+
+@refusing(_weight)
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Packed:
+    """In the order of the tiles; `eight_bit`: as integers."""
     return packed.pack(weight, is_int8=eight_bit, is_paired=is_paired)
 
 
-def pack_router(weight_ED: torch.Tensor) -> torch.Tensor | PackedRouter:
-    """A router's float32 weight in the order of its tiles."""
-    return packed.pack_router(weight_ED) if weight_ED.device.type == "cpu" else reference.pack_router(weight_ED)
+@refusing(_foreign)
+def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
+    return packed.pack_router(weight_ED)
 
 
+@refusing(at(_mismatch, 0, 1))
 def linear(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
-    wide: bool = False,
-    stream: torch.Tensor | None = None,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias: [T, in] and [out, in] to [T, out]; `wide`: in float32; `stream`: added to it."""
-    if not _takes(x, weight):
-        return reference.linear(x, _unpacked(weight), bias, wide=wide, stream=stream)
     if not isinstance(weight, Packed):
-        assert isinstance(weight, torch.Tensor)
         if x.shape[-1] != weight.shape[-1]:
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
-    added = stream if bias is None else None
-    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, wide, added)
+    added = residual if bias is None else None
+    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, float32_out, added)
     if bias is None:
         return y
-    return y + bias if stream is None else stream + (y + bias)
+    return y + bias if residual is None else residual + (y + bias)
 
 
+@refusing(at(_mismatch, 0, 1))
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
-    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N]."""
-    if not _takes(x, weight):
-        return reference.batched_linear(x, _plain(weight))
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
     return library().batched_linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind)
 
 
+@refusing(at(_mismatch, 0))
 def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor:
-    """Logits in float32: [T, D] and [E, D] to [T, E]."""
-    if not _takes(x):
-        assert isinstance(weight, torch.Tensor)
-        return reference.router(x, weight)
     weight = weight if isinstance(weight, PackedRouter) else packed.pack_router(weight)
     return library().router(x, weight.data_PDN, weight.num_experts)
 
 
+@refusing(_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D]."""
-    if not _takes(x, weight) or x.shape[-1] == 0:
-        return reference.rms_norm(x, weight, eps)
     if x.dim() == 2:
         return library().rms_norm(x, weight, eps)
     return library().rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
+@refusing(_activation)
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) × up; both [T, F]. Rounded once, not after silu as in the reference."""
-    if not _takes(gate, up) or gate.dim() != 2:
-        return reference.silu_mul(gate, up)
+    """Rounded once, not after silu as in the reference."""
     return library().silu_mul(gate, up)
 
 
+@refusing(_foreign)
 def gate(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -106,23 +164,12 @@ def gate(
     normalize: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each token [T, K] and their weights."""
-    if logits_TE.device.type != "cpu":
-        return reference.gate(
-            logits_TE,
-            bias_E,
-            method=method,
-            topk=topk,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            normalize=normalize,
-            scale=scale,
-        )
     bias_E = bias_E if method == "noaux_tc" else None
     number = GATE_METHODS.index(method)
     return library().gate(logits_TE.contiguous(), bias_E, number, topk, num_groups, topk_groups, normalize, scale)
 
 
+@refusing(_rotation)
 def rope_and_cache(
     q_THA: torch.Tensor,
     latents_TW: torch.Tensor,
@@ -135,17 +182,12 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries turned, in place; norm and rotary key of the latents are written to the pages."""
-    if not _takes(q_THA, latents_TW, pages) or not q_THA.is_contiguous():
-        return reference_rows.rope_and_cache(
-            q_THA, latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved=interleaved
-        )
     library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
     return q_THA
 
 
-def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, [T, D] to [T, D], the rounded result added to `stream`: what grouped_mlp gives for one expert.
+def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU, [T, D] to [T, D], the rounded result added to `residual`: what grouped_mlp gives for one expert.
 
     Args:
         x: [T, D].
@@ -154,10 +196,11 @@ def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, stream: torch.Tensor 
     operation, width, rows = library().mlp, gate_up.num_columns // 2, whole_pairs(x)
     if rows is not x:
         y = operation(rows, gate_up.data, down.data, width, gate_up.kind, None)[..., : x.shape[-1]]
-        return y if stream is None else stream + y
-    return operation(x, gate_up.data, down.data, width, gate_up.kind, stream)
+        return y if residual is None else residual + y
+    return operation(x, gate_up.data, down.data, width, gate_up.kind, residual)
 
 
+@refusing(_grouped)
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -166,11 +209,8 @@ def grouped_mlp(
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of several experts over rows sorted by expert, [rows, D] to [rows, D]; FP8 rows are multiplied out."""
-    if scales is not None and isinstance(gate_up_EFD, Packed):
-        x, scales = dequantize_fp8_rows(x, scales, torch.bfloat16), None
-    if not _takes(x, gate_up_EFD, down_EDF):
-        return reference.grouped_mlp(x, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), tokens_M, scales)
+    if scales is not None:
+        x = dequantize_fp8_rows(x, scales, torch.bfloat16)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().grouped_mlp(
         whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.kind
@@ -178,6 +218,7 @@ def grouped_mlp(
     return y[..., : x.shape[-1]]
 
 
+@refusing(_masked)
 def masked_mlp(
     x_ECD: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -187,11 +228,8 @@ def masked_mlp(
     *,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of several experts, each over the first rows of its block; the same as grouped_mlp bit for bit."""
-    if scales is not None and isinstance(gate_up_EFD, Packed):
-        x_ECD, scales = dequantize_fp8_rows(x_ECD, scales, torch.bfloat16), None
-    if not _takes(x_ECD, gate_up_EFD, down_EDF):
-        return reference.masked_mlp(x_ECD, num_rows_E, _unpacked(gate_up_EFD), _unpacked(down_EDF), scales)
+    if scales is not None:
+        x_ECD = dequantize_fp8_rows(x_ECD, scales, torch.bfloat16)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().masked_mlp(
         whole_pairs(x_ECD).contiguous(), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width,
@@ -200,57 +238,53 @@ def masked_mlp(
     return y[..., : x_ECD.shape[-1]]
 
 
+@refusing(_foreign)
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The entries sorted by expert: order [M], its inverse [M], and how many each expert has [E]."""
-    if ids_M.device.type != "cpu":
-        return reference_rows.sort_by_expert(ids_M, num_experts)
     return library().sort_by_expert(ids_M.contiguous(), num_experts)
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum, bit for bit that of the reference."""
-    if not _takes(sorted_MD):
-        return reference_rows.sum_per_token(sorted_MD, place_M, weights_TK)
-    return library().sum_per_token(sorted_MD.contiguous(), place_M, weights_TK.contiguous())
+@refusing(at(_mismatch, 0))
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Bit for bit that of the reference."""
+    return library().sum_per_token(sorted_MD.contiguous(), inverse_M, weights_TK.contiguous())
 
 
+@refusing(at(_mismatch, 0))
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
-    """hidden + (sums + added), rounded as in the reference."""
-    if not _takes(hidden_TD):
-        return reference_rows.add_sums(hidden_TD, sums_TD, added_TD)
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
     )
 
 
+@refusing(_logits)
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row the largest of float32 logits, the first among equals, and whether all are finite."""
-    if logits_SV.dtype is not torch.float32 or logits_SV.device.type != "cpu":
-        return reference_rows.argmax(logits_SV)
     return library().argmax(logits_SV.contiguous())
 
 
+@refusing(_foreign)
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of float32 angles, each times `scale`."""
-    if not angles.is_cpu:
-        return reference_rows.cos_sin(angles, scale)
     return library().cos_sin(angles.contiguous(), scale)
 
 
-def exponentials(logits_SV: torch.Tensor, temperature_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, V] float64, e to (logit - largest) / temperature, and their sums [S], each in one order."""
-    if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
-        return reference_rows.exponentials(logits_SV, temperature_S)
-    return library().exponentials(logits_SV.contiguous(), temperature_S.contiguous())
+@refusing(_logits)
+def draw(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+    uniform_S: torch.Tensor,
+) -> torch.Tensor:
+    settings = temperature_S, top_k_S, top_p_S, min_p_S, uniform_S
+    return library().draw(logits_SV.contiguous(), *(values.contiguous() for values in settings))
 
 
+@refusing(_logits)
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
-    """[S] float64, the logarithm of the sum of e to each logit."""
-    if logits_SV.dtype is not torch.float32 or not logits_SV.is_cpu:
-        return reference_rows.log_sum_exp(logits_SV)
     return library().log_sum_exp(logits_SV.contiguous())
 
 
+@refusing(at(_mismatch, 0, 1, 6))
 def mla_prefill(
     q_THA: torch.Tensor,
     pages: torch.Tensor,
@@ -264,39 +298,18 @@ def mla_prefill(
     scale: float,
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of several requests' chunks in the plain form, [T, H, A] to [T, H, V].
+    """Softmax weights are rounded as in mla_decode.
 
-    Softmax weights are rounded as in mla_decode. Keys and values are made once per page, for as many heads
-    at a time as fit into 192 MiB.
+    Keys and values are made once per page, for as many heads at a time as fit into 192 MiB.
     """
-    if not _takes(q_THA, pages, kv_b_HZC):
-        return reference_mla.mla_prefill(
-            q_THA,
-            pages,
-            page_table_BP,
-            num_tokens_B,
-            context_tokens_B,
-            positions_T,
-            _plain(kv_b_HZC),
-            v_dim=v_dim,
-            scale=scale,
-        )
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
     rotary = q_THA.shape[-1] - (kv_b.num_columns - v_dim)
-    return library().mla_prefill(
-        q_THA.contiguous(),
-        pages,
-        page_table_BP.contiguous(),
-        num_tokens_B.contiguous(),
-        context_tokens_B.contiguous(),
-        positions_T.contiguous(),
-        kv_b.data,
-        pages.shape[-1] - rotary,
-        v_dim,
-        scale,
-    )
+    lists = map(torch.Tensor.contiguous, (page_table_BP, num_tokens_B, context_tokens_B, positions_T))
+    latent_dim = pages.shape[-1] - rotary
+    return library().mla_prefill(q_THA.contiguous(), pages, *lists, kv_b.data, latent_dim, v_dim, scale)
 
 
+@refusing(at(_mismatch, 0, 1))
 def mla_decode(
     q_THW: torch.Tensor,
     pages: torch.Tensor,
@@ -308,47 +321,12 @@ def mla_decode(
     scale: float,
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of many requests in the absorbed form, [B * Q, H, W] to [B * Q, H, C].
+    """Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
 
-    Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    if not _takes(q_THW, pages):
-        return reference_mla.mla_decode(
-            q_THW, pages, page_table_BP, kv_tokens_B, positions_T, latent_dim=latent_dim, scale=scale
-        )
-    return library().mla_decode(
-        q_THW.contiguous(),
-        pages.contiguous(),
-        page_table_BP.contiguous(),
-        kv_tokens_B.contiguous(),
-        positions_T.contiguous(),
-        latent_dim,
-        scale,
-    )
-
-
-def _takes(x: torch.Tensor, *operands: Weight) -> bool:
-    """Whether these go together in C++: rows and weights on the CPU, all in bfloat16 or all in float32."""
-    if x.dtype not in (torch.bfloat16, torch.float32) or not x.is_cpu:
-        return False
-    for operand in operands:
-        if isinstance(operand, BlockScaled):
-            return False
-        if not (operand.takes(x) if isinstance(operand, Packed) else operand.is_cpu and operand.dtype is x.dtype):
-            return False
-    return True
-
-
-def _plain(weight: torch.Tensor | Packed) -> torch.Tensor:
-    """A weight that is not packed."""
-    assert isinstance(weight, torch.Tensor), "a packed weight takes rows of its own kind on the CPU"
-    return weight
-
-
-def _unpacked(weight: Weight) -> torch.Tensor | BlockScaled:
-    """The same where it may be in FP8 blocks."""
-    return weight if isinstance(weight, BlockScaled) else _plain(weight)
+    tensors = map(torch.Tensor.contiguous, (q_THW, pages, page_table_BP, kv_tokens_B, positions_T))
+    return library().mla_decode(*tensors, latent_dim, scale)
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,7 @@ _OPERATIONS = (
     "rms_norm",
     "silu_mul",
     "argmax",
-    "exponentials",
+    "draw",
     "log_sum_exp",
     "cos_sin",
 )
@@ -66,7 +66,7 @@ class WeightKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """B weights [N, M]; with `is_paired` the upper half of the columns stands beside the lower half."""
+    """B weights [N, M]; with `is_paired` a column of the upper half is next to its one of the lower half."""
 
     data: torch.Tensor  # [B, bytes] uint8
     num_columns: int  # N
@@ -92,24 +92,26 @@ class Packed:
         *,
         kind: WeightKind = WeightKind.BFLOAT16,
         is_paired: bool = False,
-        memory: Callable[[int], torch.Tensor] | None = None,
+        memory: Callable[..., torch.Tensor] = torch.empty,
     ) -> Packed:
-        """Room for `count` weights [num_columns, depth].
-
-        Args:
-            memory: gives so many bytes, [bytes] uint8.
-        """
+        """Room for `count` weights [num_columns, depth] in memory from `memory(shape, dtype=...)`."""
         if kind is not WeightKind.FLOAT32:
             depth += depth % 2
         num_bytes = library().packed_bytes(num_columns, depth, kind, is_paired)
-        total = count * num_bytes
-        data = torch.empty(total, dtype=torch.uint8) if memory is None else memory(total)
-        return cls(data.view(count, num_bytes), num_columns, depth, kind, is_paired)
+        return cls(memory((count, num_bytes), dtype=torch.uint8), num_columns, depth, kind, is_paired)
 
-    def put(self, place: int, *parts_NM: torch.Tensor) -> None:
-        """Pack a weight, in one part or in equal parts above each other, into place `place`."""
+    def __getitem__(self, slot: int) -> Packed:
+        """One of the weights; shares its memory."""
+        return replace(self, data=self.data[slot : slot + 1])
+
+    def put(self, slot: int, *parts_NM: torch.Tensor) -> None:
+        """Pack a weight, in one part or in equal parts above each other, into a slot."""
         parts = [whole_pairs(part).contiguous() for part in parts_NM]
-        library().pack(self.data[place], parts, self.kind, self.is_paired)
+        library().pack(self.data[slot], parts, self.kind, self.is_paired)
+
+    def slots(self) -> list[torch.Tensor]:
+        """The tensors that have a place per weight in their first dim."""
+        return [self.data]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,8 @@ def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False
     weights_BNM = weight if weight.dim() == 3 else weight[None]
     kind = WeightKind.of(weight.dtype, is_int8=is_int8)
     packed = Packed.empty(*weights_BNM.shape, kind=kind, is_paired=is_paired)
-    for place, weight_NM in enumerate(weights_BNM):
-        packed.put(place, weight_NM)
+    for slot, weight_NM in enumerate(weights_BNM):
+        packed.put(slot, weight_NM)
     return packed
 
 
@@ -154,5 +156,5 @@ def library() -> Any:
 
 
 def whole_pairs(x: torch.Tensor) -> torch.Tensor:
-    """Rows as products take them: bfloat16 values go in pairs, so a zero stands behind rows of odd length."""
+    """Rows as products take them: bfloat16 values go in pairs, so rows of odd length get a zero at their end."""
     return F.pad(x, (0, 1)) if x.shape[-1] % 2 and x.dtype is torch.bfloat16 else x

@@ -12,7 +12,6 @@ _PART = 8192
 
 
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S] int64, the lowest index of each row's largest float32; [S] bool, whether the row is finite."""
     num_rows, width = logits_SV.shape
     num_parts = triton.cdiv(width, _PART)
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)

@@ -9,6 +9,8 @@ the request alone. Fixed parts leave a GPU partly idle when few short requests r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,11 +35,9 @@ def mla_decode(
     *,
     latent_dim: int,
     scale: float,
+    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """[B * Q, H, C] bfloat16; see `reference_mla.mla_decode`. A request without tokens gives zeros.
-
-    Softmax weights are rounded to bfloat16 before they meet the latents.
-    """
+    """A request without tokens gives zeros. Softmax weights are rounded to bfloat16 before they meet the latents."""
     num_requests, num_pages = page_table_BP.shape
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
@@ -131,7 +131,7 @@ def _attend_part(
         for start in range(part * SPLIT, stop, KEYS):
             page = tl.load(table_ptr + request * num_pages + start // PAGE).to(tl.int64)
             keys = start + in_tile
-            # what stands behind the last key may be anything, even infinite: there that key comes again, unseen
+            # values behind the last key may be anything, even infinite: there that key comes again, unseen
             slots = page * PAGE + start % PAGE + tl.minimum(in_tile, stop - 1 - start)
             key_at = pages_ptr + slots[:, None] * width
             k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)

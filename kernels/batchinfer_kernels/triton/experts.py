@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from batchinfer_kernels.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton.gemm import product
-from batchinfer_kernels.triton.quantize import ROW_BLOCK, dequantize_blocks, new_scales, quantize_rows
+from batchinfer_kernels.triton.layout import dense
+from batchinfer_kernels.triton.quantize import ROW_BLOCK, dequantize_fp8_block, new_scales, quantize_rows
 from batchinfer_kernels.triton.silu import silu_mul_tiles
 from batchinfer_kernels.triton.tiles import RowTiles, contiguous_tiles, masked_tiles
 
@@ -28,17 +29,13 @@ def grouped_mlp(
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows sorted by expert, [M, D] bfloat16; see `reference.grouped_mlp`.
-
-    Args:
-        scales: [T or M, ceil(D / 128)] float32 of rows that come in FP8.
-    """
+    """[rows, D] bfloat16; reads nothing on the host."""
     num_rows = len(x) if tokens_M is None else len(tokens_M)
     out = torch.empty(num_rows, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     if num_rows == 0:
         return out
     tiles = contiguous_tiles(num_rows_E, num_rows)
-    return _swiglu(x, scales, gate_up_EFD, down_EDF, tiles, tokens_M, out)
+    return _swiglu(dense(x), scales, gate_up_EFD, down_EDF, tiles, tokens_M, out)
 
 
 def masked_mlp(
@@ -47,14 +44,14 @@ def masked_mlp(
     gate_up_EFD: Weight,
     down_EDF: Weight,
     scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """The first rows of each expert's block, [E, C, D] bfloat16; see `reference.masked_mlp`.
+    """[E, C, D] bfloat16; takes scales in any order in memory.
 
-    What stands behind them is not written: filling a decode step's mostly empty blocks would only take time.
-
-    Args:
-        scales: [E, C, ceil(D / 128)] float32 of rows that come in FP8, in any order in memory.
+    The rows beyond an expert's count are not written: filling a decode step's mostly empty blocks would only take time.
     """
+    x_ECD = x_ECD.contiguous()
     num_experts, room, hidden = x_ECD.shape
     out = torch.empty(num_experts * room, hidden, dtype=torch.bfloat16, device=x_ECD.device)
     if out.numel():
@@ -77,7 +74,7 @@ def _swiglu(
         assert not isinstance(down_EDF, BlockScaled), "both weights of an expert are in FP8, or none"
         if scales is not None:
             rows_of_scales = scales if scales.dim() == 2 else scales.flatten(0, 1)
-            x = dequantize_blocks(x, rows_of_scales, torch.bfloat16, (1, ROW_BLOCK))
+            x = dequantize_fp8_block(x, rows_of_scales, torch.bfloat16, (1, ROW_BLOCK))
         gate_up = _between(out, gate_up_EFD.shape[1])
         product(x, gate_up_EFD, out=gate_up, tiles=tiles, rows=rows)
         active = _between(out, gate_up_EFD.shape[1] // 2)

@@ -25,7 +25,6 @@ def gate(
     normalize: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each token [T, K] int64 and their weights [T, K] float32; see `reference.gate`."""
     num_tokens, num_experts = logits_TE.shape
     is_v3 = method == "noaux_tc"
     is_limited = topk_groups < num_groups and method != "greedy"

@@ -13,12 +13,38 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, to_bfloat16
+from batchinfer_kernels.triton.quantize import quantize_rows
 from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
 
 _DENSE_ROWS = 128
 _SWIZZLE = 8  # row tiles that go through the columns together, so that both operands stay in the cache
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """With `float32_out` sums are not rounded to bfloat16 at all."""
+    num_columns, scales = (weight.values if isinstance(weight, BlockScaled) else weight).shape[0], None
+    out = torch.empty(len(x), num_columns, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
+    if isinstance(weight, BlockScaled):
+        x, scales = quantize_rows(dense(x), by_column=True)
+    else:
+        weight = dense(weight)
+    return product(dense(x), weight, scales, out=out, bias=bias, residual=residual)
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The batches of a row follow each other in memory."""
+    out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
+    return product(dense(x), dense(weight), out=out)
 
 
 def product(
@@ -30,9 +56,9 @@ def product(
     tiles: RowTiles | None = None,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    stream: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = x · weightᵀ (+ bias) (+ stream), each sum rounded to bfloat16; a float32 `out` alone is not rounded.
+    """out = x · weightᵀ (+ bias) (+ residual), each sum rounded to bfloat16; a float32 `out` alone is not rounded.
 
     Args:
         x: [T, M] or [B, T, M] bfloat16 or float8_e4m3fn, the last dim without gaps.
@@ -42,7 +68,7 @@ def product(
         tiles: the experts' row tiles.
         rows: [T] int64, the row of x behind each row of the result.
         bias: [N] bfloat16.
-        stream: [T, N] bfloat16.
+        residual: [T, N] bfloat16.
 
     Returns:
         `out`.
@@ -68,14 +94,14 @@ def product(
         weight.scales if isinstance(weight, BlockScaled) else None,
         out,
         bias,
-        stream,
+        residual,
         *(tiles.experts, tiles.starts, tiles.ends, tiles.count) if tiles else (None, None, None, None),
         num_rows,
         num_columns,
         depth,
         x.stride(-2),
         out.stride(-2),
-        0 if stream is None else stream.stride(0),
+        0 if residual is None else residual.stride(0),
         values.stride(-2),
         x.stride(0) if is_batched else 0,
         out.stride(0) if is_batched else 0,
@@ -113,16 +139,16 @@ def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
     if not isinstance(weight, BlockScaled):
         return 0, 0
     scales = weight.scales
-    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must stand together"
+    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must be without gaps"
     return scales.stride(0) if scales.dim() == 3 else 0, scales.stride(-2)
 
 
 @triton.jit
 def _product(
-    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
     experts_ptr, starts_ptr, ends_ptr, count_ptr,
     num_rows, num_columns, depth,
-    x_stride, out_stride, stream_stride, w_stride,
+    x_stride, out_stride, residual_stride, w_stride,
     x_batch, out_batch, w_batch,
     scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     row_programs,
@@ -135,10 +161,10 @@ def _product(
         column_tile = pid % column_tiles
         for tile in range(pid // column_tiles, tl.load(count_ptr), row_programs):
             _tile(
-                x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+                x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
                 batch, tl.load(experts_ptr + tile).to(tl.int64), tl.load(starts_ptr + tile), tl.load(ends_ptr + tile),
                 column_tile, num_columns, depth,
-                x_stride, out_stride, stream_stride, w_stride,
+                x_stride, out_stride, residual_stride, w_stride,
                 x_batch, out_batch, w_batch,
                 scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
                 ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
@@ -148,10 +174,10 @@ def _product(
         first_tile = pid // (SWIZZLE * column_tiles) * SWIZZLE
         group_tiles = tl.minimum(row_programs - first_tile, SWIZZLE)
         _tile(
-            x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+            x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
             batch, batch, (first_tile + in_group % group_tiles) * ROWS, num_rows,
             in_group // group_tiles, num_columns, depth,
-            x_stride, out_stride, stream_stride, w_stride,
+            x_stride, out_stride, residual_stride, w_stride,
             x_batch, out_batch, w_batch,
             scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
             ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
@@ -160,10 +186,10 @@ def _product(
 
 @triton.jit
 def _tile(
-    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, stream_ptr,
+    x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
     batch, expert, start, end,
     column_tile, num_columns, depth,
-    x_stride, out_stride, stream_stride, w_stride,
+    x_stride, out_stride, residual_stride, w_stride,
     x_batch, out_batch, w_batch,
     scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -203,14 +229,16 @@ def _tile(
 
     is_stored = is_row[:, None] & is_column[None, :]
     out_at = out_ptr + batch * out_batch + row[:, None] * out_stride + column[None, :]
-    if out_ptr.dtype.element_ty == tl.float32 and bias_ptr is None and stream_ptr is None:
+    if out_ptr.dtype.element_ty == tl.float32 and bias_ptr is None and residual_ptr is None:
         tl.store(out_at, total, mask=is_stored)
     else:
         y = to_bfloat16(total)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + w_row)
             y = to_bfloat16(y.to(tl.float32) + bias.to(tl.float32)[None, :])
-        if stream_ptr is not None:
-            stream = tl.load(stream_ptr + row[:, None] * stream_stride + column[None, :], mask=is_stored, other=0.0)
-            y = to_bfloat16(stream.to(tl.float32) + y.to(tl.float32))
+        if residual_ptr is not None:
+            residual = tl.load(
+                residual_ptr + row[:, None] * residual_stride + column[None, :], mask=is_stored, other=0.0
+            )
+            y = to_bfloat16(residual.to(tl.float32) + y.to(tl.float32))
         tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_stored)

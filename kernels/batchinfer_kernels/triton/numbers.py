@@ -1,4 +1,4 @@
-"""Rounding and products that give the same in compiled kernels and in Triton's interpreter; called by every kernel.
+"""Rounding and products that give the same in compiled kernels and in Triton's interpreter.
 
 The interpreter cuts bfloat16 off instead of rounding it, does not round to even in E4M3, and takes bfloat16 in products
 for whole numbers. So there these are written out; compiled, each is one instruction of the hardware.

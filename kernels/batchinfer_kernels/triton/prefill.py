@@ -50,7 +50,10 @@ def mla_prefill(
     scale: float,
     schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """[T, H, V] bfloat16; see `reference_mla.mla_prefill`. Softmax weights are rounded to bfloat16 before values."""
+    """Softmax weights are rounded to bfloat16 before they meet the values.
+
+    How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
+    """
     num_tokens, num_heads, _ = q_THA.shape
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:
@@ -168,7 +171,7 @@ def _attend_tile(
     sums = tl.zeros((ROWS, VALUE_TILE), tl.float32)
     for first_key in range(0, stop, PAGE):
         place = first_page + first_key // PAGE
-        # what stands behind the last token may be anything, even infinite: there that token comes again, unseen
+        # values behind the last token may be anything, even infinite: there that token comes again, unseen
         token = tl.minimum(in_page, context - 1 - first_key).to(tl.int64)
         rotary_at = pages_ptr + (tl.load(page_ids_ptr + place) * PAGE + token)[:, None] * (LATENT + ROTARY) + LATENT
         key_at = kv_ptr + ((place.to(tl.int64) * PAGE + token) * heads_at_once + head)[:, None] * (NOPE + VALUE)

@@ -1,4 +1,4 @@
-"""Whether the Triton operations can run here; asked by backend.py. Looks at nothing that wakes a GPU up."""
+"""Whether the Triton operations can run here. Looks at nothing that wakes a GPU up."""
 
 from __future__ import annotations
 

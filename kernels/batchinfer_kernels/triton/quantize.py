@@ -8,12 +8,25 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.reference_fp8 import empty_row_scales
+from batchinfer_kernels.reference.fp8 import empty_row_scales
+from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
 ROW_BLOCK = 128
 _TILE_ROWS = 16
 _TILE_VALUES = 1024
+
+
+def quantize_fp8_block(
+    weight: torch.Tensor, block: tuple[int, int] = (ROW_BLOCK, ROW_BLOCK)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bit for bit as the reference does on the CPU."""
+    return quantize_rows(dense(weight)) if block == (1, ROW_BLOCK) else _quantize_blocks(weight, block)
+
+
+def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bit for bit as the reference does on the CPU."""
+    return quantize_rows(dense(x) if x.dim() == 2 else x.contiguous(), num_rows_E, by_column=True)
 
 
 def quantize_rows(
@@ -24,7 +37,7 @@ def quantize_rows(
     Args:
         x: float, its last dim without gaps; [E, C, M] without any.
         num_rows_E: [E] integer, the rows of each expert; the others are neither read nor written. None: all.
-        by_column: let the scales of a column of blocks stand together in memory, which products read faster; see
+        by_column: keep the scales of a column of blocks together in memory, which products read faster; see
             `reference.quantize_fp8_rows`.
 
     Returns:
@@ -60,8 +73,7 @@ def new_scales(*shape: int, device: torch.device, by_column: bool) -> torch.Tens
     return torch.empty(*shape, dtype=torch.float32, device=device)
 
 
-def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight [N, M] to E4M3 with a scale per block of rows and columns; see `reference.quantize_fp8_block`."""
+def _quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = weight.shape
     grid = (triton.cdiv(num_rows, block[0]), triton.cdiv(width, block[1]))
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -82,15 +94,15 @@ def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch
     return values, scales
 
 
-def dequantize_blocks(
-    values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]
+def dequantize_fp8_block(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] = (ROW_BLOCK, ROW_BLOCK)
 ) -> torch.Tensor:
-    """[N, M] values × their block's scale, rounded once to bfloat16 or left in float32."""
-    num_rows, width = values.shape
-    out = torch.empty(num_rows, width, dtype=dtype, device=values.device)
-    if values.numel():
+    """To bfloat16 or float32."""
+    num_rows, width = weight.shape
+    out = torch.empty(num_rows, width, dtype=dtype, device=weight.device)
+    if weight.numel():
         _dequantize[(num_rows, triton.cdiv(width, _TILE_VALUES))](
-            values, scales, out, width, *values.stride(), *scales.stride(), *block, TILE=_TILE_VALUES
+            weight, scale, out, width, *weight.stride(), *scale.stride(), *block, TILE=_TILE_VALUES
         )
     return out
 

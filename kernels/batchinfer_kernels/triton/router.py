@@ -30,8 +30,9 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
     return torch.stack(terms)
 
 
-def router(x: torch.Tensor, terms_3ED: torch.Tensor) -> torch.Tensor:
-    """[T, D] bfloat16 and a packed weight to [T, E] float32."""
+def router(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The weight may be packed, [3, E, D], or not."""
+    terms_3ED = weight if weight.dim() == 3 else pack_router(weight)
     (num_rows, depth), num_experts = x.shape, terms_3ED.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     num_parts = triton.cdiv(depth, _PART)

@@ -19,7 +19,6 @@ _PROGRAM_VALUES = 4096  # narrow rows share a program
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., D] and [D] bfloat16 to [..., D]; see `reference.rms_norm`."""
     width = x.shape[-1]
     flat = x.reshape(-1, width)
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
@@ -45,11 +44,11 @@ def rope_and_cache(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Queries turned, in place; the latents' norm and rotary key are written to the pages, all by one kernel."""
+    """One kernel; rotates queries in place."""
     q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
-    assert pages.is_contiguous(), "pages are written where they stand"
+    assert pages.is_contiguous(), "pages are written in place"
     if num_tokens:
         latent_tile = triton.next_power_of_2(latent_dim)
         rows = max(1, _PROGRAM_VALUES // latent_tile)
@@ -76,19 +75,17 @@ def rope_and_cache(
     return q_THA
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum over its experts in their order; see `reference_rows.sum_per_token`."""
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     (num_tokens, topk), width = weights_TK.shape, sorted_MD.shape[-1]
     total = torch.empty(num_tokens, width, dtype=torch.float32, device=sorted_MD.device)
     if total.numel():
         _sum_per_token[(num_tokens, triton.cdiv(width, _TILE_VALUES))](
-            sorted_MD.contiguous(), place_M, weights_TK.contiguous(), total, width, TOPK=topk, TILE=_TILE_VALUES
+            sorted_MD.contiguous(), inverse_M, weights_TK.contiguous(), total, width, TOPK=topk, TILE=_TILE_VALUES
         )
     return total
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
-    """hidden + (sums + added), the sum rounded once before; see `reference_rows.add_sums`."""
     out = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
     if out.numel():
         _add_sums[(triton.cdiv(out.numel(), _TILE_VALUES),)](
@@ -105,9 +102,9 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 @triton.jit
 def _normed(x, weight, is_inside, width, eps):
     """Rows ÷ root mean square × weight, both steps rounded to bfloat16."""
-    wide = tl.where(is_inside, x.to(tl.float32), 0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / width + eps)
-    return to_bfloat16(to_bfloat16(wide * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
+    x32 = tl.where(is_inside, x.to(tl.float32), 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x32 * x32, 1) / width + eps)
+    return to_bfloat16(to_bfloat16(x32 * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
 
 
 @triton.jit
@@ -123,8 +120,8 @@ def _rms_norm(
 
 
 @triton.jit
-def _turned(first, second, cos, sin):
-    """Pairs of float32 values turned by their angles, rounded to bfloat16."""
+def _rotated(first, second, cos, sin):
+    """Pairs of float32 values rotated by their angles, rounded to bfloat16."""
     return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
 
 
@@ -156,9 +153,9 @@ def _rope_and_cache(
     sin = tl.load(sin_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
     key_first = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
     key_second = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
-    turned_first, turned_second = _turned(key_first, key_second, cos, sin)
-    tl.store(page_at + LATENT + first, turned_first, mask=is_pair)
-    tl.store(page_at + LATENT + second, turned_second, mask=is_pair)
+    rotated_first, rotated_second = _rotated(key_first, key_second, cos, sin)
+    tl.store(page_at + LATENT + first, rotated_first, mask=is_pair)
+    tl.store(page_at + LATENT + second, rotated_second, mask=is_pair)
 
     for start in range(0, num_heads, HEADS):
         heads = (start + tl.arange(0, HEADS))[None, :, None]
@@ -166,7 +163,7 @@ def _rope_and_cache(
         q_at = q_ptr + (token[:, None, None] * num_heads + heads) * q_width + (q_width - 2 * PAIRS)
         q_first = tl.load(q_at + first[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
         q_second = tl.load(q_at + second[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
-        new_first, new_second = _turned(q_first, q_second, cos[:, None, :], sin[:, None, :])
+        new_first, new_second = _rotated(q_first, q_second, cos[:, None, :], sin[:, None, :])
         tl.store(q_at + first[:, None, :], new_first, mask=is_inside)
         tl.store(q_at + second[:, None, :], new_second, mask=is_inside)
 

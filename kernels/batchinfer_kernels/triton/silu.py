@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.triton.gemm import row_scale_steps
+from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 from batchinfer_kernels.triton.quantize import ROW_BLOCK, new_scales
 from batchinfer_kernels.triton.tiles import RowTiles, masked_tiles
@@ -21,7 +22,7 @@ _TILE_ROWS = 16
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Both [T, F] bfloat16, their last dim without gaps; see `reference.silu_mul`."""
+    gate, up = dense(gate), dense(up)
     num_rows, width = gate.shape
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if out.numel():
@@ -34,9 +35,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_blocks(
-    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None, *, fp8: bool
+    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The first rows of each expert's block, without gaps; see `reference.silu_mul_blocks`."""
+    gate_up_ECF = gate_up_ECF.contiguous()
     num_experts, room, double = gate_up_ECF.shape
     dtype = torch.float8_e4m3fn if fp8 else gate_up_ECF.dtype
     out = torch.empty(num_experts, room, double // 2, dtype=dtype, device=gate_up_ECF.device)
@@ -52,7 +53,7 @@ def silu_mul_blocks(
 
 
 def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
-    """The same for the rows of experts, gate beside up in [M, 2 * F]; other rows are neither read nor written.
+    """The same for the rows of experts, gate before up in [M, 2 * F]; other rows are neither read nor written.
 
     Args:
         out: [M, F] bfloat16, or float8_e4m3fn with `scales`.
@@ -78,8 +79,8 @@ def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
 @triton.jit
 def _active(gate, up):
     """silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
-    wide = gate.to(tl.float32)
-    silu = to_bfloat16(wide / (1.0 + tl.exp(-wide))).to(tl.float32)
+    gate32 = gate.to(tl.float32)
+    silu = to_bfloat16(gate32 / (1.0 + tl.exp(-gate32))).to(tl.float32)
     return to_bfloat16(silu * up.to(tl.float32)).to(tl.float32)
 
 

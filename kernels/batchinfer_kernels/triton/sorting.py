@@ -1,6 +1,6 @@
 """The order of (token, expert) entries by expert, in Triton: a stable counting sort in two passes.
 
-The first counts each block's entries per expert and how many of its own expert stand before an entry in its block;
+The first counts each block's entries per expert and how many of its own expert come before an entry in its block;
 running sums over the blocks then give every entry its row. Nothing is read on the host.
 """
 
@@ -16,20 +16,19 @@ _BLOCK = 128
 
 
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The entry behind each sorted row [M], the row of each entry [M], entries per expert [E]; all int64."""
     ids_M = ids_M.contiguous()
     num_blocks = triton.cdiv(len(ids_M), _BLOCK)
-    order_M, place_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
+    order_M, inverse_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
     counts_EB = torch.zeros(num_experts, num_blocks, dtype=torch.int64, device=ids_M.device)
     if num_blocks:
         _count[(num_blocks,)](
-            ids_M, place_M, counts_EB, len(ids_M), num_experts, num_blocks,
+            ids_M, inverse_M, counts_EB, len(ids_M), num_experts, num_blocks,
             BLOCK=_BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
         )  # fmt: skip
         behind = counts_EB.flatten().cumsum(0)
         starts = behind - counts_EB.flatten()
-        _place[(num_blocks,)](ids_M, starts, place_M, order_M, len(ids_M), num_blocks, BLOCK=_BLOCK)
-    return order_M, place_M, counts_EB.sum(1)
+        _place[(num_blocks,)](ids_M, starts, inverse_M, order_M, len(ids_M), num_blocks, BLOCK=_BLOCK)
+    return order_M, inverse_M, counts_EB.sum(1)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.block_scaled import BLOCK
+from batchinfer_kernels.reference.block_scaled import BLOCK
 
 # Programs next to each other for one tile of columns; each goes through the row tiles in steps of this many. More row
 # tiles than that keep a GPU busy for many rounds, and in the masked layout most of the room is empty.
@@ -96,7 +96,7 @@ def _map_tiles(
     num_rows_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr, num_experts, most, room,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The expert and the rows of each tile; `room` 0: experts' rows stand one behind the other."""
+    """The expert and the rows of each tile; `room` 0: experts' rows follow each other."""
     experts = tl.arange(0, EXPERTS)
     num_rows = tl.load(num_rows_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     num_tiles = (num_rows + ROWS - 1) // ROWS

@@ -184,7 +184,8 @@ def test_a_killed_plan_leaves_nothing_behind_once_it_is_made_again(tmp_path):
     job = write_job(tmp_path)
     # killed while the second run on disk is written
     code = (
-        "import os, signal; from batchinfer import cli; from batchinfer.plan import planner, sorted_runs\n"
+        "import os, signal; from batchinfer import cli\n"
+        "from batchinfer.plan import planner; from batchinfer.plan.prefix import sorted_runs\n"
         "planner.PREFIX_MEMORY_BYTES = 20_000\n"
         "write = sorted_runs.write_run\n"
         "def write_and_die(target, *prompts):\n"

@@ -386,17 +386,22 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   return {tokens, is_finite};
 }
 
-std::tuple<Tensor, Tensor> exponentials(const Tensor& logits, const Tensor& temperatures) {
+Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+            const Tensor& min_p, const Tensor& uniform) {
   TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
               "logits must be contiguous float32");
-  TORCH_CHECK(temperatures.scalar_type() == at::kDouble && temperatures.is_contiguous() &&
-                  temperatures.numel() == logits.size(0),
-              "one float64 temperature per row");
-  Tensor powers = at::empty(logits.sizes(), logits.options().dtype(at::kDouble));
-  Tensor totals = at::empty({logits.size(0)}, powers.options());
-  batchinfer::exponentials(read<float>(logits), read<double>(temperatures), logits.size(0), logits.size(1),
-                           write<double>(powers), write<double>(totals));
-  return {powers, totals};
+  TORCH_CHECK(logits.size(1) <= kMostTokens, "a vocabulary of ", logits.size(1), " tokens, more than ", kMostTokens);
+  for (const Tensor* values : {&temperature, &top_p, &min_p, &uniform}) {
+    TORCH_CHECK(values->scalar_type() == at::kDouble && values->is_contiguous() && values->numel() == logits.size(0),
+                "settings must be contiguous float64, one value per row");
+  }
+  check_indices(top_k, "top_k");
+  TORCH_CHECK(top_k.numel() == logits.size(0), "one top_k per row");
+  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  const DrawSettings settings{read<double>(temperature), read<int64_t>(top_k), read<double>(top_p),
+                              read<double>(min_p), read<double>(uniform)};
+  batchinfer::draw(read<float>(logits), settings, logits.size(0), logits.size(1), write<int64_t>(tokens));
+  return tokens;
 }
 
 Tensor log_sum_exp(const Tensor& logits) {
@@ -453,7 +458,9 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("add_sums(Tensor hidden, Tensor sums, Tensor? added) -> Tensor", add_sums);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
-  m.def("exponentials(Tensor logits, Tensor temperatures) -> (Tensor, Tensor)", exponentials);
+  m.def(
+      "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+      draw);
   m.def("log_sum_exp(Tensor logits) -> Tensor", log_sum_exp);
   m.def("tiles_agree(bool is_one_chain) -> bool", batchinfer::tiles_agree);
   m.def("cos_sin(Tensor angles, float scale) -> (Tensor, Tensor)", cos_sin);

@@ -52,9 +52,8 @@ void sigmoid_scores(const float* logits, const float* bias, int64_t experts, flo
 
 void softmax_scores(const float* logits, int64_t experts, float* scores, float* choice) {
   static thread_local std::vector<double> powers;
-  powers.resize(experts);
-  double total;
-  powers_of(logits, 1.0, experts, powers.data(), &total);
+  powers.resize((experts + 15) / 16 * 16);
+  const double total = powers_of(logits, experts, largest_value(logits, experts), powers.data());
   for (int64_t i = 0; i < experts; ++i) {
     scores[i] = static_cast<float>(powers[i] / total);
     choice[i] = std::isnan(scores[i]) ? kLeast : scores[i];

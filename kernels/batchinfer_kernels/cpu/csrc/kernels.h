@@ -159,12 +159,17 @@ void sort_by_expert(const int64_t* ids, int64_t num_entries, int64_t num_experts
 
 // sampling.cpp: the largest value of each row, the first among equals, and whether all values are finite.
 void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t* tokens, bool* is_finite);
-// exp((logit - largest) / temperature) of each row; its sum over the row goes to `totals`.
-void exponentials(const float* logits, const double* temperatures, int64_t num_rows, int64_t num_columns,
-                  double* powers, double* totals);
-
 // The logarithm of the sum of e to each logit of a row.
 void log_sum_exp(const float* logits, int64_t num_rows, int64_t num_columns, double* out);
+
+// draw.cpp: see reference_rows.draw; each of these has one value per row.
+struct DrawSettings {
+  const double* temperature;
+  const int64_t* top_k;
+  const double *top_p, *min_p, *uniform;
+};
+constexpr int64_t kMostTokens = 1 << 18;  // of a vocabulary, so that sums of weights fit
+void draw(const float* logits, const DrawSettings& settings, int64_t num_rows, int64_t num_columns, int64_t* tokens);
 
 // angles.cpp: cosine and sine of angles [num_values], each times `scale`.
 void cos_sin(const float* angles, double scale, int64_t num_values, float* cos, float* sin);

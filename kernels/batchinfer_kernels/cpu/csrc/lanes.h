@@ -7,10 +7,11 @@
 // elsewhere their values are widened first, then multiplied one part at a time.
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
+//   Doubles          8 float64
 //   First            the first so many lanes, as rows end anywhere: lanes(count)
 //   Mask             yes or no for each lane, as comparisons give it
 //
-// Operations without a name are + - * / of Floats, each rounded once. Both kinds give the same bits. The bfloat16
+// Operations without a name are + - * / of Floats and Doubles, each rounded once. Both kinds give the same bits. The bfloat16
 // instructions of AVX-512 take subnormal numbers for zero and multiply the second value of a pair first; so does the other
 // kind, with the help of tasks.cpp, where subnormal numbers are zero for all instructions.
 

@@ -10,6 +10,9 @@ namespace batchinfer {
 struct Floats {
   __m256 low, high;
 };
+struct Doubles {
+  __m256d low, high;
+};
 struct Ints {
   __m256i low, high;
 };
@@ -125,6 +128,61 @@ inline float largest_of(Floats a) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// float64: the first and the last eight of 16 values; names as for Floats.
+inline Doubles doubles(double value) { return {_mm256_set1_pd(value), _mm256_set1_pd(value)}; }
+inline Doubles wide(__m256 a) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(a)), _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1))};
+}
+inline Doubles low_doubles(Floats a) { return wide(a.low); }
+inline Doubles high_doubles(Floats a) { return wide(a.high); }
+inline void store(double* at, Doubles values) {
+  _mm256_storeu_pd(at, values.low);
+  _mm256_storeu_pd(at + 4, values.high);
+}
+inline Doubles operator+(Doubles a, Doubles b) { return {a.low + b.low, a.high + b.high}; }
+inline Doubles operator-(Doubles a, Doubles b) { return {a.low - b.low, a.high - b.high}; }
+inline Doubles operator*(Doubles a, Doubles b) { return {a.low * b.low, a.high * b.high}; }
+inline Doubles operator/(Doubles a, Doubles b) { return {a.low / b.low, a.high / b.high}; }
+inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) {
+  return {_mm256_fmadd_pd(a.low, b.low, c.low), _mm256_fmadd_pd(a.high, b.high, c.high)};
+}
+inline Doubles subtract_product(Doubles c, Doubles a, Doubles b) {
+  return {_mm256_fnmadd_pd(a.low, b.low, c.low), _mm256_fnmadd_pd(a.high, b.high, c.high)};
+}
+inline Doubles smaller(Doubles a, Doubles b) { return {_mm256_min_pd(a.low, b.low), _mm256_min_pd(a.high, b.high)}; }
+inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.low, b.low), _mm256_max_pd(a.high, b.high)}; }
+inline Doubles nearest_whole(Doubles a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_pd(a.low, kNearest), _mm256_round_pd(a.high, kNearest)};
+}
+// a * 2^n for whole n from -1022 to 1023: adding 1.5 * 2^52 puts n into the low bits.
+inline __m256d scaled(__m256d a, __m256d n) {
+  const __m256i whole = _mm256_castpd_si256(n + _mm256_set1_pd(0x1.8p52));
+  return a * _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_add_epi64(whole, _mm256_set1_epi64x(1023)), 52));
+}
+inline Doubles scaled(Doubles a, Doubles n) { return {scaled(a.low, n.low), scaled(a.high, n.high)}; }
+// 0 in lanes where x is below the limit.
+inline Doubles zero_below(Doubles limit, Doubles x, Doubles a) {
+  return {_mm256_and_pd(_mm256_cmp_pd(x.low, limit.low, _CMP_NLT_UQ), a.low),
+          _mm256_and_pd(_mm256_cmp_pd(x.high, limit.high, _CMP_NLT_UQ), a.high)};
+}
+// The nearest whole numbers, to even in the middle, of values from 0 to 2^51: adding 2^52 leaves no bit behind the point.
+inline __m256i nearest_longs(__m256d a) {
+  const __m256d moved = _mm256_set1_pd(0x1p52);
+  return _mm256_sub_epi64(_mm256_castpd_si256(a + moved), _mm256_castpd_si256(moved));
+}
+inline void store_nearest(int64_t* at, Doubles a) {
+  __m256i* halves = reinterpret_cast<__m256i*>(at);
+  _mm256_storeu_si256(halves, nearest_longs(a.low));
+  _mm256_storeu_si256(halves + 1, nearest_longs(a.high));
+}
+// Halves are added to halves.
+inline double sum_of(Doubles a) {
+  const __m256d four = a.low + a.high;
+  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+  return two[0] + two[1];
 }
 
 inline Ints nearest_ints(Floats a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }

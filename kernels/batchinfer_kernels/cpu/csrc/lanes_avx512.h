@@ -5,6 +5,7 @@
 namespace batchinfer {
 
 using Floats = __m512;
+using Doubles = __m512d;
 using Ints = __m512i;
 using First = __mmask16;
 using Mask = __mmask16;
@@ -53,6 +54,33 @@ inline float sum_of(Floats a) {
   return two[0] + two[1];
 }
 inline float largest_of(Floats a) { return _mm512_reduce_max_ps(a); }
+
+// float64: the first and the last eight of 16 values; names as for Floats.
+inline Doubles doubles(double value) { return _mm512_set1_pd(value); }
+inline Doubles low_doubles(Floats a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
+inline Doubles high_doubles(Floats a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
+inline void store(double* at, Doubles values) { _mm512_storeu_pd(at, values); }
+inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+inline Doubles subtract_product(Doubles c, Doubles a, Doubles b) { return _mm512_fnmadd_pd(a, b, c); }
+inline Doubles smaller(Doubles a, Doubles b) { return _mm512_min_pd(a, b); }
+inline Doubles larger(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
+inline Doubles nearest_whole(Doubles a) {
+  return _mm512_roundscale_pd(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// a * 2^n for whole n from -1022 to 1023.
+inline Doubles scaled(Doubles a, Doubles n) { return _mm512_scalef_pd(a, n); }
+// 0 in lanes where x is below the limit.
+inline Doubles zero_below(Doubles limit, Doubles x, Doubles a) {
+  return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x, limit, _CMP_NLT_UQ), a);
+}
+// The nearest whole numbers, to even in the middle, of values from 0 to 2^51.
+inline void store_nearest(int64_t* at, Doubles a) { _mm512_storeu_si512(at, _mm512_cvtpd_epi64(a)); }
+// Halves are added to halves.
+inline double sum_of(Doubles a) {
+  const __m256d four = _mm512_castpd512_pd256(a) + _mm512_extractf64x4_pd(a, 1);
+  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+  return two[0] + two[1];
+}
 
 inline Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints nearest_ints(Floats a) { return _mm512_cvtps_epi32(a); }

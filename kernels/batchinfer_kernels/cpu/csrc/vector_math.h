@@ -1,8 +1,9 @@
-// exp, 2 to a power and SiLU of 16 float32 values; each lane depends on its own value only, so bits do not depend on the place.
+// exp, 2 to a power and SiLU of 16 float32 values, exp of 8 float64 values; each lane depends on its own value only, so
+// bits do not depend on the place.
 
 #pragma once
 
-#include <cstring>
+#include <cmath>
 
 #include "lanes.h"
 
@@ -58,39 +59,39 @@ inline Floats silu_values(Floats x) { return x / sigmoid_divisor(x); }
 
 inline Floats sigmoid_values(Floats x) { return floats(1.0f) / sigmoid_divisor(x); }
 
-// exp of float64, for x <= 0: 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2, p a Taylor sum to r^13 / 13!; below -708 it
-// gives 0, NaN stays. Written for one value at a time: compilers make vectors of it, which changes no bit.
-inline double exp_double(double x) {
-  const double limited = x < -708.0 ? -708.0 : x;
-  const double n = __builtin_nearbyint(limited * 1.4426950408889634);
-  double r = __builtin_fma(n, -6.93147180369123816490e-01, limited);
-  r = __builtin_fma(n, -1.90821492927058770002e-10, r);
-  double p = 1.6059043836821613e-10;
-  p = __builtin_fma(p, r, 2.08767569878681e-09);
-  p = __builtin_fma(p, r, 2.505210838544172e-08);
-  p = __builtin_fma(p, r, 2.755731922398589e-07);
-  p = __builtin_fma(p, r, 2.7557319223985893e-06);
-  p = __builtin_fma(p, r, 2.48015873015873e-05);
-  p = __builtin_fma(p, r, 1.984126984126984e-04);
-  p = __builtin_fma(p, r, 1.3888888888888889e-03);
-  p = __builtin_fma(p, r, 8.333333333333333e-03);
-  p = __builtin_fma(p, r, 4.1666666666666664e-02);
-  p = __builtin_fma(p, r, 1.6666666666666666e-01);
-  p = __builtin_fma(p, r, 0.5);
-  p = __builtin_fma(p, r, 1.0);
-  p = __builtin_fma(p, r, 1.0);
-  // 2^n: n is whole and from -1022 to 0; adding 1.5 * 2^52 puts it into the low bits
-  const double moved = n + 6755399441055744.0;
-  uint64_t bits;
-  std::memcpy(&bits, &moved, sizeof(bits));
-  bits = (bits + 1023) << 52;
-  double power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return x < -708.0 ? 0.0 : p * power;
+// The sum of factors times falling powers of x, by Horner's rule; the last factor is that of x^0.
+inline Doubles times_plus(Doubles sum, Doubles x, double factor) { return multiply_add(sum, x, doubles(factor)); }
+template <class... Factors>
+inline Doubles polynomial(Doubles x, double first, Factors... others) {
+  Doubles sum = doubles(first);
+  ((sum = times_plus(sum, x, others)), ...);
+  return sum;
 }
 
-// sampling.cpp: exp((logit - largest) / temperature) of one row, and their sum.
-void powers_of(const float* logits, double temperature, int64_t count, double* powers, double* total);
+// exp of float64, for x <= 0: 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2, p a Taylor sum to r^13 / 13!; below -708 it
+// gives 0, NaN stays.
+inline Doubles exp_values(Doubles x) {
+  const Doubles least = doubles(-708.0), limited = larger(least, x);
+  const Doubles n = nearest_whole(limited * doubles(1.4426950408889634));
+  Doubles r = subtract_product(limited, n, doubles(6.93147180369123816490e-01));
+  r = subtract_product(r, n, doubles(1.90821492927058770002e-10));
+  const Doubles p = polynomial(r, 1.6059043836821613e-10, 2.08767569878681e-09, 2.505210838544172e-08,
+                               2.755731922398589e-07, 2.7557319223985893e-06, 2.48015873015873e-05,
+                               1.984126984126984e-04, 1.3888888888888889e-03, 8.333333333333333e-03,
+                               4.1666666666666664e-02, 1.6666666666666666e-01, 0.5, 1.0, 1.0);
+  return zero_below(least, x, scaled(p, n));
+}
+
+// The largest of a row; what is not a number is passed over.
+inline float largest_value(const float* values, int64_t count) {
+  Floats best = floats(-INFINITY);
+  for (int64_t i = 0; i < count; i += 16) best = larger(load_or(lanes(count - i), values + i, -INFINITY), best);
+  return largest_of(best);
+}
+
+// sampling.cpp: the sum of exp(logit - largest) over a row. The powers go to `powers`, which has room for whole groups of
+// 16 of them, unless it is null.
+double powers_of(const float* logits, int64_t count, float largest, double* powers);
 
 // rows.cpp: one row of rms_norm.
 template <class Value>

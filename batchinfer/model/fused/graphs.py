@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: recorded once per size, then started as a whole. Called by decode on a lone rank's GPU.
+"""Decode steps as CUDA graphs: recorded once per size, then started as a whole; for a lone rank's GPU.
 
 A graph works on fixed memory. A step's tensors are written there before it starts, filled up to the next size that has
 a graph with rows that attend to, and write to, a page that no request has:
@@ -15,13 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.step import StepInput, StepTensors
-from batchinfer.model.transformer import StepOutput, Transformer
+from batchinfer.model.step import StepInput, StepOutput, StepTensors
+from batchinfer.parallel.dispatch import LocalDispatcher
+from batchinfer.parallel.overlap import run_to_end
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+
+if TYPE_CHECKING:
+    from batchinfer.model.transformer import Transformer
 
 Work = Callable[[], StepOutput]
 Recorder = Callable[[Work], Work]  # of work on fixed memory, the same to be started any number of times
@@ -40,38 +46,46 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The graphs of one rank.
+    """The graphs of one model over one page pool.
 
     Args:
-        pages: [L, num_pages, 64, W], of which `filler_page` belongs to no request.
+        filler_page: a page that belongs to no request.
         record: makes a graph; another one in tests.
     """
 
-    def __init__(
-        self, model: Transformer, pages: torch.Tensor, filler_page: int, record: Recorder | None = None
-    ) -> None:
-        self._model, self._pages, self._filler_page = model, pages, filler_page
+    def __init__(self, filler_page: int, record: Recorder | None = None) -> None:
+        self._filler_page = filler_page
         self._record = record or _CudaRecorder()
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by F and P
 
-    def run(self, step: StepInput) -> StepOutput:
-        """A decode step of at least one request; the output is valid until the next one runs."""
+    def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
+        """See schedules.WholeStep; the output is valid until the next step runs, the model and pages stay the same."""
+
+        def plain(tensors: StepTensors) -> StepOutput:
+            return run_to_end(model.points(tensors, pages, MicroBatchSpans(SpanLog())))
+
         num_requests = len(step.tokens)
-        filled, is_counted = filled_up(step, self._filler_page)
-        assert filled.page_table is not None
-        size = (len(filled.tokens), filled.page_table.shape[1])
-        graph = self._graphs.get(size)
-        if graph is None:
-            tensors = StepTensors.fixed(filled, is_counted, self._model.device)
-            output = self._plain(tensors)
-            self._graphs[size] = _Graph(tensors, self._record(lambda: self._plain(tensors)))
-        else:
-            graph.tensors.refill(filled, is_counted)
-            output = graph.start()
+        if num_requests == 0:
+            return plain(StepTensors.of(step, model.device))
+        with MicroBatchSpans(log).compute("DECODE"):
+            filled, is_counted = filled_up(step, self._filler_page)
+            assert filled.page_table is not None
+            size = (len(filled.tokens), filled.page_table.shape[1])
+            graph = self._graphs.get(size)
+            if graph is None:
+                tensors = StepTensors.fixed(filled, is_counted, model.device)
+                output = plain(tensors)
+                self._graphs[size] = _Graph(tensors, self._record(lambda: plain(tensors)))
+            else:
+                graph.tensors.refill(filled, is_counted)
+                output = graph.start()
         return StepOutput(output.logits[:num_requests], output.expert_counts)
 
-    def _plain(self, tensors: StepTensors) -> StepOutput:
-        return self._model.run(tensors, self._pages)
+
+def can_be_recorded(model: Transformer) -> bool:
+    """Whether a CUDA graph can hold a decode step: on a GPU, with nothing in it that the host has to look at."""
+    stays_here = all(isinstance(mlp.dispatcher, LocalDispatcher) for mlp in model.moe_mlps)
+    return model.device.type == "cuda" and stays_here and not model.ops.reads_on_host
 
 
 def filled_up(step: StepInput, filler_page: int) -> tuple[StepInput, torch.Tensor]:
@@ -85,14 +99,14 @@ def filled_up(step: StepInput, filler_page: int) -> tuple[StepInput, torch.Tenso
     num_requests, num_pages = step.page_table.shape
     num_rows = graph_size(num_requests)
     num_filler = num_rows - num_requests
-    wide = max(_LEAST_PAGES, 1 << (num_pages - 1).bit_length())
+    most_pages = max(_LEAST_PAGES, 1 << (num_pages - 1).bit_length())
     filled = replace(
         step,
         tokens=F.pad(step.tokens, (0, num_filler)),
         positions=F.pad(step.positions, (0, num_filler)),
         slots=torch.cat([step.slots, filler_page * PAGE_TOKENS + torch.arange(num_filler)]),
         logit_rows=torch.arange(num_rows),
-        page_table=F.pad(step.page_table, (0, wide - num_pages, 0, num_filler), value=filler_page),
+        page_table=F.pad(step.page_table, (0, most_pages - num_pages, 0, num_filler), value=filler_page),
         kv_tokens=F.pad(step.kv_tokens, (0, num_filler), value=1),
     )
     return filled, F.pad(torch.ones(num_requests, dtype=torch.int64), (0, num_filler))

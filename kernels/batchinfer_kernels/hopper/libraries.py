@@ -1,6 +1,6 @@
 """deep_gemm and flash_mla, DeepSeek's libraries for Hopper GPUs: whether they can be used here, and their functions.
 
-Asked by backend.py's probes and by hopper.py. Nothing is imported before a probe has found what comes cheaper: a torch
+Nothing is imported before a probe has found what comes cheaper: a torch
 with CUDA, the library on disk, a Hopper GPU, and for deep_gemm a CUDA toolkit, without which its import fails.
 
 The libraries have changed names and signatures over time; these are found here under all of them:
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 _HOPPER = (9, 0)
-_INSTALL = "see 'GPUs' in the README"
+_INSTALL = "see docs/gpus.md"
 
 FP8_GEMM = ("fp8_gemm_nt", "fp8_fp4_gemm_nt")
 FP8_CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")

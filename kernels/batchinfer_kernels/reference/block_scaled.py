@@ -1,20 +1,21 @@
 """Weights in FP8 E4M3 with one float32 scale per block of 128 × 128 values, as DeepSeek-V3's checkpoints hold them.
 
 DeepSeek-V3 report section 3.3.2. Products with such a weight round the rows they multiply to E4M3, with one scale per
-128 values of a row, and add in float32 (reference_fp8.py says how exactly).
+128 values of a row, and add in float32 (reference/fp8.py says how exactly).
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference_fp8 import BLOCK, FP8, quantize_fp8_block
+from batchinfer_kernels.reference.fp8 import BLOCK, FP8, quantize_fp8_block
 
 __all__ = ["BLOCK", "BlockScaled", "stack", "to_blocks", "whole_blocks"]
 
@@ -27,30 +28,37 @@ class BlockScaled:
     scales: torch.Tensor  # [(B,) ceil(N / 128), ceil(M / 128)] float32
 
     @classmethod
-    def empty(cls, count: int, num_rows: int, num_columns: int, device: torch.device | str = "cpu") -> BlockScaled:
-        """Room for `count` weights [N, M] of this shape."""
-        values = torch.empty(count, num_rows, num_columns, dtype=FP8, device=device)
+    def empty(
+        cls,
+        count: int,
+        num_rows: int,
+        num_columns: int,
+        *,
+        is_paired: bool = False,
+        memory: Callable[..., torch.Tensor] = torch.empty,
+    ) -> BlockScaled:
+        """Room for `count` weights [N, M] of this shape in memory from `memory(shape, dtype=...)`."""
         num_blocks = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
-        return cls(values, torch.empty(count, *num_blocks, dtype=torch.float32, device=device))
+        values = memory((count, num_rows, num_columns), dtype=FP8)
+        return cls(values, memory((count, *num_blocks), dtype=torch.float32))
 
-    def __getitem__(self, place: int) -> BlockScaled:
+    def __getitem__(self, slot: int) -> BlockScaled:
         """One of B weights; shares its memory."""
-        return BlockScaled(self.values[place], self.scales[place])
+        return BlockScaled(self.values[slot], self.scales[slot])
 
-    def room(self, count: int) -> BlockScaled:
-        """Room for `count` weights of this shape."""
+    def put(self, slot: int, *parts: torch.Tensor | BlockScaled) -> None:
+        """Put a weight into a slot, in one part or in equal parts above each other.
+
+        Parts in blocks are put bit for bit, plain ones are rounded; smaller ones get zeros below and to the right.
+        """
         num_rows, num_columns = self.values.shape[-2:]
-        return BlockScaled.empty(count, num_rows, num_columns, self.values.device)
+        blocks = [part if isinstance(part, BlockScaled) else to_blocks(part) for part in parts]
+        whole = stack([part.padded(num_rows // len(parts), num_columns) for part in blocks])
+        self.values[slot], self.scales[slot] = whole.values, whole.scales
 
-    def put(self, place: int, weight: torch.Tensor | BlockScaled) -> None:
-        """Put a weight [N, M] into place `place`: one in blocks bit for bit, a plain one rounded."""
-        one = weight if isinstance(weight, BlockScaled) else to_blocks(weight)
-        self.values[place] = one.values
-        self.scales[place] = one.scales
-
-    def to(self, device: torch.device) -> BlockScaled:
-        """The same on another device."""
-        return BlockScaled(self.values.to(device), self.scales.to(device))
+    def slots(self) -> list[torch.Tensor]:
+        """The tensors that have a place per weight in their first dim."""
+        return [self.values, self.scales]
 
     def padded(self, num_rows: int, num_columns: int) -> BlockScaled:
         """One weight with zeros below it and to its right, which may fill its last blocks but start no others."""
@@ -67,10 +75,9 @@ def to_blocks(weight: torch.Tensor) -> BlockScaled:
     """Round a float weight [N, M], or each of [B, N, M], to E4M3."""
     if weight.dim() == 2:
         return BlockScaled(*quantize_fp8_block(weight))
-    count, num_rows, num_columns = weight.shape
-    blocks = BlockScaled.empty(count, num_rows, num_columns, weight.device)
-    for place, one in enumerate(weight):
-        blocks.put(place, one)
+    blocks = BlockScaled.empty(*weight.shape, memory=partial(torch.empty, device=weight.device))
+    for slot, one in enumerate(weight):
+        blocks.put(slot, one)
     return blocks
 
 

@@ -44,7 +44,7 @@ def quantize_fp8_block(
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Round rows to FP8 E4M3 with a scale per 128 values, the scales in the order in which deep_gemm reads them.
 
-    That is column by column: the scales of a column of blocks stand together, of as many rows as is a multiple of 4 (16
+    That is column by column: the scales of a column of blocks follow each other, for a multiple of 4 rows (16
     bytes), so that the tensor memory accelerator can load them (DeepGEMM, get_mn_major_tma_aligned_tensor).
 
     Args:
@@ -75,7 +75,7 @@ def dequantize_fp8_block(
 
 
 def dequantize_fp8_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [..., M] with scales [..., ceil(M / 128)] multiplied out to `dtype`."""
+    """Rows [..., M] with scales [..., ceil(M / 128)] dequantized to `dtype`."""
     flat = dequantize_fp8_block(values.flatten(0, -2), scales.flatten(0, -2), dtype, ROW_BLOCK)
     return flat.view(values.shape)
 
@@ -105,5 +105,5 @@ def block_product(
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
     """One scale per value instead of one per block, cut to the shape of the weight."""
-    wide = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
-    return wide.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+    rows = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]

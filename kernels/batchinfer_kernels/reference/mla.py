@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels.reference import ROW_MULTIPLE, batched_matmul, linear
+from batchinfer_kernels.reference.products import ROW_MULTIPLE, batched_matmul, linear
 
 PAGE_TOKENS = 64
 
@@ -39,14 +39,14 @@ def mla_prefill(
 ) -> torch.Tensor:
     """Causal attention of several requests' chunks in the plain form: per-head keys and values from the latents.
 
-    DeepSeek-V2 report section 2.1. The chunks' own latents must already stand in the pages.
+    DeepSeek-V2 report section 2.1. The chunks' own latents must be in the pages already.
 
     Args:
         q_THA: [T, H, N + R], chunk after chunk, rotary part last.
         pages: [num_pages, S, C + R], one layer.
-        page_table_BP: [B, P] int64, pages of each request in order; what stands behind its last page is ignored.
+        page_table_BP: [B, P] int64, pages of each request in order; entries behind its last page are ignored.
         num_tokens_B: [B] int64 on the host, tokens of each chunk, adding up to T.
-        context_tokens_B: [B] int64 on the host, tokens in the pages, the chunk included; what stands behind them is
+        context_tokens_B: [B] int64 on the host, tokens in the pages, the chunk included; values behind them are
             ignored.
         positions_T: [T] int64; a token sees the keys at its own position and before.
         kv_b_HZC: [H, N + V, C], from latent to key (N rows), then value (V rows).

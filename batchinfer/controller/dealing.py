@@ -1,0 +1,110 @@
+"""Sends ranks their work: requests to those that ask, those that go on at another rank with their KV, and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batchinfer.config import ClusterConfig
+from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.decode_loads import DecodeLoads
+from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.launch.rank_group import RankGroup
+from batchinfer.protocol import messages
+from batchinfer.protocol.messages import Adoption, Handover
+from batchinfer.records import Request, RequestKey
+from batchinfer.run.session import Session
+
+
+@dataclass(slots=True)
+class Dealing:
+    """Tells ranks what the dealer, the decode loads and the expert placer have decided."""
+
+    cluster: ClusterConfig
+    session: Session
+    group: RankGroup
+    units: UnitQueue
+    dealer: Dealer
+    loads: DecodeLoads
+    experts: ExpertPlacer
+    _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
+    _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
+    _has_begun: bool = False  # whether any rank has got one since they were started
+
+    def ranks_started(self) -> None:
+        """No rank has asked for anything yet."""
+        self._needs_work.clear()
+        self._has_begun = False
+
+    def ranks_died(self) -> None:
+        """What was on its way or decoding is lost."""
+        self._handovers.clear()
+        self.loads.clear()
+        self.experts.ranks_died()
+
+    def needs_work(self, rank: int) -> None:
+        """A rank asks for requests."""
+        self._needs_work.add(rank)
+
+    def pass_on(self, holder: int, handovers: list[Handover]) -> None:
+        """Requests that go on elsewhere: prompts that have run wait for a rank, moved requests have one."""
+        for handover in handovers:
+            self._handovers[handover.key] = (holder, handover)
+            moved = self.loads.give_away(handover.key)
+            if moved is None:
+                self.loads.add_ready(self.dealer.running_request(handover.key))
+            else:
+                self.session.moves += 1
+                self._send_handover(*moved)
+
+    def kv_read(self, rank: int, keys: list[RequestKey]) -> None:
+        """A rank goes on with requests; whoever holds their KV may free it."""
+        for key in keys:
+            holder, handover = self._handovers.pop(key)
+            self.loads.start(self.dealer.running_request(key), rank, len(handover.tokens))
+            self.group.send(holder, messages.FreeKv([key]))
+
+    def deal(self) -> None:
+        """Requests for the ranks that ask; opens the next unit when theirs have run out. Passes on and moves others."""
+        # they begin together: who got requests first would run a step, and the others would have to take part idly
+        self._has_begun = self._has_begun or len(self._needs_work) == self.cluster.num_prefill_ranks
+        fed: list[int] = []
+        for rank in sorted(self._needs_work) if self._has_begun else []:
+            requests = self._take_for(rank)
+            if not requests and not self.dealer.is_isolating:
+                if not self.units.open_next():
+                    self.dealer.take_over(rank)
+                requests = self._take_for(rank)
+            if requests:
+                self._needs_work.discard(rank)
+                self.group.send(rank, messages.Requests(requests))
+                fed.append(rank)
+        self._wake_others(fed)
+        for request, rank in self.loads.assign_ready():
+            self._send_handover(request, rank)
+        for key, rank in self.loads.moves():
+            self.group.send(rank, messages.GiveAway([key]))
+
+    def place_experts(self) -> None:
+        """After the first unit ask the ranks for their counts; when their experts are placed, let them move."""
+        if self.dealer.num_unfinished and self.experts.should_count():
+            self.group.send_to_all(messages.CountExperts())
+        for role, slots in self.experts.take_placed().items():
+            for place in self.group.places:
+                if place.role == role:
+                    self.group.send(place.rank, messages.PlaceExperts(slots))
+
+    def _take_for(self, rank: int) -> list[Request]:
+        """What keeps a rank busy until it asks again: two prefill steps."""
+        return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
+
+    def _send_handover(self, request: Request, rank: int) -> None:
+        self.group.send(rank, messages.Adopt([Adoption(request, self._handovers[request.key][1])]))
+        self._wake_others([rank])
+
+    def _wake_others(self, ranks: list[int]) -> None:
+        """These ranks have got something: wake the others of their groups, since they take part in every step."""
+        leaders = {self.group.places[rank].leader for rank in ranks}
+        for place in self.group.places:
+            if place.leader in leaders and place.rank not in ranks:
+                self.group.send(place.rank, messages.Wake())

@@ -1,0 +1,102 @@
+"""Which deaths of ranks end the run, and which request is to blame for one."""
+
+from __future__ import annotations
+
+import time
+
+from batchinfer.controller.dealer import Dealer
+from batchinfer.launch.rank_group import RanksDiedError
+from batchinfer.records import BatchinferError, Completion, Request
+
+GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
+# When ranks die again and again before they have any request, none is to blame: end after this many starts in a row
+EXPLAINED_STARTS = 3  # in which a rank said what was wrong
+KILLED_STARTS = 50  # in which it was killed without a word,
+KILLED_STARTS_LONG = 10  # or this many if they took longer than
+KILLED_STARTS_S = 600.0
+GIVEN_UP = 3  # and when no step has ever gone well, after this many requests that seemed to be to blame
+
+
+class RanksFailError(BatchinferError):
+    """The ranks cannot be kept running, whatever requests they get."""
+
+
+class Deaths:
+    """Counts starts that failed and requests that were given up.
+
+    Args:
+        collective_s: after which ranks notice that another one does not answer.
+    """
+
+    def __init__(self, dealer: Dealer, collective_s: float) -> None:
+        self._dealer = dealer
+        self._collective_s = collective_s
+        self._failed_starts = self._explained_starts = 0  # in a row
+        self._num_given_up = 0
+        self._has_stepped = False
+        self._last_step_s = self._last_sign_s = time.monotonic()
+
+    def ranks_started(self) -> None:
+        """The ranks begin to step."""
+        self._last_sign_s = time.monotonic()
+
+    def step_ended(self) -> None:
+        """A rank has ended a step."""
+        self._has_stepped = True
+        self._failed_starts = self._explained_starts = 0
+        self._last_step_s = time.monotonic()
+
+    def silence(self, *, has_heard: bool) -> str | None:
+        """Why all ranks are to be ended although none has: they have something to do, and no step has ended for long.
+
+        Args:
+            has_heard: whether a message came since the last call.
+        """
+        if has_heard or not self._dealer.num_running:
+            self._last_sign_s = time.monotonic()
+        silence_s = time.monotonic() - self._last_sign_s
+        return f"no rank has ended a step for {silence_s:,.0f} s" if silence_s > self._collective_s + GRACE_S else None
+
+    def ranks_died(self, death: RanksDiedError) -> Completion | None:
+        """Put back what was running.
+
+        Returns:
+            The error row of a request that is the cause.
+
+        Raises:
+            RanksFailError: no request is the cause, or every one would be.
+        """
+        is_failed_start = not self._dealer.num_running
+        self._failed_starts = self._failed_starts + 1 if is_failed_start else 0
+        self._explained_starts = self._explained_starts + 1 if is_failed_start and death.has_reason else 0
+        took_long = time.monotonic() - self._last_step_s > KILLED_STARTS_S
+        limit = KILLED_STARTS_LONG if took_long else KILLED_STARTS
+        if self._explained_starts >= EXPLAINED_STARTS or self._failed_starts >= limit:
+            raise RanksFailError(
+                f"the ranks ended {self._failed_starts} times in a row before they had anything to do; the last time: "
+                f"{death}"
+            )
+        request = self._dealer.ranks_died()
+        if request is None:
+            return None
+        self._num_given_up += 1
+        if self._num_given_up >= GIVEN_UP and not self._has_stepped:
+            raise RanksFailError(f"the ranks end with whatever request they run; the last time: {death}")
+        return _given_up(request, str(death))
+
+
+def _given_up(request: Request, reason: str) -> Completion:
+    """The error row of a request that ends the ranks."""
+    return Completion(
+        key=request.key,
+        unit=request.unit,
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        stop_reason=None,
+        prompt_tokens=len(request.token_ids),
+        cached_memory_tokens=0,
+        cached_disk_tokens=0,
+        kv_tokens_sum=0,
+        error=f"the ranks ended twice while only this request was running; the last time: {reason}",
+    )

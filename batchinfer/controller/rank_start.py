@@ -1,0 +1,88 @@
+"""Has the ranks load and begin, and keeps what they say of themselves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config import JobConfig
+from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.results import Results
+from batchinfer.controller.units import kv_tokens
+from batchinfer.launch.rank_loader import RankLoader, join_message
+from batchinfer.progress import note
+from batchinfer.protocol.messages import Start
+from batchinfer.run.equal_rows import UNEQUAL, EqualRows, together
+from batchinfer.run.session import Session
+from batchinfer.run.trace import Tracer
+from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
+from batchinfer.rundir import RunDir, read_json
+
+
+class RankStart:
+    """Starts the ranks of a run, every time anew.
+
+    Args:
+        rows: all units, rows of plan/units: those that are done may be opened again.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobConfig,
+        session: Session,
+        tracer: Tracer,
+        ranks: RankLoader,
+        rows: list[dict[str, Any]],
+        results: Results,
+        experts: ExpertPlacer,
+    ) -> None:
+        self._job, self._session, self._tracer, self._ranks = job, session, tracer, ranks
+        self._results, self._experts = results, experts
+        self._transfers = run.kv_transfers(session.name)
+        self._told: set[str | None] = set()
+        fingerprint = read_json(run.run_json)["fingerprint"]
+        digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
+        if job.kv.dir is not None:
+            digests["model.weights"] = whole_weights_digest(Path(job.model.path), cache_folder())
+        most_tokens, largest_tokens = kv_tokens(rows)
+        self._start = Start(
+            most_tokens=most_tokens,
+            largest_tokens=largest_tokens,
+            transfer_folder=str(self._transfers),
+            traced=tracer.enabled,
+            model_digests=digests,
+        )
+
+    def __call__(self) -> None:
+        """Start the ranks.
+
+        Raises:
+            RanksDiedError, BatchinferError, InterruptedRunError: see RankLoader.load.
+        """
+        remove_folder(self._transfers)
+        group = self._ranks.group
+        with self._tracer.span("load", "controller"):
+            slots = {str(place.role): self._experts.slots(place.role) for place in group.places}
+            ready = self._ranks.load(join_message(self._job, slots))
+            group.send_to_all(self._start)
+        self._tracer.add("start and load", "ranks", self._ranks.started_s, self._ranks.loaded_s)
+        self._results.set_moe_layers(ready[0].moe_layers)
+        self._experts.set_layers(ready[0].moe_layers)
+        self._session.device = ready[0].device
+        self._note_equal_rows([message.equal_rows for message in ready])
+
+    def _note_equal_rows(self, said: list[EqualRows]) -> None:
+        """Keep what the ranks say of their rows with what those before a restart have said; tell what is wrong."""
+        earlier = [] if self._session.equal_rows is None else [self._session.equal_rows]
+        found = self._session.equal_rows = together([*earlier, *said])
+        if found.bit_equal is False and found.bit_equal_reason not in self._told:
+            self._told.add(found.bit_equal_reason)
+            note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove what earlier ranks left there."""
+    if folder.exists():
+        shutil.rmtree(folder)

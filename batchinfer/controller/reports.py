@@ -1,0 +1,97 @@
+"""What ranks report of their steps, passed on to all that keep count of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from batchinfer.balance.decode import OutputLengths
+from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.decode_loads import DecodeLoads
+from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.results import Results
+from batchinfer.progress import Progress, note
+from batchinfer.protocol.messages import StepReport, StoreCounts
+from batchinfer.records import Completion
+from batchinfer.run.session import Session
+from batchinfer.run.trace import Tracer
+
+
+@dataclass(slots=True)
+class Reports:
+    """See module docstring."""
+
+    session: Session
+    tracer: Tracer
+    progress: Progress
+    results: Results
+    dealer: Dealer
+    loads: DecodeLoads
+    lengths: OutputLengths
+    experts: ExpertPlacer
+    _told: set[str] = field(default_factory=set)  # problems that ranks have found
+    _recent_tokens: int = 0
+    _recent_since: float = field(default_factory=time.monotonic)
+    _speed: str = ""
+
+    def take_step(self, rank: int, report: StepReport) -> None:
+        """A rank has ended a step."""
+        record = report.record
+        if self.session.first_prefill_s is None:
+            self.session.first_prefill_s = record.start_s
+            self.session.record("running")
+        self.results.add_step(rank, record)
+        self.tracer.add_step(rank, record.kind, record.start_s, record.duration_s, report.spans)
+        if record.kind == "decode":
+            self.loads.step(rank)
+        for key in report.started:
+            self.loads.start(self.dealer.running_request(key), rank)
+        self._finish(report.completions)
+        self._show(len(report.completions), record.new_tokens)
+
+    def give_up(self, completion: Completion) -> None:
+        """A request gets an error row."""
+        self._finish([completion])
+        self.progress.advance(1)
+
+    def take_experts(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
+        """A rank has counted tokens per expert."""
+        self.results.set_expert_tokens(rank, tokens)
+        self.experts.add_counts(rank, tokens)
+
+    def take_store(self, rank: int, message: StoreCounts) -> None:
+        """The KV store of a rank has done something; every rank finds the same problems, which are told once."""
+        self.results.set_store_counts(rank, message.counts)
+        for problem in message.problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                note(f"warning: {problem}")
+
+    def ranks_died(self) -> None:
+        """The ranks count from zero when they are started again."""
+        self.results.ranks_ended()
+        self.session.restarts += 1
+
+    def commit(self, *, after_s: float = 0.0) -> None:
+        """Make what is finished durable, if the last time was this long ago."""
+        if time.monotonic() - self.results.last_commit_s >= after_s:
+            with self.tracer.span("commit", "controller"):
+                self.results.commit()
+
+    def _finish(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            request = self.dealer.running_request(completion.key)
+            self.lengths.finish(request.prompt_group, len(completion.token_ids))
+            self.dealer.finish(completion.unit, completion.key)
+            self.loads.finish(completion.key)
+        if self.results.add(completions):
+            self.commit()
+            self.experts.unit_done()
+
+    def _show(self, num_completions: int, num_tokens: int) -> None:
+        self._recent_tokens += num_tokens
+        seconds = time.monotonic() - self._recent_since
+        if seconds >= 1.0:
+            self._speed = f"{self._recent_tokens / seconds:,.0f} tokens/s"
+            self._recent_tokens, self._recent_since = 0, time.monotonic()
+        self.progress.advance(num_completions, self._speed)

@@ -1,0 +1,70 @@
+"""Units claimed one after the other, with what is left to do in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.open_units import OpenUnits
+from batchinfer.controller.results import Results
+from batchinfer.controller.units import read_unit
+from batchinfer.progress import Progress, note
+from batchinfer.records import Sampling
+from batchinfer.rundir import RunDir
+
+
+@dataclass(slots=True)
+class UnitQueue:
+    """Opens units for the dealer.
+
+    default: how rows are sampled that do not say it themselves.
+    """
+
+    run: RunDir
+    default: Sampling
+    units: OpenUnits
+    claims: UnitClaims
+    results: Results
+    dealer: Dealer
+    progress: Progress
+    _has_told_of_waiting: bool = False
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of open units without a result."""
+        return self.dealer.num_unfinished
+
+    def open_next(self) -> bool:
+        """Claim a unit that has something left to do; False when there is none now."""
+        while (found := self.units.claim(self.claims.try_claim, self.results.open_units)) is not None:
+            row, claim = found
+            unit = claim.unit
+            self.progress.extend(self.units.take_reopened())
+            rows = self.units.all_rows
+            after_tokens = rows[unit + 1]["shared_tokens"] if unit + 1 < len(rows) else 0
+            requests = read_unit(self.run, row, self.default, after_tokens=after_tokens)
+            missing = self.results.open_unit(claim, {request.key for request in requests})
+            self.progress.advance(row["num_requests"] - len(missing))
+            if missing:
+                self.dealer.add_unit(
+                    unit,
+                    [request for request in requests if request.key in missing],
+                    is_fresh=len(missing) == len(requests),
+                    after_tokens=after_tokens,
+                )
+                return True
+        return False
+
+    def is_done(self) -> bool:
+        """Whether nothing is left. With no request of our own, units of others may still have to be taken over."""
+        if self.dealer.num_unfinished or self.results.num_open:
+            return False
+        if self.units.are_all_done(self.claims.completed):
+            return True
+        self.progress.extend(self.units.take_reopened())
+        self.progress.advance(self.units.take_done_elsewhere())
+        if self.units.is_waiting and not self._has_told_of_waiting:
+            note(f"{self.units.num_open} units are held by other controllers; waiting for them")
+            self._has_told_of_waiting = True
+        return False

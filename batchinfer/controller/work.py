@@ -1,0 +1,176 @@
+"""Computes the units of a planned run: the controller and its ranks, or the ranks of one node of a larger group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from batchinfer.balance.decode import OutputLengths
+from batchinfer.config import JobConfig
+from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.controller import Controller
+from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.dealing import Dealing
+from batchinfer.controller.deaths import Deaths
+from batchinfer.controller.decode_loads import DecodeLoads
+from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.open_units import OpenUnits
+from batchinfer.controller.rank_start import RankStart, remove_folder
+from batchinfer.controller.reports import Reports
+from batchinfer.controller.results import Results
+from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.data.parquet import read_rows
+from batchinfer.data.shards import refuse_changed
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.host_info import slurm_task
+from batchinfer.launch.agent import serve_node
+from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
+from batchinfer.launch.rank_loader import RankLoader, open_ranks
+from batchinfer.launch.rank_process import SpareRank
+from batchinfer.model.config import load_model_config
+from batchinfer.progress import Progress, note
+from batchinfer.records import InputError, InterruptedRunError, Shard, StoreError
+from batchinfer.run.fingerprint import check_same, model_fingerprint
+from batchinfer.run.probe import check_file_system
+from batchinfer.run.session import Session
+from batchinfer.run.trace import Tracer
+from batchinfer.rundir import RunDir, read_json
+from batchinfer.stop import StopSignal
+
+# Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
+MOVE_STEPS = 4.0
+MOVE_STEPS_BETWEEN_HOSTS = 64.0
+
+
+def work_on(
+    run: RunDir,
+    job: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    tracer: Tracer,
+    ranks_ahead: RankLoader | None = None,
+    spare: SpareRank | None = None,
+) -> None:
+    """Compute all units of a planned run that nobody else holds.
+
+    Args:
+        ranks_ahead: the job's ranks, if they were started already.
+        spare: for a lone rank, if they were not.
+
+    Raises:
+        InterruptedRunError: a signal came; everything finished is committed.
+        ModelError, RunMismatchError: the model folder cannot be loaded, or it or an input shard changed since the plan.
+        ConfigError: the file system of the run folder cannot hold a run.
+        RanksFailError: the ranks die again and again before they have computed anything.
+    """
+    # tasks of an array start together: each begins at another unit
+    units = OpenUnits(run, read_rows(run.units), start=0 if slurm_task() is None else None)
+    if not units.num_open:
+        return
+    check_file_system(run)
+    _check_inputs(run, job)
+    tokenizer = load_tokenizer(Path(job.model.path))
+    _check_model(run, job, tokenizer.digest)
+    node = this_node(job.cluster.num_ranks)
+    session.hold_ranks(job.cluster, num_ranks=len(node.ranks))
+    if node.index > 0:
+        serve_node(run, session, stop, node)
+        return
+    total = sum(row["num_requests"] for row in units.rows)
+    with (
+        UnitClaims(run) as claims,
+        Progress("work", total, "requests") as progress,
+        _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
+    ):
+        _controller(run, job, session, stop, tracer, ranks, claims, units, progress).run()
+    if stop.requested:
+        raise InterruptedRunError(
+            f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
+            "run the same command to go on"
+        )
+
+
+@contextmanager
+def _ranks(
+    run: RunDir,
+    job: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    node: NodeShare,
+    ranks_ahead: RankLoader | None,
+    spare: SpareRank | None,
+) -> Iterator[RankLoader]:
+    """The job's ranks, of which this process starts its own share; on one host they call by the loopback interface."""
+    host = "127.0.0.1" if node.is_one_host else own_address()
+    ranks = ranks_ahead or open_ranks(job, node.ranks, host, stop, one_host=node.is_one_host, spare=spare)
+    listener = ranks.group.listener
+    point = MeetingPoint(host, listener.port, listener.token, session.name)
+    announced = announce(run, node, point) if node.count > 1 else None
+    try:
+        yield ranks
+    finally:
+        stop.graceful = False
+        ranks.close()
+        if announced is not None:
+            announced.unlink(missing_ok=True)
+        remove_folder(run.kv_transfers(session.name))
+
+
+def _controller(
+    run: RunDir,
+    job: JobConfig,
+    session: Session,
+    stop: StopSignal,
+    tracer: Tracer,
+    ranks: RankLoader,
+    claims: UnitClaims,
+    units: OpenUnits,
+    progress: Progress,
+) -> Controller:
+    """The controller and its parts."""
+    group, cluster = ranks.group, job.cluster
+    model = load_model_config(Path(job.model.path))
+    lengths = OutputLengths()
+    dealer = Dealer(
+        (place.rank for place in group.places if place.runs_prefill),
+        lengths,
+        with_decode=cluster.mode == "colocated",
+    )
+    loads = DecodeLoads(
+        [place.rank for place in group.places if place.runs_decode],
+        lengths,
+        max_requests=cluster.decode_requests,
+        request_load=model.row_cost_in_kv_tokens,
+        move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
+    )
+    results = Results(run, session, claims)
+    experts = ExpertPlacer(run, cluster, model.n_routed_experts)
+    queue = UnitQueue(run, job.sampling.to_sampling(), units, claims, results, dealer, progress)
+    return Controller(
+        stop,
+        cluster.commit_seconds,
+        group,
+        RankStart(run, job, session, tracer, ranks, units.all_rows, results, experts),
+        queue,
+        Dealing(cluster, session, group, queue, dealer, loads, experts),
+        Reports(session, tracer, progress, results, dealer, loads, lengths, experts),
+        Deaths(dealer, cluster.collective_seconds),
+    )
+
+
+def _check_inputs(run: RunDir, job: JobConfig) -> None:
+    """Refuse to compute for shards that were replaced: `finish` could not use the results.
+
+    Nothing is read from them here, so a node that cannot reach them may work all the same.
+    """
+    try:
+        refuse_changed([Shard(**shard) for shard in read_json(run.run_json)["shards"]], job.s3)
+    except (InputError, StoreError) as error:
+        note(f"warning: {error}; going on, since the plan holds what is needed")
+
+
+def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:
+    """Refuse to compute with another model than the plan was made for."""
+    recorded = read_json(run.run_json)["fingerprint"]
+    check_same(recorded, model_fingerprint(job, tokenizer_digest), run.root)

@@ -1,0 +1,75 @@
+"""outputs/: one Parquet file per readable shard, the same rows in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.config import JobConfig
+from batchinfer.data.parquet import kept_fields
+from batchinfer.data.schemas import output_schema
+from batchinfer.finish.join import output_rows
+from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.progress import Progress
+from batchinfer.records import IncompleteRunError, Shard
+from batchinfer.rundir import RunDir, published
+
+BATCH_ROWS = 4096
+
+
+def write_outputs(
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    job: JobConfig,
+    shards: list[Shard],
+    id_type: pa.DataType,
+    expected: int,
+) -> tuple[int, int]:
+    """Write outputs/<name> for every readable shard; returns the number of rows and of error rows.
+
+    Args:
+        expected: output rows that the plan counted.
+    """
+    readable = [shard for shard in shards if shard.problem is None]
+    kept = kept_fields(shards, job.output.keep_columns, job.s3)
+    schema = output_schema(id_type, kept)
+    num_rows = num_errors = 0
+    with Progress("finish", expected, "rows") as progress:
+        for shard in readable:
+            reader = _output_reader(connection, run, shard, schema, kept)
+            kept_rows = KeptRows(shard, kept, job.s3)
+            with (
+                published(run.output(shard.name), scratch=run.finish_scratch) as temporary,
+                pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+            ):
+                for batch in reader:
+                    rows = batch["row"]
+                    table = pa.table([*batch.columns, *kept_rows.take(rows)], schema=schema)
+                    writer.write_table(table)
+                    num_rows += len(table)
+                    num_errors += sum(status == "error" for status in batch["status"].to_pylist())
+                    progress.advance(len(table))
+    if num_rows != expected:
+        raise IncompleteRunError(f"{expected} rows were asked for, but {num_rows} written; please report this fault")
+    return num_rows, num_errors
+
+
+def _output_reader(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, schema: pa.Schema, kept: list[pa.Field]
+) -> Iterator[pa.RecordBatch]:
+    """One shard's output rows in order, without the kept columns."""
+    own = pa.schema(list(schema)[: len(schema) - len(kept)])
+    reader = connection.sql(
+        f"""
+        SELECT {"id::BIGINT" if own.field("id").type == pa.int64() else "id"} AS id, row, sample, status, error, text,
+               token_ids, finish_reason, stop_reason, prompt_tokens,
+               cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens,
+               completion_tokens, logprobs
+        FROM ({output_rows(run, [shard])}) ORDER BY row, sample
+        """
+    ).to_arrow_reader(BATCH_ROWS)
+    for batch in reader:
+        yield batch.cast(own)

@@ -1,0 +1,19 @@
+-- The output rows of shards {first} to {last} with all columns of outputs and stats/requests, in no order.
+SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
+       coalesce(delivered.status, 'error') AS status,
+       coalesce(wanted.error, delivered.error, CASE WHEN delivered.status IS NULL THEN {not_computed} END) AS error,
+       delivered.text, delivered.token_ids, coalesce(delivered.finish_reason, 'error') AS finish_reason,
+       delivered.stop_reason, coalesce(delivered.prompt_tokens, 0) AS prompt_tokens,
+       CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_memory_tokens, 0) END AS cached_memory_tokens,
+       CASE WHEN is_duplicate THEN 0 ELSE coalesce(cached_disk_tokens, 0) END AS cached_disk_tokens,
+       CASE WHEN is_duplicate THEN delivered.prompt_tokens ELSE 0 END AS cached_duplicate_tokens,
+       CASE WHEN is_duplicate THEN 0 ELSE coalesce(replicated_tokens, 0) END AS replicated_tokens,
+       coalesce(delivered.completion_tokens, 0) AS completion_tokens,
+       CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
+       CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
+       delivered.logprobs, delivered.unit,
+       CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
+       CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
+       CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s
+FROM (SELECT shard, row, id, error, unnest(range(n))::INTEGER AS sample FROM {tokens}) AS wanted
+LEFT JOIN (SELECT * FROM delivered WHERE shard BETWEEN {first} AND {last}) AS delivered USING (shard, row, sample)

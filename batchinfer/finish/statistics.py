@@ -1,0 +1,108 @@
+"""stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer import __version__
+from batchinfer.config import JobConfig
+from batchinfer.controller.claims import num_claims
+from batchinfer.data.duck import literal, read_parquet
+from batchinfer.data.expert_tables import read_expert_tables
+from batchinfer.data.parquet import own_file, read_rows, table_writer
+from batchinfer.data.schemas import PREDICTIONS, STATS_REQUESTS, STATS_RUN, STATS_UNITS
+from batchinfer.finish.join import output_rows, query
+from batchinfer.records import Shard
+from batchinfer.run.equal_rows import EqualRows, together
+from batchinfer.rundir import RunDir, published
+
+
+def write_request_stats(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], claims: dict[int, Path]
+) -> None:
+    """Write stats/{requests,units}.parquet."""
+    readable = [shard for shard in shards if shard.problem is None]
+    names = ", ".join(STATS_REQUESTS.schema.names)
+    with published(run.stats_file("requests"), scratch=run.finish_scratch) as temporary:
+        connection.execute(
+            f"COPY (SELECT {names} FROM ({output_rows(run, readable)}) ORDER BY shard, row, sample) "
+            f"TO {literal(temporary)} (FORMAT parquet)"
+        )
+    claim_rows = [
+        {"unit": unit, "claim": claim.name, "num_claims": num_claims(run, unit)} for unit, claim in claims.items()
+    ]
+    claim_schema = pa.schema([STATS_UNITS.schema.field(name) for name in ("unit", "claim", "num_claims")])
+    connection.register("claims", pa.Table.from_pylist(claim_rows, schema=claim_schema))
+    rows = connection.sql(query("units", units=read_parquet(run.units))).to_arrow_table()
+    with table_writer(run.stats_file("units"), STATS_UNITS.schema) as writer:
+        writer.write_table(rows.select(STATS_UNITS.schema.names).cast(STATS_UNITS.schema))
+
+
+def write_run_stats(
+    run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[str, Any], equality: dict[str, Any]
+) -> None:
+    """Write stats/run.parquet, the last file of a run: the report takes it for the sign that the run is finished."""
+    row = {
+        "run": run.root.name,
+        "version": __version__,
+        "model": job.model.path,
+        "dtype": job.model.dtype,
+        "finished_s": time.time(),
+        "num_shards": len(shards),
+        "unreadable_shards": sum(shard.problem is not None for shard in shards),
+        "input_rows": counts["input_rows"],
+        "rows": counts["rows"],
+        "distinct_tokens": counts["distinct_tokens"],
+        "replicated_tokens": _replicated_tokens(run),
+        "predicted_computed_tokens": counts["computed_tokens"],
+        **{f"predicted_{name}": counts[name] for name, _, _ in PREDICTIONS},
+        **_expert_prediction(run),
+        **equality,
+        **job.pricing.model_dump(),
+    }
+    with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
+        writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
+
+
+def run_equality(run: RunDir) -> dict[str, Any]:
+    """Whether rows have the same bits however they were batched, by all sessions that had ranks, and where they ran."""
+    sessions = [read_rows(path)[0] for path in sorted((run.stats / "nodes").glob("*.parquet"))]
+    names = [field.name for field in fields(EqualRows)]
+    # a session of an earlier version may have computed and says nothing of it
+    said = [
+        EqualRows(**{name: session.get(name) for name in names})
+        for session in sessions
+        if session.get("processor") is not None or session["first_prefill_s"] is not None
+    ]
+    return asdict(together(said))
+
+
+def _expert_prediction(run: RunDir) -> dict[str, float | None]:
+    """How even the experts' work is to be by the placement that the plan, or the engine after a unit, has made."""
+    tables = read_expert_tables(run).values()
+    tokens = sum(float(group.load_of_slot.sum()) for group in tables)
+    if not tokens:
+        return {"predicted_expert_max_over_mean": None, "predicted_expert_bound": None}
+    weighted = [(float(group.load_of_slot.sum()) / tokens, group) for group in tables]
+    return {
+        "predicted_expert_max_over_mean": sum(weight * group.max_over_mean for weight, group in weighted),
+        "predicted_expert_bound": sum(weight * group.bound_over_mean for weight, group in weighted),
+    }
+
+
+def _replicated_tokens(run: RunDir) -> int:
+    """Prompt tokens that delivered ok rows computed again on purpose; stats/requests has 0 for duplicates."""
+    path, total = run.stats_file("requests"), 0
+    with own_file(path), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=["status", "replicated_tokens"]):
+            delivered = pc.equal(batch["status"], "ok")
+            total += pc.sum(batch["replicated_tokens"].filter(delivered)).as_py() or 0
+    return total

@@ -1,0 +1,86 @@
+"""Reads blocks from files, checks each, and puts damaged files aside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from batchinfer.kv_store.block_file import DamagedFileError, NameClashError, open_blocks, read_blocks
+from batchinfer.kv_store.index import BlockIndex, FileSpan, parsed_name
+from batchinfer.kv_store.session import StoreSession
+from batchinfer.kv_store.store_dir import quarantine
+
+TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
+
+
+class FileReader:
+    """For all threads of one process."""
+
+    def __init__(self, session: StoreSession, index: BlockIndex) -> None:
+        self._session, self._index = session, index
+
+    def read_span(self, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
+        """Read blocks that are in one file; returns how many of them, from the first on, were there and intact.
+
+        Args:
+            blocks: names of the span's blocks.
+            out: [len(blocks), block_bytes] uint8, receives them.
+        """
+        started_s, num_intact = time.monotonic(), 0
+        path = self._index.path(span.file)
+        try:
+            if self._session.is_readable:
+                self._read_file(path, span, blocks, out)
+                num_intact = len(blocks)
+        except FileNotFoundError as error:
+            self._index.forget(span.file)
+            if not os.path.exists(self._session.store.marker):
+                self._session.switch_off("read", error)
+        except NameClashError:
+            pass  # one in 2**48: counted below as missing, and computed
+        except DamagedFileError as error:
+            num_intact = error.num_intact
+            self._quarantine(span.file, path)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # NFS: evicted by another host while it was open
+                self._index.forget(span.file)
+            else:
+                self._session.switch_off("read", error)
+        self._session.counters.add(read_s=time.monotonic() - started_s, missing_blocks=len(blocks) - num_intact)
+        return num_intact
+
+    def _read_file(self, path: str, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> None:
+        descriptor = open_blocks(path)
+        try:
+            read_blocks(
+                descriptor,
+                parsed_name(span.file),
+                identity=self._session.identity.digest,
+                block_bytes=self._session.identity.block_bytes,
+                wanted=blocks,
+                position=span.position,
+                out=out,
+            )
+            if time.time() - os.fstat(descriptor).st_mtime > TOUCH_SECONDS:
+                self._touch(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _touch(self, descriptor: int) -> None:
+        try:
+            os.utime(descriptor)
+        except OSError:  # somebody else's file or a read-only folder: it is read all the same
+            self._session.counters.add(untouched_files=1)
+
+    def _quarantine(self, file: str, path: str) -> None:
+        """Move a damaged file aside, so that nobody meets it again, and keep only the latest few."""
+        self._index.forget(file)
+        self._session.counters.add(damaged_files=1)
+        try:
+            quarantine(self._session.store, path)
+        except OSError as error:
+            self._session.switch_off("write", error)

@@ -1,0 +1,128 @@
+"""Writes files of KV blocks, below the store's bound and each at once or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.kv_store.block_file import MAX_BLOCKS, TARGET_BYTES, FileName, file_bytes, make_header, write_blocks
+from batchinfer.kv_store.blocks import SHORT_BYTES
+from batchinfer.kv_store.claims import BlockClaims
+from batchinfer.kv_store.index import BlockIndex
+from batchinfer.kv_store.session import StoreSession
+from batchinfer.kv_store.space_ledger import LockTimeoutError
+from batchinfer.kv_store.space_manager import SpaceManager
+from batchinfer.kv_store.store_dir import StoredFile
+
+FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
+
+
+class FileWriter:
+    """For all threads of one process.
+
+    Args:
+        max_bytes: bound of all files in the folder; None: none.
+    """
+
+    def __init__(self, session: StoreSession, index: BlockIndex, claims: BlockClaims, max_bytes: int | None) -> None:
+        self._session, self._index, self._claims = session, index, claims
+        self._space = SpaceManager(session.store, claims, session.name, max_bytes, self._note_eviction)
+        self._space_lock = threading.Lock()  # one thread of this process makes space at a time
+        bound = TARGET_BYTES if max_bytes is None else min(TARGET_BYTES, max_bytes // FILES_BELOW_BOUND)
+        self.blocks_per_file = max(1, min(MAX_BLOCKS, bound // session.identity.block_bytes))
+
+    def write(self, blocks: Sequence[bytes], first: int, content: np.ndarray) -> int:
+        """Write blocks of a chain that are not in the store yet; returns how many are new in it.
+
+        Args:
+            blocks: names of the chain's blocks from its start to the last one given.
+            first: index of the first block given in its chain.
+            content: [len(blocks) - first, block_bytes] uint8, contiguous.
+        """
+        session, block_bytes = self._session, self._session.identity.block_bytes
+        shape = (len(blocks) - first, block_bytes)
+        assert content.shape == shape, f"blocks of shape {content.shape}, not {shape}"
+        num_written, started_s = 0, time.monotonic()
+        if first and not (session.is_readable and self._index.count_leading([blocks[first - 1]])):
+            # nobody would find them without the one before
+            session.counters.add(dropped_blocks=len(blocks) - first)
+            return 0
+        for start, stop in self._missing_runs(blocks, first):
+            part = content[start - first : stop - first]
+            if not session.is_writable or not self._write_file(blocks, start, stop, part):
+                break
+            num_written += stop - start
+        num_bytes, write_s = num_written * block_bytes, time.monotonic() - started_s
+        session.counters.add(written_blocks=num_written, written_bytes=num_bytes, write_s=write_s)
+        return num_written
+
+    def count_again(self) -> None:
+        """Free the space that killed processes had booked, and keep a bound that is lower than it was before."""
+        try:
+            with self._space_lock:
+                if self._session.is_writable and not self._space.is_within_bound():
+                    self._space.shrink()
+        except LockTimeoutError:
+            self._session.counters.add(lock_timeouts=1)
+        except OSError as error:
+            self._session.switch_off("write", error)
+
+    def _missing_runs(self, blocks: Sequence[bytes], first: int) -> list[tuple[int, int]]:
+        """Blocks that are not in the store, file by file: no longer than a file, cut where the next use changes."""
+        runs: list[tuple[int, int]] = []
+        for at in range(first, len(blocks)):
+            short = blocks[at][:SHORT_BYTES]
+            if short in self._index.file_of_block:
+                continue
+            if runs and runs[-1][1] == at and at - runs[-1][0] < self.blocks_per_file:
+                before = blocks[at - 1][:SHORT_BYTES]
+                if self._claims.next_use(before) == self._claims.next_use(short):
+                    runs[-1] = (runs[-1][0], at + 1)
+                    continue
+            runs.append((at, at + 1))
+        return runs
+
+    def _write_file(self, blocks: Sequence[bytes], start: int, stop: int, content: np.ndarray) -> bool:
+        name = FileName.of(blocks, start, stop)
+        try:
+            header = make_header(self._session.identity, blocks, start, content)
+            with self._space_lock:
+                ancestors = self._index.ancestors(name.parent)
+                booked = self._space.book(name, file_bytes(stop - start, self._session.identity.block_bytes), ancestors)
+            if booked is None:
+                self._session.counters.add(refused_blocks=stop - start)
+                return False
+            self._publish(*booked, self._index.path(str(name)), header, content)
+        except LockTimeoutError:
+            self._session.counters.add(lock_timeouts=1)
+            return False
+        except OSError as error:
+            self._session.switch_off("write", error)
+            return False
+        self._index.add(str(name))
+        return True
+
+    def _publish(self, descriptor: int, temporary: str, path: str, header: bytes, content: np.ndarray) -> None:
+        try:
+            write_blocks(descriptor, header, content)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:  # the first file in its folder
+                Path(path).parent.mkdir(0o700, exist_ok=True)
+                os.rename(temporary, path)
+        except OSError:
+            # its space stays booked until files are counted again: whatever failed here may fail there too
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _note_eviction(self, file: StoredFile) -> None:
+        self._session.counters.add(evicted_files=1, evicted_bytes=file.num_bytes)
+        if file.name is not None:
+            self._index.forget(str(file.name))

@@ -1,0 +1,137 @@
+"""One process's use of a KV store: whether the disk still does its part, and what it did, which the store remembers.
+
+A store never fails a job. When the disk does, the store is switched off, has one sentence about it for the user, finds
+nothing and writes nothing from then on. Trouble with writing alone leaves reading on.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any
+
+from batchinfer.kv_store.blocks import KvIdentity
+from batchinfer.kv_store.store_dir import StoreDir, list_folder, publish_private
+
+MAX_SESSIONS = 1000
+_REMEDIES = {
+    errno.ENOSPC: "free space there or set a lower kv.max_bytes",
+    errno.EDQUOT: "free space there or set a lower kv.max_bytes",
+    errno.EACCES: "make it readable and writable for this user or choose another kv.dir",
+    errno.EPERM: "make it readable and writable for this user or choose another kv.dir",
+    errno.EROFS: "make it writable or choose another kv.dir",
+    errno.ENOENT: "leave the folder where it is while a job runs, or choose another kv.dir",
+    errno.ENOLCK: "mount the file system with locks or choose another kv.dir",
+    errno.EOPNOTSUPP: "mount the file system with locks or choose another kv.dir",
+}
+_numbers = count()
+
+
+def _new_name() -> str:
+    return f"{int(time.time() * 1000):013d}-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Blocks, files, bytes and seconds since the store was opened, counted by all threads and kept in history/."""
+
+    hit_blocks: int = 0  # handed to the caller, intact
+    hit_bytes: int = 0
+    missing_blocks: int = 0  # found by a look-up and then not served: evicted meanwhile, damaged, or the store is off
+    read_s: float = 0.0  # of reading and checking, summed over threads
+    wait_s: float = 0.0  # that callers of the reader waited
+    damaged_files: int = 0  # moved to quarantine
+    untouched_files: int = 0  # whose last use could not be noted (a store that may only be read)
+    written_blocks: int = 0
+    written_bytes: int = 0
+    write_s: float = 0.0  # of checksums and writing, summed over threads
+    dropped_blocks: int = 0  # not written: the buffer was full, or the block before them is not there
+    refused_blocks: int = 0  # not written: all that is there is worth more
+    lock_timeouts: int = 0  # another process kept the lock: a file was not written, or not counted
+    evicted_files: int = 0
+    evicted_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **amounts: float) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def as_dict(self) -> dict[str, float]:
+        with self._lock:
+            return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "_lock"}
+
+
+@dataclass(slots=True)
+class StoreSession:
+    """From the store's opening to its close."""
+
+    store: StoreDir
+    identity: KvIdentity
+    name: str = field(default_factory=_new_name)
+    started_s: float = field(default_factory=time.time)
+    counters: Counters = field(default_factory=Counters)
+    is_readable: bool = True
+    is_writable: bool = True
+    problems: list[str] = field(default_factory=list)  # sentences for the user that nobody has taken yet
+
+    def switch_off(self, what: str, error: Exception) -> None:
+        """After a failed write nothing more is written; after any other failure nothing is read either."""
+        is_news = self.is_writable if what == "write" else self.is_readable
+        self.is_writable = False
+        self.is_readable = self.is_readable and what == "write"
+        if is_news:
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else repr(error)
+            where = error.filename if isinstance(error, OSError) and error.filename else self.store.root
+            remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "check the disk or choose another kv.dir")
+            goes_on = "what it holds is still read" if self.is_readable else "the job goes on without it"
+            self.problems.append(
+                f"the KV store {self.store.root} is switched off{' for writing' * self.is_readable}: cannot {what} "
+                f"{where}: {reason}; {goes_on}; {remedy}"
+            )
+
+
+def publish_history(session: StoreSession) -> None:
+    """Write a session's counters as they are now: one small file each, the latest MAX_SESSIONS are kept.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    counts, identity, store = session.counters.as_dict(), session.identity, session.store
+    document = {
+        "session": session.name,
+        "model": identity.describe()["model"],
+        "identity": identity.digest.hex(),
+        "started_s": session.started_s,
+        "last_s": time.time(),
+        "hit_tokens": counts["hit_blocks"] * identity.block_tokens,
+        "written_tokens": counts["written_blocks"] * identity.block_tokens,
+        **counts,
+    }
+    publish_private(store.history / f"{session.name}.json", document)
+    # names begin with the time: the oldest come first
+    finished = [name for name in list_folder(store.history) if not name.startswith(".")]
+    for name in finished[:-MAX_SESSIONS]:
+        (store.history / name).unlink(missing_ok=True)
+
+
+def read_history(store: StoreDir) -> list[dict[str, Any]]:
+    """The counters of all sessions, the oldest first; what cannot be read (just being removed, damaged) is left out."""
+    found = []
+    for name in list_folder(store.history):
+        if name.startswith("."):
+            continue
+        try:
+            document = json.loads((store.history / name).read_bytes())
+        except (FileNotFoundError, ValueError):
+            continue
+        if isinstance(document, dict) and "session" in document:
+            found.append(document)
+    return found

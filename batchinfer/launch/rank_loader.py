@@ -1,0 +1,222 @@
+"""All ranks of a job started, brought together and loaded; again whenever they were lost.
+
+Importing and loading take a rank as long as planning takes the command: `ranks_ahead` has both done at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from batchinfer.config import JobConfig
+from batchinfer.launch.local_ranks import LocalRanks
+from batchinfer.launch.nodes import this_node
+from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
+from batchinfer.launch.rank_listener import RankListener
+from batchinfer.launch.rank_process import SpareRank
+from batchinfer.launch.read_ahead import read_ahead
+from batchinfer.model.config import load_model_config
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.parallel.layout import RankPlace, rank_places
+from batchinfer.protocol.messages import CanRun, ExpertSlots, FromRank, Join, OpenStore, Ready, StoreOpened
+from batchinfer.records import InterruptedRunError, ModelError
+from batchinfer.rundir import RunDir
+from batchinfer.stop import StopSignal
+
+START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
+
+AnswerT = TypeVar("AnswerT", bound=FromRank)
+
+
+class RankLoader:
+    """Loads the ranks of a group.
+
+    Args:
+        stop: asked while waiting.
+    """
+
+    def __init__(self, group: RankGroup, stop: StopSignal) -> None:
+        self.group = group
+        self.started_s = 0.0  # Unix time when the ranks' processes were started
+        self.loaded_s = 0.0  # and when all of them had loaded
+        self._stop = stop
+        self._deadline = 0.0
+        self._is_closed = False
+        self._loading: Future[list[Ready]] | None = None  # of ranks that were started ahead
+        self._can_run = threading.Event()  # all of them have said so
+
+    def load_ahead(self, join: Join) -> None:
+        """Begin to start all ranks in another thread; the next call of `load` only waits for them."""
+        thread = ThreadPoolExecutor(1, "load ranks")
+        self._loading = thread.submit(self._load, join)
+        thread.shutdown(wait=False)
+
+    def load(self, join: Join) -> list[Ready]:
+        """Start all ranks, bring them together and have them load their models.
+
+        Returns:
+            What each rank said when it had loaded.
+
+        Raises:
+            RanksDiedError: one of them ended or a controller's deadline passed.
+            BatchinferError: the job cannot run (a rank said so).
+            InterruptedRunError: a signal came.
+        """
+        loading, self._loading = self._loading, None
+        return self._load(join) if loading is None else loading.result()
+
+    def refuse_if_unable(self) -> None:
+        """Wait until all ranks, started ahead, know that backend, exchange and dtype run here.
+
+        A rank that is lost is no reason to refuse: `load` says so, and it may be started again.
+
+        Raises:
+            BatchinferError: the job cannot run (a rank said so).
+            InterruptedRunError: a signal came.
+        """
+        assert self._loading is not None
+        while not self._can_run.wait(POLL_S):
+            if self._loading.done():
+                with suppress(RanksDiedError):
+                    self._loading.result()
+                return
+
+    def close(self) -> None:
+        """End all ranks and answer no calls any more; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.exception()  # it ends soon, and what went wrong matters no more
+        self.group.end()
+        self.group.listener.close()
+
+    def _load(self, join: Join) -> list[Ready]:
+        group, places = self.group, self.group.places
+        self._deadline = time.monotonic() + START_S
+        self.started_s = group.local.start()
+        while len(group.hosts) < len(places):
+            self._check_start()
+            group.let_in()
+        leaders = {place.leader for place in places if place.group_size > 1}
+        for leader in leaders:
+            group.send(leader, OpenStore())
+        stores = self._answers(leaders, StoreOpened)
+        for place in places:
+            group.send(place.rank, self._joining(join, place, stores))
+        ready = self._answers((place.rank for place in places), Ready)
+        self.loaded_s = time.time()
+        return [ready[place.rank] for place in places]
+
+    def _check_start(self) -> None:
+        if self._stop.requested or self._is_closed:
+            raise InterruptedRunError("stopped by a signal; run the same command to go on")
+        if time.monotonic() > self._deadline:
+            self.group.give_up(f"the ranks were not ready within {START_S:,.0f} s")
+
+    def _joining(self, join: Join, place: RankPlace, stores: dict[int, StoreOpened]) -> Join:
+        """With where a rank finds the others of its group, and which of them share its host."""
+        hosts = self.group.hosts
+        group = [hosts[other.rank] for other in self.group.places if other.leader == place.leader]
+        store = stores.get(place.leader)
+        return replace(
+            join,
+            store_host=store and store.host,
+            store_port=store and store.port,
+            num_local_ranks=list(hosts.values()).count(hosts[place.rank]),
+            group_on_one_host=len(set(group)) == 1,
+            all_on_one_host=len(set(hosts.values())) == 1,
+        )
+
+    def _answers(self, ranks: Iterable[int], kind: type[AnswerT]) -> dict[int, AnswerT]:
+        """The next message of each of these ranks, all of this kind; nothing else but CanRun can come before Start."""
+        answers: dict[int, AnswerT] = {}
+        missing, unable = set(ranks), {place.rank for place in self.group.places}
+        while missing:
+            self._check_start()
+            for rank, message in self.group.receive():
+                if isinstance(message, CanRun):
+                    unable.discard(rank)
+                    if not unable:
+                        self._can_run.set()
+                    continue
+                assert isinstance(message, kind), f"rank {rank} sent {message}"
+                missing.discard(rank)
+                answers[rank] = message
+        return answers
+
+
+def open_ranks(
+    job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one_host: bool, spare: SpareRank | None = None
+) -> RankLoader:
+    """The job's ranks, none of them started yet.
+
+    Args:
+        ranks: those that this process starts.
+        host: the address of this process at which they call.
+        one_host: whether there are no others.
+        spare: see LocalRanks.
+    """
+    listener = RankListener(host)
+    local = LocalRanks(
+        ranks,
+        host,
+        listener.port,
+        listener.token,
+        one_host=one_host,
+        weight_bytes=_weight_bytes(job),
+        spare=spare,
+    )
+    return RankLoader(RankGroup(rank_places(job.cluster), local, listener), stop)
+
+
+def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) -> RankLoader:
+    """The ranks of a job of which all run on this host, none of them started yet."""
+    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, "127.0.0.1", stop, one_host=True, spare=spare)
+
+
+@contextmanager
+def ranks_ahead(
+    job: JobConfig, stop: StopSignal, spare: SpareRank | None, *, know_experts: bool
+) -> Iterator[RankLoader | None]:
+    """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
+
+    None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
+    experts a rank holds.
+
+    Args:
+        know_experts: whether the plan will say that.
+    """
+    if know_experts or RunDir(Path(job.output.dir)).run_json.exists():
+        yield None
+        return
+    ranks = open_local_ranks(job, stop, spare)
+    try:
+        read_ahead(Path(job.model.path))
+        ranks.load_ahead(join_message(job, {}))
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
+    """What ranks have to know to load their models; where their group meets is added when they have called."""
+    return Join(job.model_dump_json(), slots_of_role)
+
+
+def _weight_bytes(job: JobConfig) -> int:
+    """What the weights take in memory when one rank holds them all; 0 when they are spread, or nothing is known."""
+    if job.cluster.num_ranks > 1:
+        return 0
+    try:
+        return weight_bytes(load_model_config(Path(job.model.path)), job.model.dtype)
+    except ModelError:  # said where the model is loaded
+        return 0

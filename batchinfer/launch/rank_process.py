@@ -1,0 +1,157 @@
+"""The process of one rank: its settings, how it learns what it is, and its start."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.host_info import matrix_library_settings
+from batchinfer.records import ConfigError
+
+_PREFIX = "BATCHINFER_RANK_"
+_SPARE = _PREFIX + "_SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
+# Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
+# pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
+_MALLOC = (
+    f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}:glibc.malloc.top_pad={2**26}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """How a rank process finds its controller and its cores; the token shows that it belongs there.
+
+    index: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
+    weight_bytes: memory for weights to touch before they are loaded, 0: none.
+    """
+
+    rank: int
+    host: str
+    port: int
+    token: str
+    index: int = 0
+    weight_bytes: int = 0
+
+    def variables(self, cores: list[int]) -> dict[str, str]:
+        """As environment variables, which only the same user can read."""
+        values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
+        values |= {"INDEX": self.index, "WEIGHT_BYTES": self.weight_bytes}
+        values["CORES"] = ",".join(map(str, cores))
+        return {_PREFIX + name: str(value) for name, value in values.items()}
+
+    @classmethod
+    def read(cls) -> RankEnvironment:
+        """What the starter of this process left; a spare rank waits here until it is needed, and ends when it is not.
+
+        Raises:
+            ConfigError: it was started by hand.
+        """
+        if os.environ.pop(_SPARE, None):
+            line = sys.stdin.readline()
+            if not line:
+                sys.exit()
+            os.environ.update(json.loads(line))
+        try:
+            names = ("NUMBER", "HOST", "PORT", "TOKEN", "INDEX", "WEIGHT_BYTES")
+            number, host, port, token, index, weight_bytes = (os.environ[_PREFIX + name] for name in names)
+        except KeyError:
+            raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
+        return cls(int(number), host, int(port), token, int(index), int(weight_bytes))
+
+    @staticmethod
+    def take_cores() -> None:
+        """Keep this process to the cores that its starter chose; without a choice it may use all."""
+        cores = os.environ.get(_PREFIX + "CORES")
+        if cores:
+            os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
+def rank_variables(environment: RankEnvironment, *, num_ranks: int, one_host: bool) -> dict[str, str]:
+    """All environment variables of a rank; what the user has set goes before the settings here.
+
+    Args:
+        num_ranks: of this process: each gets cores of its own where there are enough, else all of them share all.
+        one_host: whether there are no others: then they talk over the loopback interface only.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_ranks
+    if share:
+        first = share * (environment.index % num_ranks)
+        cores = cores[first : first + share]
+    # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
+    settings = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    settings |= thread_settings(max(1, share)) | matrix_library_settings()
+    if one_host:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        settings["GLOO_SOCKET_IFNAME"] = loopback
+    return {**settings, **os.environ, **environment.variables(cores)}
+
+
+def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """A rank with these environment variables."""
+    # standard output stays the command's own: what a rank's libraries print is for people
+    command = [sys.executable, "-m", "batchinfer.rank.main"]
+    return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2)
+
+
+class SpareRank:
+    """A lone rank started before its job is known: its imports take longer than all that the command does until then.
+
+    It waits for its task. Whoever makes one calls `end` at last.
+    """
+
+    def __init__(self) -> None:
+        self._variables = rank_variables(RankEnvironment(0, "", 0, ""), num_ranks=1, one_host=True)
+        self._process: subprocess.Popen[bytes] | None = None  # None: taken, ended, or never started
+        self.started_s = time.time()
+        with suppress(OSError):  # too many processes, say; the rank is started when it is needed, and then this is told
+            self._process = start_rank({**self._variables, _SPARE: "1"}, subprocess.PIPE)
+
+    def take(self, variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """Hand the process over with its task; ends it if it was started with other settings than are wanted now."""
+        process = self._process
+        if process is None or _settings(self._variables) != _settings(variables):
+            self.end()
+            return None
+        self._process = None
+        assert process.stdin is not None
+        task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
+        try:
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            process.stdin.close()
+        except BrokenPipeError:  # somebody has killed it
+            process.wait()
+            return None
+        return process
+
+    def end(self) -> None:
+        """End the process unless somebody took it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _settings(variables: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not name.startswith(_PREFIX)}
+
+
+def thread_settings(num_threads: int) -> dict[str, str]:
+    """Environment variables for a process that computes with this number of threads.
+
+    Torch's own threads wait awake for about 10 microseconds only: after an operation of torch they would be in the way
+    of the threads of the C++ operations, and of other processes.
+    """
+    return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000"}
+
+
+def has_gpu() -> bool:
+    """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

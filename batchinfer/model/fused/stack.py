@@ -1,0 +1,66 @@
+"""Decode steps in one C++ call, for a lone rank on the CPU; the same bits as operation by operation."""
+
+# S rows whose logits are wanted, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchinfer.model.fused.layers import FusedAttention, FusedMoe, all_packed, plain_weight
+from batchinfer.model.moe import DenseMlp
+from batchinfer.model.step import StepInput, StepOutput
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer_kernels.cpu import layers
+from batchinfer_kernels.cpu.packed import Packed
+
+if TYPE_CHECKING:
+    from batchinfer.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecode:
+    """All layers of one model as one C++ object."""
+
+    stack: Any
+
+    @classmethod
+    def of(cls, model: Transformer) -> FusedDecode | None:
+        """None where a layer is not fused or rows travel between ranks."""
+        fused: list[layers.DenseLayer | layers.MoeLayer] = []
+        for layer in model.layers:
+            attention, mlp = layer.attention, layer.mlp
+            if not isinstance(attention, FusedAttention):
+                return None
+            if isinstance(mlp, FusedMoe) and mlp.kernel_of_all is not None:
+                fused.append(layers.MoeLayer(attention.kernel, mlp.kernel_of_all))
+                continue
+            of_dense = (mlp.weights.gate_up, mlp.weights.down) if isinstance(mlp, DenseMlp) else ()
+            held = all_packed(*map(plain_weight, of_dense))
+            if not isinstance(mlp, DenseMlp) or held is None:
+                return None
+            fused.append(layers.DenseLayer(attention.kernel, mlp.norm_D, *held))
+        weights, head = model.weights, model.weights.lm_head
+        if not isinstance(head, Packed) or head.is_int8 or not fused:
+            return None
+        return cls(
+            layers.stack(
+                fused, embedding=weights.embedding, norm_D=weights.norm, eps=model.config.rms_norm_eps, head=head
+            )
+        )
+
+    def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
+        """See schedules.WholeStep."""
+        assert step.page_table is not None
+        with MicroBatchSpans(log).compute("DECODE"):
+            cos, sin = model.angles.at(step.positions)
+            logits_SV, counts = self.stack.decode(
+                *(step.tokens, cos, sin, step.positions, step.slots),
+                *(step.page_table.contiguous(), step.kv_tokens, step.logit_rows, pages),
+            )
+        for mlp in model.moe_mlps:
+            mlp.num_local_rows += len(step.tokens) * model.config.num_experts_per_tok
+        no_counts = torch.zeros(0, model.config.n_routed_experts, dtype=torch.int64)
+        return StepOutput(logits_SV, torch.stack(counts) if counts else no_counts)

@@ -1,0 +1,70 @@
+"""One decoder layer, written once: a generator that yields while rows travel between ranks (parallel/overlap.py)."""
+
+# T tokens of a step, S rows whose logits are wanted, D hidden, E routed experts
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.model.fused.layers import FusedAttention
+from batchinfer.model.mla import Attention
+from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
+from batchinfer.model.step import AttentionStep
+from batchinfer.parallel.spans import MicroBatchSpans
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention, then an MLP, each on normed input and added to the residual."""
+
+    attention: Attention | FusedAttention
+    mlp: DenseMlp | MoeMlp
+
+    def points(
+        self,
+        hidden_TD: torch.Tensor,
+        step: AttentionStep,
+        pages: torch.Tensor,
+        expert_counts_E: torch.Tensor | None,
+        spans: MicroBatchSpans,
+        wanted: AttentionStep | None = None,
+    ) -> Generator[YieldPoint, None, torch.Tensor]:
+        """One layer over one step; returns the new hidden states.
+
+        Args:
+            hidden_TD: the residual.
+            pages: [num_pages, 64, latent_dim] of this layer; the step's latents are written to them.
+            expert_counts_E: [E] int64, receives the tokens per expert; None for a dense layer.
+            wanted: the rows to finish, `step.logit_rows` alone; None: all.
+
+        Yields:
+            While rows travel, and in decode before core attention; a dense layer has nothing to yield for.
+        """
+        if isinstance(self.mlp, DenseMlp):
+            with spans.compute("DENSE"):
+                return self.mlp.add_to(self._attended(hidden_TD, step, pages, wanted))
+        assert expert_counts_E is not None
+        if step.is_decode:
+            with spans.compute("ATTN-0"):
+                q_THA = self.attention.project(hidden_TD, step, pages)
+            yield YieldPoint.QUERIES
+            with spans.compute("ATTN-1"):
+                hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
+                routing = self.mlp.route(hidden_TD, expert_counts_E, step.is_counted)
+            return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=YieldPoint.DISPATCH))
+        with spans.compute("ATTN"):
+            hidden_TD = self._attended(hidden_TD, step, pages, wanted)
+            routing = self.mlp.route(hidden_TD, expert_counts_E)
+        return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=YieldPoint.COMBINE))
+
+    def _attended(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None
+    ) -> torch.Tensor:
+        """The residual after attention, its wanted rows alone; all tokens' latents go to the pages."""
+        if wanted is None:
+            return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
+        q_SHA = self.attention.project(hidden_TD, step, pages, step.logit_rows)
+        return self.attention.attend(hidden_TD[step.logit_rows], q_SHA, wanted, pages)

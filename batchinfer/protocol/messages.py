@@ -1,0 +1,285 @@
+"""Every message between a controller and its ranks, in both directions, and how it becomes bytes (MessagePack).
+
+A message is a struct, named in its bytes. Each end takes only what the other one may send, with all fields of their
+types: whatever else comes is a MalformedMessageError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from batchinfer.parallel.spans import Span
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, TokenLogprob
+from batchinfer.run.equal_rows import EqualRows
+
+MessageT = TypeVar("MessageT")
+
+
+class MalformedMessageError(Exception):
+    """The other end sent what is not one of its messages."""
+
+
+class Message(Struct, frozen=True, tag=True):
+    """What is sent as a whole; its tag is the name of its class."""
+
+
+class StepRecord(Struct, frozen=True, array_like=True):
+    """What one model step of one rank did; a row of stats/steps."""
+
+    step: int
+    kind: str
+    start_s: float
+    duration_s: float
+    num_requests: int
+    new_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    kv_tokens: int
+    pages_used: int
+    micro_batches: int
+    expert_rows: int
+    comm_s: float
+    hidden_comm_s: float
+    fallback_calls: int
+
+
+class StepReport(Struct, frozen=True):
+    """What a step gave."""
+
+    record: StepRecord
+    completions: list[Completion] = []
+    started: list[RequestKey] = []  # prompts that have run and that decode here from now on
+    spans: list[Span] = []  # empty unless traced
+
+
+class CachedTokens(Struct, frozen=True):
+    """Prompt tokens of a request that were not computed for it, and some that were although others have them."""
+
+    memory: int = 0
+    disk: int = 0
+    replicated: int = 0  # see Completion
+
+
+class Handover(Struct, frozen=True):
+    """A request that another rank is to go on with: what it has generated so far, and its KV."""
+
+    key: RequestKey
+    tokens: list[int]
+    logprobs: list[TokenLogprob]  # of each token; empty unless asked for
+    times: RequestTimes
+    cached: CachedTokens
+    kv_path: str  # where its KV is (kv/transfer.py)
+    num_bytes: int
+
+
+class Adoption(Struct, frozen=True):
+    """A handover as the decoding rank gets it."""
+
+    request: Request
+    handover: Handover
+
+
+class ExpertSlots(Struct, frozen=True):
+    """Expert and share of each slot, per mixture-of-experts layer: [L, P] each."""
+
+    expert_of_slot: list[list[int]]
+    share_of_slot: list[list[float]]
+
+
+# from a rank: while it starts
+
+
+class Hello(Message, frozen=True):
+    """The first message of a rank; `pid` and `host` say which process it is."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+class StoreOpened(Message, frozen=True):
+    """Where the other ranks of the group find the store by which they meet."""
+
+    host: str
+    port: int
+
+
+class CanRun(Message, frozen=True):
+    """Backend, exchange and dtype run here; nothing but weights is missing."""
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded. moe_layers: the decoder layers that mix experts."""
+
+    device: str
+    exchange: str
+    moe_layers: list[int]
+    equal_rows: EqualRows
+
+
+# from a rank: while it works
+
+
+class NeedsRequests(Message, frozen=True):
+    """Few requests are left; sent again only after some came."""
+
+
+class Steps(Message, frozen=True):
+    """What the steps since the last message gave."""
+
+    reports: list[StepReport]
+
+
+class Handovers(Message, frozen=True):
+    """Requests that this rank gives up; it keeps their KV until FreeKv."""
+
+    handovers: list[Handover]
+
+
+class KvRead(Message, frozen=True):
+    """The rank goes on with these requests: their KV has been read."""
+
+    keys: list[RequestKey]
+
+
+class ExpertTokens(Message, frozen=True):
+    """Tokens since the rank's start by phase, MoE layer and expert."""
+
+    tokens: dict[str, list[list[int]]]
+
+
+class StoreCounts(Message, frozen=True):
+    """What the KV store has done since the rank's start (columns of stats/kv), and what the user should know of it."""
+
+    counts: dict[str, float]
+    problems: list[str]
+
+
+class Failed(Message, frozen=True):
+    """The rank ends because of this error. error_class: its name if it is one of records.py, else ""."""
+
+    error: str
+    error_class: str = ""
+
+
+class Bye(Message, frozen=True):
+    """The rank has ended its last step and goes."""
+
+
+# from the controller: while ranks start
+
+
+class OpenStore(Message, frozen=True):
+    """To the first rank of a group: open the store by which the others meet."""
+
+
+class Join(Message, frozen=True):
+    """What a rank has to know to load its model.
+
+    job: the JobConfig as JSON.
+    slots_of_role: where experts are; missing or None: in order.
+    store_host, store_port: where the rank finds the others of its group; None: it is alone, or has opened it itself.
+    num_local_ranks: ranks on its host.
+    """
+
+    job: str
+    slots_of_role: dict[str, ExpertSlots | None]
+    store_host: str | None = None
+    store_port: int | None = None
+    num_local_ranks: int = 1
+    group_on_one_host: bool = True
+    all_on_one_host: bool = True
+
+
+class Start(Message, frozen=True):
+    """Step from now on.
+
+    most_tokens, largest_tokens: KV tokens of all requests of the run together, and of the largest one.
+    transfer_folder: for KV on its way to another host.
+    """
+
+    most_tokens: int
+    largest_tokens: int
+    transfer_folder: str
+    traced: bool
+    model_digests: dict[str, str]
+
+
+# from the controller: while ranks work
+
+
+class Requests(Message, frozen=True):
+    """Requests in the order in which to run them."""
+
+    requests: list[Request]
+
+
+class Adopt(Message, frozen=True):
+    """Go on with these requests of other ranks."""
+
+    adoptions: list[Adoption]
+
+
+class FreeKv(Message, frozen=True):
+    """Another rank has read the KV of these handovers."""
+
+    keys: list[RequestKey]
+
+
+class GiveAway(Message, frozen=True):
+    """Hand these running requests over."""
+
+    keys: list[RequestKey]
+
+
+class CountExperts(Message, frozen=True):
+    """Report the tokens per expert now."""
+
+
+class PlaceExperts(Message, frozen=True):
+    """Place the experts like this as soon as all ranks of the group know."""
+
+    slots: ExpertSlots
+
+
+class Wake(Message, frozen=True):
+    """Another rank of the group has got something: take part in its step."""
+
+
+class Leave(Message, frozen=True):
+    """End after this step; unfinished requests are run again later."""
+
+
+FromRank = (
+    Hello | StoreOpened | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertTokens | StoreCounts
+) | (Failed | Bye)
+FromController = (
+    OpenStore | Join | Start | Requests | Adopt | FreeKv | GiveAway | CountExperts | PlaceExperts | Wake | Leave
+)
+
+
+def _plain_number(value: Any) -> object:
+    if hasattr(value, "item") and not getattr(value, "shape", ()):  # of numpy, which takes long to import
+        return value.item()
+    raise TypeError(f"a message cannot hold a {type(value).__name__}")
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_message(content: bytes) -> Any:
+        try:
+            return decode(content)
+        except msgspec.DecodeError as error:
+            raise MalformedMessageError(f"malformed message: {error}") from None
+
+    return decode_message
+
+
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
+decode_from_rank: Callable[[bytes], FromRank] = _decoder(FromRank)
+decode_from_controller: Callable[[bytes], FromController] = _decoder(FromController)

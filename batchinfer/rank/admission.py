@@ -1,0 +1,91 @@
+"""When a rank wants to prefill, decode and ask for more: what it votes for before each step."""
+
+from __future__ import annotations
+
+from batchinfer.rank.agreement import StepVote
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.migration import KvMigration
+from batchinfer.rank.prefill_queue import PrefillQueue
+from batchinfer.rank.prompt_pages import PromptPages
+from batchinfer.rank.sequence import pages_needed
+from batchinfer.records import ConfigError
+
+FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
+
+
+class Admission:
+    """Looks at what waits and runs on a rank; changes nothing."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        queue: PrefillQueue,
+        running: DecodeTable,
+        migration: KvMigration,
+        prompt_pages: PromptPages,
+    ) -> None:
+        self._context, self._queue, self._running = context, queue, running
+        self._migration, self._prompt_pages = migration, prompt_pages
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that decode has room for."""
+        return self._context.decode_requests - len(self._running.sequences)
+
+    @property
+    def num_to_admit(self) -> int | None:
+        """Prompts that may begin now; None: not even a cut one may go on, as decode ranks have enough to read."""
+        if self._context.place.runs_decode:
+            return 0 if self._migration.waiting else self.num_free_slots  # those that have run elsewhere go first
+        if not self._migration.has_room:
+            return None
+        return min(self._context.decode_requests, self._migration.num_fitting(self._queue.waiting))
+
+    @property
+    def needs_work(self) -> bool:
+        """Whether less is waiting than two prefill steps take: one runs while more come; others would only lie here."""
+        context, queue = self._context, self._queue
+        return (
+            context.place.runs_prefill
+            and queue.waiting_tokens < 2 * context.prefill_tokens
+            and len(queue.waiting) < context.decode_requests
+        )
+
+    def vote(self, *, leave: bool, place: bool) -> StepVote:
+        """What this rank could do next."""
+        num_running = len(self._running.sequences)
+        prefill = self._should_prefill()
+        if prefill:
+            # one long prompt fills both halves, too: it is cut between them
+            both_halves = self._queue.has_cut_prompt or len(self._queue.waiting[0].token_ids) > 1
+        else:
+            both_halves = num_running > 1
+        return StepVote(
+            leave=leave, prefill=prefill, decode=num_running > 0, fills_both_halves=both_halves, place=place
+        )
+
+    def refuse_what_never_fits(self) -> None:
+        """With nothing running all pages can be had: what does not fit then never will.
+
+        Raises:
+            ConfigError: the first waiting request needs more.
+        """
+        if self._prompt_pages.num_running:
+            return
+        waiting = [adoption.request for adoption in self._migration.waiting] or list(self._queue.waiting)[:1]
+        if waiting and not self._prompt_pages.can_fit(waiting[0]):
+            key = waiting[0].key
+            raise ConfigError(
+                f"row {key.row} of shard {key.shard} needs {pages_needed(waiting[0])} KV pages, but the budget holds "
+                f"{self._context.num_pages}; raise cluster.page_bytes or lower max_tokens"
+            )
+
+    def _should_prefill(self) -> bool:
+        num_free = self.num_to_admit
+        if num_free is None:
+            return False
+        if self._queue.has_cut_prompt:
+            return True
+        enough_free = num_free * FREE_SHARE >= self._context.decode_requests or not self._running.sequences
+        return enough_free and num_free > 0 and self._queue.can_admit()

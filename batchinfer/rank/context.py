@@ -1,0 +1,58 @@
+"""What the parts of a rank have in common: its model, its pages, its role and the size of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.model.fused.graphs import can_be_recorded
+from batchinfer.model.schedules import Schedule, quickest_schedule
+from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.layout import RankPlace
+from batchinfer.parallel.mesh import Mesh
+
+ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank."""
+
+    model: Transformer
+    tokenizer: PromptTokenizer
+    num_pages: int
+    prefill_tokens: int  # most of a prefill step
+    decode_requests: int  # most of a decode step
+    place: RankPlace = ALONE
+    mesh: Mesh = field(default_factory=Mesh.alone)
+    transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
+    transfer_folder: Path | None = None  # for KV between hosts; None: anonymous memory
+    overlap: bool = False  # run two micro-batches in turn when there is work for both
+    share_prefixes: bool = True
+    traced: bool = False  # report the spans of the first steps
+
+    def __post_init__(self) -> None:
+        # before the first step, so that pages for which there is no memory are refused at the start
+        _ = self.pages, self.schedule
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """[L, P, 64, W], the pool; where graphs need it, one more page behind it that no request has."""
+        return self.model.new_pages(self.num_pages + self._has_graphs)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """How this rank's steps run."""
+        return quickest_schedule(self.model, filler_page=self.num_pages if self._has_graphs else None)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.tokenizer.eos_token_ids
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.place.runs_decode and can_be_recorded(self.model)

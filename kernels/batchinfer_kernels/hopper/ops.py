@@ -1,0 +1,311 @@
+"""The operations that DeepSeek's libraries have for Hopper GPUs; the `reference` functions say what they do.
+
+    linear                 deep_gemm, dense                     weights in FP8
+    grouped_mlp            deep_gemm, grouped "contiguous"      weights in FP8 or bfloat16
+    masked_mlp             deep_gemm, grouped "masked"          weights in FP8 or bfloat16
+    mla_decode             flash_mla, dense decode              queries and pages in bfloat16
+
+Shapes must be whole tiles: columns in multiples of 64, depth in multiples of 128; heads of 512 + 64 latent values.
+Nothing here reads a device tensor on the host.
+
+deep_gemm rounds and adds as reference/fp8.py describes, but adds a block's products in the tensor cores' order.
+flash_mla splits a request's keys by what else is in the step, so that the last bits of a row may depend on its company;
+it has no dense prefill for Hopper.
+Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in libraries.py.
+"""
+
+# T tokens (rows), D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows in the order
+# of experts, S places of rows when each expert starts at a whole tile, J blocks of depth
+# H heads, W latent and rotary width, B requests, Q query tokens per request, P pages
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from batchinfer_kernels import reference
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
+
+_SCHEDULE = "hopper"  # what it keeps in a step's schedule
+_TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
+_COLUMN_MULTIPLE, _DEPTH_MULTIPLE = 64, 128
+_LATENT_DIM, _WIDTH = 512, 576
+
+Weight = torch.Tensor | BlockScaled
+Rows = tuple[torch.Tensor, torch.Tensor | None]  # rows, with their scales in FP8
+Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+# ---- what they do not take
+
+
+def _product(x: torch.Tensor, weight: Weight, *_: Any, **__: Any) -> str | None:
+    """Weights that are not in FP8 blocks of whole tiles, rows that are not in bfloat16 on a GPU."""
+    if not isinstance(weight, BlockScaled):
+        return "the weight is not in FP8 blocks"
+    if x.dtype is not torch.bfloat16:
+        return f"rows are in {x.dtype}"
+    return _no_tiles(x, weight)
+
+
+def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
+    """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    return _no_experts(x, scales, gate_up, down, libraries.BF16_CONTIGUOUS)
+
+
+def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
+    """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    return _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
+
+
+def _decode(q_THW: torch.Tensor, pages: torch.Tensor, *_: Any, latent_dim: int, **__: Any) -> str | None:
+    """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64."""
+    if not _is_on_gpu(q_THW, pages):
+        return "tensors are not on a GPU"
+    if not q_THW.dtype is pages.dtype is torch.bfloat16:
+        return "queries or pages are not in bfloat16"
+    is_fitting = (q_THW.shape[-1], latent_dim, pages.shape[1]) == (_WIDTH, _LATENT_DIM, PAGE_TOKENS)
+    return None if is_fitting else "heads are not of 512 + 64 latent values"
+
+
+def _no_experts(
+    x: torch.Tensor, scales: torch.Tensor | None, gate_up: Any, down: Any, bfloat16_names: tuple[str, ...]
+) -> str | None:
+    if x.dtype is not (torch.bfloat16 if scales is None else FP8):
+        return f"rows are in {x.dtype}"
+    reason = _no_tiles(x, gate_up, down)
+    if reason is not None or (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled)):
+        return reason
+    if (
+        isinstance(gate_up, BlockScaled)
+        or isinstance(down, BlockScaled)
+        or not gate_up.dtype is down.dtype is torch.bfloat16
+    ):
+        return "weights are not all in FP8 blocks or all in bfloat16"
+    return None if libraries.deep_gemm(bfloat16_names) is not None else "deep_gemm has no such product in bfloat16"
+
+
+def _no_tiles(x: torch.Tensor, *weights: Any) -> str | None:
+    """Why these are not all on a GPU with weights of whole tiles."""
+    for weight in weights:
+        if not isinstance(weight, Weight):
+            return "a weight is packed for another candidate"
+        plain = weight.values if isinstance(weight, BlockScaled) else weight
+        num_columns, depth = plain.shape[-2:]
+        if num_columns % _COLUMN_MULTIPLE or depth % _DEPTH_MULTIPLE:
+            return "a weight is not whole tiles of 64 x 128"
+        if not _is_on_gpu(x, plain):
+            return "tensors are not on a GPU"
+    return None
+
+
+def _is_on_gpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
+
+
+# ---- the operations
+
+
+@refusing(_product, uses=("quantize_fp8_rows",))
+def linear(
+    x: torch.Tensor,
+    weight: BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
+    quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
+) -> torch.Tensor:
+    y = x.new_empty(len(x), len(weight.values))
+    if len(x):
+        gemm = _gemm(libraries.FP8_GEMM)
+        gemm(quantize_fp8_rows(x), (weight.values, weight.scales), y, compiled_dims="nk")
+    y = y if bias is None else y + bias
+    y = y if residual is None else residual + y
+    return y.float() if float32_out else y
+
+
+@refusing(_grouped, uses=("quantize_fp8_rows", "silu_mul_blocks"))
+def grouped_mlp(
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    *,
+    quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
+    silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
+) -> torch.Tensor:
+    """Rows are moved so that each expert starts at a whole tile.
+
+    How many tiles that takes is known on the device only, so there is room for the most there can be; places of nobody
+    are marked, and tiles without rows are skipped.
+    """
+    num_rows = len(x) if tokens_M is None else len(tokens_M)
+    if num_rows == 0:
+        return torch.empty(0, x.shape[-1], dtype=torch.bfloat16, device=x.device)
+    x, scales = _rows_for(gate_up_EFD, x, scales, quantize_fp8_rows)
+    place_M, expert_S = _places(num_rows_E, num_rows)
+    source_S = _sources(place_M, tokens_M, len(expert_S))
+    x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
+    # column by column, as the library reads them
+    scales = None if scales is None else scales.t().index_select(1, source_S).t()
+    product = partial(_product_by_expert, libraries.FP8_CONTIGUOUS, libraries.BF16_CONTIGUOUS, (expert_S,))
+    gate_up_SF = product(x, scales, gate_up_EFD)
+    active, active_scales = silu_mul_blocks(gate_up_SF[None], fp8=isinstance(down_EDF, BlockScaled))
+    return product(active[0], None if active_scales is None else active_scales[0], down_EDF)[place_M]
+
+
+@refusing(_masked, uses=("quantize_fp8_rows", "silu_mul_blocks"))
+def masked_mlp(
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
+    scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
+    quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
+    silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
+) -> torch.Tensor:
+    room = x_ECD.shape[1]
+    if x_ECD.numel() == 0:
+        return torch.empty(x_ECD.shape, dtype=torch.bfloat16, device=x_ECD.device)
+    num_rows_E = num_rows_E.to(torch.int32).contiguous()
+    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales, quantize_fp8_rows, num_rows_E)
+    missing = -room % _TILE_ROWS
+    if missing:  # a block's last tile is written whole: without this the next block's first rows would be overwritten
+        x_ECD = _bytes(F.pad(_bytes(x_ECD), (0, 0, 0, missing)), x_ECD.dtype)
+        scales = None if scales is None else F.pad(scales.mT, (0, missing)).mT
+    which_rows = num_rows_E, max(1, min(expected_rows or room, room))
+    product = partial(_product_by_expert, libraries.FP8_MASKED, libraries.BF16_MASKED, which_rows)
+    gate_up_ECF = product(x_ECD, scales, gate_up_EFD)
+    active, active_scales = silu_mul_blocks(gate_up_ECF, num_rows_E, fp8=isinstance(down_EDF, BlockScaled))
+    return product(active, active_scales, down_EDF)[:, :room]
+
+
+@refusing(_decode)
+def mla_decode(
+    q_THW: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    kv_tokens_B: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+    schedule: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """flash_mla takes a request's queries for its last Q tokens, which they are in every decode step.
+
+    `positions_T` is not looked at. A request without tokens gives zeros. How the work is split over the GPU depends on
+    `kv_tokens_B`: it is found out once per `schedule`, which is therefore that of one step (and micro-batch).
+    """
+    num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
+    if num_rows == 0:
+        return q_THW.new_empty(0, num_heads, latent_dim)
+    q_BQHW = q_THW.contiguous().unflatten(0, (num_requests, -1))
+    library, schedule = libraries.flash_mla(), {} if schedule is None else schedule
+    if _SCHEDULE not in schedule:
+        kv_tokens = kv_tokens_B.to(torch.int32).contiguous()
+        metadata = library.get_mla_metadata(kv_tokens, q_BQHW.shape[1] * num_heads, 1)  # one head of keys for all
+        schedule[_SCHEDULE] = kv_tokens_B, page_table_BP.to(torch.int32).contiguous(), kv_tokens, *metadata
+    source, page_table, kv_tokens, metadata, num_splits = schedule[_SCHEDULE]
+    assert source is kv_tokens_B, "a schedule serves one step: another one has other lengths"
+    out_BQHC, _ = library.flash_mla_with_kvcache(
+        q_BQHW,
+        pages[:, :, None],
+        page_table,
+        kv_tokens,
+        latent_dim,
+        metadata,
+        num_splits,
+        softmax_scale=scale,
+        causal=True,
+        **({"use_legacy": True} if "use_legacy" in libraries.decode_parameters() else {}),
+    )
+    return out_BQHC.flatten(0, 1)
+
+
+def _product_by_expert(
+    fp8_names: tuple[str, ...],
+    bfloat16_names: tuple[str, ...],
+    which_rows: tuple[Any, ...],
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight: Weight,
+) -> torch.Tensor:
+    """rows [..., M] times the weights [E, N, M] of their experts, [..., N]; `which_rows` says whose they are."""
+    plain = weight.values if isinstance(weight, BlockScaled) else weight
+    out = rows.new_empty(*rows.shape[:-1], plain.shape[1], dtype=torch.bfloat16)
+    if isinstance(weight, BlockScaled):
+        _gemm(fp8_names)((rows, scales), (weight.values, weight.scales), out, *which_rows)
+    else:
+        _gemm(bfloat16_names)(rows, weight, out, *which_rows)
+    return out
+
+
+def _rows_for(
+    weight: Weight,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    quantize_fp8_rows: Quantize,
+    num_rows_E: torch.Tensor | None = None,
+) -> Rows:
+    """Rows in the form in which they meet this weight: both in FP8, or both in bfloat16."""
+    if not isinstance(weight, BlockScaled):
+        return (x if scales is None else dequantize_fp8_rows(x, scales, torch.bfloat16)).contiguous(), None
+    if scales is not None:
+        return x.contiguous(), scales
+    return quantize_fp8_rows(x, num_rows_E)
+
+
+def _places(num_rows_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows sorted by expert go when each expert starts at a whole tile.
+
+        rows      0 0 0 1 2 2 …
+        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-" is -1: nobody's
+
+    Returns:
+        The place of each row [M] int64, and the expert of each place [S] int32.
+    """
+    num_experts, device = len(num_rows_E), num_rows_E.device
+    most = (num_rows + (_TILE_ROWS - 1) * min(num_experts, num_rows)) // _TILE_ROWS * _TILE_ROWS
+    padded_E = (num_rows_E + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
+    moved_E = (padded_E.cumsum(0) - padded_E) - (num_rows_E.cumsum(0) - num_rows_E)
+    # with the size of its result given, this does not wait for the device
+    expert_M = torch.arange(num_experts, device=device).repeat_interleave(num_rows_E, output_size=num_rows)
+    place_M = torch.arange(num_rows, device=device) + moved_E[expert_M]
+    expert_S = torch.full((most,), -1, dtype=torch.int32, device=device)
+    expert_S[place_M] = expert_M.to(torch.int32)
+    return place_M, expert_S
+
+
+def _sources(place_M: torch.Tensor, tokens_M: torch.Tensor | None, num_places: int) -> torch.Tensor:
+    """[S] int64, the row that comes to each place; one of nobody takes the first row, so that it holds numbers."""
+    row_M = torch.arange(len(place_M), device=place_M.device) if tokens_M is None else tokens_M
+    source_S = torch.zeros(num_places, dtype=torch.int64, device=place_M.device)
+    source_S[place_M] = row_M
+    return source_S
+
+
+def _bytes(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """FP8 as bytes, which every operation that only moves data takes, and (with its dtype) back; others as they are."""
+    if dtype is None:
+        return x.view(torch.uint8) if x.dtype is FP8 else x
+    return x.view(dtype)
+
+
+def _gemm(names: tuple[str, ...]) -> Callable[..., None]:
+    gemm = libraries.deep_gemm(names)
+    assert gemm is not None, f"the probe has found no {names[0]}"
+    return gemm

@@ -1,0 +1,58 @@
+"""Every operation in plain PyTorch: the oracle for faster versions, and what runs where there is no faster one.
+
+The docstrings here are the contract of each operation. In float32 a row's result is bit-identical whatever other rows
+it is computed with, so that an output never depends on how requests were batched or prompts cut. Three habits give
+that: how products get their rows (products.py), float64 for exp and for sums that are not products (pointwise.py), and
+attention page by page (mla.py).
+
+Whether that is enough depends on the processor and its library: row_check.py measures it. The number of threads has to
+stay the same, unless every matrix has a multiple of 16 rows: the CPU library may give each thread some columns of a
+product, and few columns are summed in another order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_mul_blocks
+from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
+from batchinfer_kernels.reference.gating import gate
+from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
+from batchinfer_kernels.reference.pointwise import rms_norm, silu_mul
+from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
+from batchinfer_kernels.reference.rows import (
+    add_sums,
+    argmax,
+    cos_sin,
+    draw,
+    log_sum_exp,
+    rope_and_cache,
+    sort_by_expert,
+    sum_per_token,
+)
+
+OPERATIONS: tuple[Callable[..., Any], ...] = (
+    pack,
+    pack_router,
+    linear,
+    batched_linear,
+    router,
+    rms_norm,
+    silu_mul,
+    silu_mul_blocks,
+    gate,
+    rope_and_cache,
+    grouped_mlp,
+    masked_mlp,
+    sort_by_expert,
+    sum_per_token,
+    add_sums,
+    cos_sin,
+    argmax,
+    draw,
+    log_sum_exp,
+    mla_prefill,
+    mla_decode,
+    quantize_fp8_block,
+    quantize_fp8_rows,
+    dequantize_fp8_block,
+)

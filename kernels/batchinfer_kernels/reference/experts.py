@@ -1,0 +1,130 @@
+"""SwiGLU of several experts in plain PyTorch, one expert after the other."""
+
+# T tokens, D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows
+
+from __future__ import annotations
+
+import torch
+
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import block_product, dequantize_fp8_rows, quantize_fp8_rows
+from batchinfer_kernels.reference.pointwise import silu_mul
+from batchinfer_kernels.reference.products import linear
+
+
+def silu_mul_blocks(
+    gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """silu(gate) × up of the first rows of each expert's block: the step between the two products of `masked_mlp`.
+
+    Args:
+        gate_up_ECF: [E, C, 2 * F], gate before up, C rows of room per expert.
+        num_rows_E: [E] integer, rows of each expert; None: all. Rows behind them may be anything in the result;
+            faster versions neither read nor write it.
+        fp8: round the result as `quantize_fp8_rows` does.
+
+    Returns:
+        [E, C, F] in the dtype of the rows, or in float8_e4m3fn and then with scales [E, C, ceil(F / 128)].
+    """
+    active_ECF = silu_mul(*gate_up_ECF.flatten(0, 1).chunk(2, dim=-1)).unflatten(0, gate_up_ECF.shape[:2])
+    return quantize_fp8_rows(active_ECF, num_rows_E) if fp8 else (active_ECF, None)
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor | BlockScaled,
+    down_EDF: torch.Tensor | BlockScaled,
+    tokens_M: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of several experts over rows sorted by expert (contiguous layout).
+
+    Reads the counts on the host, so it cannot be part of a captured graph.
+
+    Args:
+        x: [rows, D], expert 0's rows first; with `tokens_M` the rows to take them from, [T, D].
+        num_rows_E: [E] int64, rows of each expert, adding up to `rows`.
+        gate_up_EFD: [E, 2 * F, D], the gate projection above the up projection.
+        down_EDF: [E, D, F].
+        tokens_M: [rows] int64, the row of x behind each row.
+        scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks meet these rows as
+            they are, with the result of the same rows rounded here; for others they are dequantized.
+
+    Returns:
+        [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
+    """
+    x, scales = _rows_for(gate_up_EFD, x, scales)
+    if tokens_M is not None:
+        x, scales = x[tokens_M], None if scales is None else scales[tokens_M]
+    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.bfloat16)
+    start = 0
+    for expert, num_rows in enumerate(num_rows_E.tolist()):
+        if num_rows:
+            rows = slice(start, start + num_rows)
+            row_scales = None if scales is None else scales[rows]
+            out[rows] = _swiglu(x[rows], row_scales, gate_up_EFD[expert], down_EDF[expert])
+            start += num_rows
+    return out
+
+
+def masked_mlp(
+    x_ECD: torch.Tensor,
+    num_rows_E: torch.Tensor,
+    gate_up_EFD: torch.Tensor | BlockScaled,
+    down_EDF: torch.Tensor | BlockScaled,
+    scales: torch.Tensor | None = None,
+    *,
+    expected_rows: int | None = None,
+) -> torch.Tensor:
+    """SwiGLU of several experts, each over the first rows of a block of its own (masked layout).
+
+    The same as grouped_mlp on these rows, bit for bit. Faster versions read no count on the host, which is what the
+    layout is for; this one does.
+
+    Args:
+        x_ECD: [E, C, D], C rows of room per expert; the rows beyond an expert's count may hold anything.
+        num_rows_E: [E] integer, rows of each expert, at most C.
+        gate_up_EFD, down_EDF: as in grouped_mlp.
+        scales: [E, C, ceil(D / 128)] float32 when x is float8_e4m3fn, as in grouped_mlp.
+        expected_rows: how many rows an expert is likely to have, for versions that choose their tiles by it; changes no
+            result.
+
+    Returns:
+        [E, C, D] in the dtype that grouped_mlp gives; the rows beyond an expert's count are zero here and may be
+        anything in faster versions.
+    """
+    x_ECD, scales = _rows_for(gate_up_EFD, x_ECD, scales)
+    out = torch.zeros(x_ECD.shape, dtype=x_ECD.dtype if scales is None else torch.bfloat16, device=x_ECD.device)
+    for expert, num_rows in enumerate(num_rows_E.tolist()):
+        if num_rows:
+            row_scales = None if scales is None else scales[expert, :num_rows]
+            out[expert, :num_rows] = _swiglu(
+                x_ECD[expert, :num_rows], row_scales, gate_up_EFD[expert], down_EDF[expert]
+            )
+    return out
+
+
+def _rows_for(
+    weight: torch.Tensor | BlockScaled, x: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows in the form in which they meet this weight: FP8 ones are dequantized unless it is in FP8, too."""
+    if scales is None or isinstance(weight, BlockScaled):
+        return x, scales
+    return dequantize_fp8_rows(x, scales, weight.dtype), None
+
+
+def _swiglu(
+    x_TD: torch.Tensor,
+    scales: torch.Tensor | None,
+    gate_up_FD: torch.Tensor | BlockScaled,
+    down_DF: torch.Tensor | BlockScaled,
+) -> torch.Tensor:
+    """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
+    if scales is None:
+        gate_up_TF = linear(x_TD, gate_up_FD)
+    else:
+        assert isinstance(gate_up_FD, BlockScaled)
+        gate_up_TF = block_product(x_TD, scales, gate_up_FD.values, gate_up_FD.scales).bfloat16()
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return linear(silu_mul(gate_TF, up_TF), down_DF)

@@ -1,0 +1,49 @@
+"""Norm, activation and rotation of values in plain PyTorch: nothing here depends on another row.
+
+exp and whatever is built on it, and all sums, run in float64 and are rounded once: float32 exp differs between the
+vectorised body of a tensor and its tail.
+"""
+
+# T tokens (rows), D hidden, F intermediate, R rotary width
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
+    x64 = x.double()
+    normed = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
+    gate64 = gate.double()
+    return (gate64 * sigmoid(gate64)).to(gate.dtype) * up
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate pairs of values by the angle of their position (arXiv 2104.09864).
+
+    Args:
+        x: [T, ..., R].
+        cos, sin: [T, R / 2] float32.
+        interleaved: pairs are (0, 1), (2, 3), …; otherwise (0, R / 2), (1, R / 2 + 1), …
+
+    Returns:
+        [T, ..., R] in the dtype of x and the same order of values.
+    """
+    shape = (x.shape[0], *[1] * (x.dim() - 2), cos.shape[-1])
+    cos, sin = cos.view(shape), sin.view(shape)
+    x32 = x.float()
+    first, second = (x32[..., 0::2], x32[..., 1::2]) if interleaved else x32.chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return out.to(x.dtype)
+
+
+def sigmoid(x64: torch.Tensor) -> torch.Tensor:
+    """Sigmoid of a float64 tensor from exp alone (the library's own differs between body and tail of a tensor)."""
+    return 1.0 / (1.0 + torch.exp(-x64))

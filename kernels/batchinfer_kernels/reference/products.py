@@ -1,0 +1,91 @@
+"""Matrix products in plain PyTorch.
+
+Every product gets its rows in multiples of 8, each starting at an aligned address, and so does its result: the CPU
+library uses other summation orders for fewer rows, and in narrow products for unaligned ones.
+"""
+
+# T tokens (rows), D hidden, E experts, B batches, N columns of the result (out), M depth of the sum (in)
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product, quantize_fp8_block
+
+ROW_MULTIPLE = 8
+_COLUMN_MULTIPLE = 4  # 16 bytes of float32
+_ALIGNMENT_BYTES = 64
+
+
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> torch.Tensor | BlockScaled:
+    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is, or in FP8 blocks.
+
+    Args:
+        eight_bit: round the weight to 8 bits, so that products with it round their rows, too.
+        is_paired: the weight holds a gate projection above an up projection.
+    """
+    return to_blocks(weight) if eight_bit else weight
+
+
+def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
+    """The form in which `router` takes its float32 weight: as it is."""
+    return weight_ED
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    float32_out: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x · weightᵀ + bias.
+
+    Args:
+        x: [T, in], any T.
+        weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values.
+        bias: [out] or None.
+        float32_out: give float32.
+        residual: [T, out], to which the rounded result is added.
+
+    Returns:
+        [T, out] in the dtype of x.
+    """
+    if isinstance(weight, BlockScaled):
+        values, scales = quantize_fp8_block(x, ROW_BLOCK)
+        y = block_product(values, scales, weight.values, weight.scales).to(x.dtype)
+    else:
+        y = F.linear(_aligned(x), weight)[: x.shape[0]]
+    y = y if bias is None else y + bias
+    y = y if residual is None else residual + y
+    return y.float() if float32_out else y
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T."""
+    return batched_matmul(x, weight.transpose(1, 2))
+
+
+def router(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """Logits of the experts, in float32 for any x: [T, D] and [E, D] (or [P, E, D] that add up to it) to [T, E]."""
+    return linear(x.float(), weight_ED if weight_ED.dim() == 2 else weight_ED.float().sum(0))
+
+
+def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x · y for every batch: [B, T, M] and [B, M, N] to [B, T, N], any T."""
+    num_columns = y.shape[-1]
+    if num_columns % _COLUMN_MULTIPLE:
+        y = F.pad(y, (0, -num_columns % _COLUMN_MULTIPLE))
+    return torch.bmm(_aligned(x), y)[:, : x.shape[1], :num_columns]
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x with zero rows added up to a multiple of 8, every row at an aligned address; the last dim keeps its size."""
+    rows, columns = x.shape[-2:]
+    if rows % ROW_MULTIPLE or columns % _COLUMN_MULTIPLE:
+        return F.pad(x, (0, -columns % _COLUMN_MULTIPLE, 0, -rows % ROW_MULTIPLE))[..., :columns]
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT_BYTES else x

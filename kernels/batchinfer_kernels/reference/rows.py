@@ -1,0 +1,173 @@
+"""Operations on rows between the products, in plain PyTorch: positions and pages, the order of experts' rows, tokens.
+
+A row's result does not depend on the rows it is computed with.
+"""
+
+# T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
+# M (token, expert) entries, S rows of logits, V vocabulary
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from batchinfer_kernels.reference.pointwise import rms_norm, rope
+
+WEIGHT_UNIT = 2**44  # the largest weight of a draw
+MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
+
+
+def rope_and_cache(
+    q_THA: torch.Tensor,
+    latents_TW: torch.Tensor,
+    norm_C: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    slots_T: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Give queries and keys their positions, and write the tokens' latents to their pages.
+
+    Args:
+        q_THA: queries, the last R values of each to be rotated; may be changed in place.
+        latents_TW: [T, C + R], the latent before its norm, then the rotary key.
+        norm_C: weight of the latent's norm.
+        cos, sin: [T, R / 2] float32.
+        pages: [num_pages, 64, C + R], one layer; rows of the tokens are written.
+        slots_T: [T] int64, page id * 64 + offset.
+        interleaved: as in `pointwise.rope`.
+
+    Returns:
+        [T, H, A], the queries rotated.
+    """
+    latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
+    latent_TC, key_TR = latents_TW.split([latent_dim, rotary], dim=-1)
+    key_TR = rope(key_TR, cos, sin, interleaved=interleaved)
+    pages.view(-1, latent_dim + rotary)[slots_T] = torch.cat([rms_norm(latent_TC, norm_C, eps), key_TR], dim=-1)
+    plain, rotated = q_THA.split([q_THA.shape[-1] - rotary, rotary], dim=-1)
+    return torch.cat([plain, rope(rotated, cos, sin, interleaved=interleaved)], dim=-1)
+
+
+def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, expert) entries by expert, tokens in order within one.
+
+    Args:
+        ids_M: [M] int64, the expert of each entry.
+
+    Returns:
+        The entry behind each sorted row [M]; the sorted row of each entry [M]; entries per expert [E]; all int64.
+    """
+    order_M = torch.argsort(ids_M, stable=True)
+    inverse_M = torch.empty_like(order_M)
+    inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_M.device)
+    # bincount would read its result on the host
+    return order_M, inverse_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
+
+
+def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, D] float32: each token's weighted sum over its experts, one after the other.
+
+    Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
+
+    Args:
+        sorted_MD: rows sorted by expert.
+        inverse_M: the sorted row of each (token, expert) entry.
+    """
+    num_tokens, topk = weights_TK.shape
+    inverse_TK = inverse_M.view(num_tokens, topk)
+    total_TD = torch.zeros(num_tokens, sorted_MD.shape[-1], dtype=torch.float32, device=sorted_MD.device)
+    for k in range(topk):
+        total_TD += sorted_MD[inverse_TK[:, k]].float() * weights_TK[:, k, None]
+    return total_TD
+
+
+def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
+    """hidden + (sums + added): the sum of the float32 `sums` is rounded once to the dtype of `hidden`, then added."""
+    total_TD = sums_TD if added_TD is None else sums_TD + added_TD.float()
+    return hidden_TD + total_TD.to(hidden_TD.dtype)
+
+
+def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of float32 angles, each times `scale`; in float64, rounded once to float32."""
+    angles64 = angles.double()
+    return (angles64.cos() * scale).float(), (angles64.sin() * scale).float()
+
+
+def draw(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+    uniform_S: torch.Tensor,
+) -> torch.Tensor:
+    """[S] int64, a token of each row, drawn after temperature, top_k, top_p and min_p in this order.
+
+    Of the tokens that stay (`kept_weights`) it is the first in vocabulary order up to which the weights are more than
+    `uniform` of their sum. All sums are exact, so tokens depend on no order of sums, on any device.
+
+    Args:
+        logits_SV: float32, finite.
+        temperature_S: float64, above 0.
+        top_k_S: int64, 0: all.
+        top_p_S: float64; all tokens stay from 1 on.
+        min_p_S: float64, at most 1.
+        uniform_S: float64 in [0, 1).
+
+    Raises:
+        ValueError: the vocabulary is larger than MAX_TOKENS, so that sums might not fit.
+    """
+    if logits_SV.shape[-1] > MAX_TOKENS:
+        raise ValueError(f"a vocabulary of {logits_SV.shape[-1]} tokens, more than {MAX_TOKENS}")
+    running_SV = kept_weights(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S).cumsum(dim=-1)
+    total_S = running_SV[:, -1]
+    target_S = torch.minimum((uniform_S * total_S.double()).long(), total_S - 1)
+    return torch.searchsorted(running_SV, target_S[:, None], right=True)[:, 0]
+
+
+def kept_weights(
+    logits_SV: torch.Tensor,
+    temperature_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+) -> torch.Tensor:
+    """[S, V] int64, what `draw` draws by: probabilities in units of 2^-44 of the largest, 0 where a filter drops one.
+
+    Tokens are ordered by their weights, equal ones by their ids. top_k keeps the first k; top_p those with less before
+    them than its share of what top_k left, and always the first; min_p those with its share of the largest weight.
+    """
+    logits64_SV = logits_SV.double()
+    powers = ((logits64_SV - logits64_SV.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
+    weights = (powers * WEIGHT_UNIT).round().long()
+    if ((top_k_S > 0) | (top_p_S < 1)).any():
+        ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
+        rank_V = torch.arange(weights.shape[-1], device=weights.device)
+        ordered = ordered * ((rank_V < top_k_S[:, None]) | (top_k_S <= 0)[:, None])
+        until = ordered.cumsum(dim=-1)
+        limit_S = (top_p_S * until[:, -1].double()).ceil().long()
+        inside = (until - ordered < limit_S[:, None]) | (rank_V == 0) | (top_p_S >= 1)[:, None]
+        weights = torch.zeros_like(weights).scatter_(1, order, ordered * inside)
+    floor_S = (min_p_S * WEIGHT_UNIT).ceil().long()
+    return weights * (weights >= floor_S[:, None])
+
+
+def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
+    """[S] float64, the logarithm of the sum of e to each logit: a logit less it is the logarithm of a probability."""
+    return logits_SV.double().logsumexp(dim=-1)
+
+
+def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S] int64, the largest of each row, the lowest index among equals; [S] bool, whether the row is finite."""
+    if logits_SV.device.type != "cpu":
+        return logits_SV.argmax(dim=-1), torch.isfinite(logits_SV).all(dim=-1)
+    # numpy's argmax is many times quicker than torch's here; almost always all rows are finite, which their sum shows
+    tokens = torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
+    if math.isfinite(float(logits_SV.sum())):
+        return tokens, torch.ones(len(logits_SV), dtype=torch.bool)
+    return tokens, torch.isfinite(logits_SV).all(dim=-1)

@@ -1,0 +1,296 @@
+"""Which implementation of an operation runs, and why: here when it is chosen, and call by call when it is bound.
+
+Each operation lists its candidates from the fastest to the plainest. A probe returns None where the candidate can
+run, else the reason why it cannot. "auto" takes the first that can, less those made for another dtype or device. A
+choice made by name takes that candidate wherever the operation has it; operations that do not (no C++ version was
+written, say) do what "auto" does.
+
+No candidate takes every argument. The registry alone falls back: a bound operation asks its candidate what it refuses,
+calls the first one behind it that takes the arguments, and counts each such call with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from batchinfer_kernels import reference, sdpa
+from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.cpu import ops as cpu_ops
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import ops as hopper_ops
+from batchinfer_kernels.implementation import Implementation
+from batchinfer_kernels.triton import ops as triton_ops
+from batchinfer_kernels.triton import probe as triton_probe
+
+AUTO = "auto"
+CPU = "cpu"  # a type of devices, and the name of the C++ candidates
+GPU = "cuda"
+HOPPER, TRITON, SDPA, REFERENCE = "hopper", "triton", "sdpa", "reference"
+Device = torch.device | str
+_OF_ANY_DTYPE = ("quantize_fp8_block", "quantize_fp8_rows", "dequantize_fp8_block")  # in Triton
+
+
+class BackendError(RuntimeError):
+    """The implementation that was asked for does not exist or cannot run here; the message says why."""
+
+
+def _always() -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation of one operation; `probe` says why it cannot run here (None: it can).
+
+    `dtype` is the only one that it is made for: "auto" passes it over, and does not probe it, for others.
+    `probe_auto` says why "auto" passes it over although it can run.
+    `device_types` are those of the devices whose tensors it takes; None: any.
+    `origin` names where it comes from, for a dtype; see the function `origin`.
+    """
+
+    op: str
+    name: str
+    implementation: Implementation
+    probe: Callable[[], str | None]
+    dtype: torch.dtype | None = None
+    probe_auto: Callable[[], str | None] = _always
+    device_types: Callable[[], tuple[str, ...]] | None = None
+    origin: Callable[[torch.dtype | None], str] = lambda _: REFERENCE
+
+    def takes(self, device: Device) -> bool:
+        """Whether tensors of this device are for it."""
+        return self.device_types is None or torch.device(device).type in self.device_types()
+
+    def why_not(self, device: Device) -> str | None:
+        """Why it cannot run for tensors of this device, or None."""
+        reason = self.probe()
+        if reason is None and not self.takes(device):
+            reason = (
+                f"it is for {'GPUs' if self.name != CPU else 'the CPU'}, not for {torch.device(device).type} tensors"
+            )
+        return reason
+
+    def can_run(self, dtype: torch.dtype | None, device: Device) -> bool:
+        """Whether "auto" may use it for this dtype there; others are not probed."""
+        return self.dtype in (None, dtype) and self.takes(device) and self.probe() is None and self.probe_auto() is None
+
+
+class Fallback(NamedTuple):
+    """Calls of an operation that one candidate (or several, with commas) left to a later one."""
+
+    op: str
+    passed_over: str
+    used: str
+    reason: str
+
+
+_fallbacks: Counter[Fallback] = Counter()
+
+
+def fallbacks() -> dict[Fallback, int]:
+    """How many calls of this process fell back, by operation, candidates and reason."""
+    return dict(_fallbacks)
+
+
+def num_fallbacks() -> int:
+    """How many calls of this process fell back."""
+    return _fallbacks.total()
+
+
+class Operation:
+    """An operation as it is bound: called as the reference's function, it runs the first candidate that agrees."""
+
+    __slots__ = ("_refuses", "_run", "_runs", "candidates")
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self.candidates = tuple(candidates)
+        self._runs = [
+            _with_uses(candidate.implementation, [later.name for later in self.candidates[place + 1 :]])
+            for place, candidate in enumerate(self.candidates)
+        ]
+        self._run = self._runs[0]
+        self._refuses = self.implementation.refuses if len(self.candidates) > 1 else None
+
+    @property
+    def name(self) -> str:
+        """Of the candidate that is asked first."""
+        return self.candidates[0].name
+
+    @property
+    def implementation(self) -> Implementation:
+        """Of the candidate that is asked first."""
+        return self.candidates[0].implementation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._refuses is None or (reason := self._refuses(*args, **kwargs)) is None:
+            return self._run(*args, **kwargs)
+        return self._fall_back(reason, args, kwargs)
+
+    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passed, reasons = [self.name], [reason]
+        for candidate, run in zip(self.candidates[1:], self._runs[1:], strict=True):
+            refused = candidate.implementation.refuses(*args, **kwargs)
+            if refused is None:
+                _fallbacks[Fallback(candidate.op, ", ".join(passed), candidate.name, "; ".join(reasons))] += 1
+                return run(*args, **kwargs)
+            passed.append(candidate.name)
+            reasons.append(refused)
+        refusals = "; ".join(f"{name}: {why}" for name, why in zip(passed, reasons, strict=True))
+        raise BackendError(f"{self.candidates[0].op}: no implementation takes these arguments ({refusals}).")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One row of the table that `doctor` prints."""
+
+    op: str
+    candidate: str
+    chosen: bool
+    reason: str
+    not_taken: str
+
+
+def _with_uses(implementation: Implementation, names: Sequence[str]) -> Callable[..., Any]:
+    """Its function, with the operations that it uses bound to these candidates."""
+    if not implementation.uses:
+        return implementation.run
+    return functools.partial(implementation.run, **{op: bind(op, names) for op in implementation.uses})
+
+
+def _packed_weights(*args: Any, **kwargs: Any) -> str | None:
+    """Weights that are packed for C++."""
+    if any(isinstance(value, Packed | PackedRouter) for value in (*args, *kwargs.values())):
+        return "a packed weight takes rows of its own kind on the CPU"
+    return None
+
+
+def _listed(module: ModuleType, name: str, probe: Callable[[], str | None], **facts: Any) -> list[Candidate]:
+    found = {op: value for op, value in vars(module).items() if isinstance(value, Implementation)}
+    return [Candidate(op, name, implementation, probe, **facts) for op, implementation in found.items()]
+
+
+def _of_library(library: str, probe: Callable[[], str | None], ops: Sequence[str]) -> list[Candidate]:
+    """Operations that one of DeepSeek's libraries for Hopper GPUs has."""
+    listed = _listed(
+        hopper_ops,
+        HOPPER,
+        probe,
+        dtype=torch.bfloat16,
+        device_types=lambda: (GPU,),
+        origin=lambda _: f"{HOPPER}-{library}-{libraries.version(library)}",
+    )
+    return [candidate for candidate in listed if candidate.op in ops]
+
+
+def _plain(function: Callable[..., Any]) -> Candidate:
+    # Stored KV blocks are kept under the origins: whoever changes one takes the blocks from their users.
+    module = function.__module__.rpartition(".")[2]
+    origin = f"reference_{module}" if module in ("mla", "rows") else "reference"
+    implementation = Implementation(function, _packed_weights)
+    return Candidate(function.__name__, REFERENCE, implementation, _always, origin=lambda _: origin)
+
+
+_TRITON = _listed(
+    triton_ops,
+    TRITON,
+    triton_probe.why_not,
+    dtype=torch.bfloat16,
+    probe_auto=triton_probe.why_not_auto,
+    device_types=triton_probe.device_types,
+    origin=lambda _: f"triton.ops-{triton_probe.version()}",
+)
+# The first call of the probe for C++ builds it, which takes some seconds once per machine and user.
+_FASTER = (
+    *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("linear", "grouped_mlp", "masked_mlp")),
+    *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode",)),
+    *(replace(candidate, dtype=None) if candidate.op in _OF_ANY_DTYPE else candidate for candidate in _TRITON),
+    *_listed(sdpa, SDPA, _always, probe_auto=sdpa.why_not_auto, device_types=lambda: (GPU,), origin=lambda _: SDPA),
+    *_listed(cpu_ops, CPU, cpu_build.why_not, device_types=lambda: (CPU,), origin=cpu_build.numerics),
+)
+_CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    plain.op: (*(candidate for candidate in _FASTER if candidate.op == plain.op), plain)
+    for plain in [_plain(function) for function in reference.OPERATIONS]
+}
+
+
+def ops() -> tuple[str, ...]:
+    """The names of all operations."""
+    return tuple(_CANDIDATES)
+
+
+def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None, device: Device = CPU) -> Operation:
+    """The operation `op`, bound to its candidates in order: those that can run ("auto"), or first the one named.
+
+    A name that other operations know and this one does not is as good as "auto" here.
+
+    Args:
+        dtype: of the model; without it "auto" takes what is good for any.
+        device: of the model; "auto" neither takes nor probes what is made for others.
+
+    Raises:
+        BackendError: no such operation or candidate, or the named one cannot run here or there (with its reason).
+    """
+    if op not in _CANDIDATES:
+        raise BackendError(f"there is no operation {op!r}; known are {', '.join(_CANDIDATES)}.")
+    listed = _CANDIDATES[op]
+    for place, named in enumerate(listed):
+        if named.name == choice:
+            reason = named.why_not(device)
+            if reason is not None:
+                raise BackendError(f"{op}: {choice} cannot run here: {reason}.")
+            # behind a candidate for GPUs is what GPUs have, even where Triton's interpreter runs it on a CPU
+            where = GPU if named.name in (HOPPER, TRITON, SDPA) else device
+            behind = [later for later in listed[place + 1 :] if later.can_run(named.dtype or dtype, where)]
+            return Operation((named, *behind))
+    if choice != AUTO and choice not in {candidate.name for some in _CANDIDATES.values() for candidate in some}:
+        names = ", ".join([AUTO, *(candidate.name for candidate in listed)])
+        raise BackendError(f"{op} has no implementation {choice!r}; use one of {names}.")
+    return Operation([candidate for candidate in listed if candidate.can_run(dtype, device)])
+
+
+def bind(op: str, names: Sequence[str]) -> Operation:
+    """The operation `op`, bound to those of its candidates that have one of these names, in its own order, unprobed."""
+    return Operation([candidate for candidate in _CANDIDATES[op] if candidate.name in names])
+
+
+def reads_on_host(operation: Operation) -> bool:
+    """Whether the experts of a decode step may wait for values of their device: how many rows each of them has."""
+    # what DeepSeek's libraries do not take goes on to the next candidate
+    return next(candidate for candidate in operation.candidates if candidate.name != HOPPER).name == REFERENCE
+
+
+def has_fixed_sums(operation: Operation) -> bool:
+    """Whether an implementation adds up in one order of its own on every processor (those in C++)."""
+    return operation.name == CPU
+
+
+def origin(operation: Operation, dtype: torch.dtype | None = None) -> str:
+    """Where an implementation comes from: with the same origin it gives the same bits in a dtype, else it may not."""
+    return operation.candidates[0].origin(dtype)
+
+
+def explain(choice: str = AUTO, device: Device = CPU) -> list[Choice]:
+    """Every candidate of every operation, whether it is used there under `choice`, for which dtype, and why (not)."""
+    rows = []
+    for op, listed in _CANDIDATES.items():
+        general = select(op, choice, device=device).candidates[0]
+        for candidate in listed:
+            special = (
+                candidate.dtype is not None and select(op, choice, candidate.dtype, device).candidates[0] is candidate
+            )
+            reason = candidate.why_not(device) or candidate.probe_auto() or "can run, another one is preferred"
+            if candidate is general:
+                reason = "in use"
+            elif special:
+                reason = f"in use for {str(candidate.dtype).removeprefix('torch.')}"
+            is_chosen = special or candidate is general
+            rows.append(Choice(op, candidate.name, is_chosen, reason, candidate.implementation.not_taken))
+    return rows

@@ -1,0 +1,64 @@
+"""The forms in which products take weights, filled slot by slot: plain tensors, FP8 blocks, tiles for C++."""
+
+# B slots, N columns of the result (out), M depth of the sum (in)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+
+Weight = torch.Tensor | BlockScaled | Packed  # as the operation `pack` gives it; weight[slot] is one of several
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One form of weights.
+
+    empty: (count, num_rows, num_columns, *, memory, is_paired) to room for `count` weights [N, M] in what
+        `memory(shape, dtype=...)` gives; `is_paired`: each a gate projection above an up projection.
+    put: (weight, slot, *parts) fills a slot with copies of equal parts [N / parts, M] above each other.
+    slots: (weight) to its tensors, each with a place per slot in its first dim.
+    keeps_fp8: parts that are stored in FP8 are put as BlockScaled, bit for bit; else they are dequantized before.
+    copies: `pack` copies any weight into this form, so that it may get a view of a mapped file.
+    multiple: of the width between two products, so that no block has rows of two parts; zeros fill it up.
+    """
+
+    empty: Callable[..., Weight]
+    put: Callable[..., None]
+    slots: Callable[[Any], list[torch.Tensor]]
+    keeps_fp8: bool = False
+    copies: bool = False
+    multiple: int = 1
+
+
+def format_of(weight: Weight) -> WeightFormat:
+    """The form that a weight has."""
+    if isinstance(weight, Packed):
+        return WeightFormat(partial(Packed.empty, kind=weight.kind), Packed.put, Packed.slots, copies=True)
+    if isinstance(weight, BlockScaled):
+        return WeightFormat(BlockScaled.empty, BlockScaled.put, BlockScaled.slots, keeps_fp8=True, multiple=BLOCK)
+    return WeightFormat(partial(_empty, weight.dtype), _put, lambda plain: [plain])
+
+
+def _empty(
+    dtype: torch.dtype,
+    count: int,
+    num_rows: int,
+    num_columns: int,
+    *,
+    memory: Callable[..., torch.Tensor],
+    is_paired: bool = False,
+) -> torch.Tensor:
+    return memory((count, num_rows, num_columns), dtype=dtype)
+
+
+def _put(weight_BNM: torch.Tensor, slot: int, *parts: torch.Tensor) -> None:
+    for room, part in zip(weight_BNM[slot].chunk(len(parts)), parts, strict=True):
+        room.copy_(part)

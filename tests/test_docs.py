@@ -1,0 +1,88 @@
+"""The documents are true to the tree: links lead somewhere, and files and commands that they name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from batchinfer.cli import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("batchinfer", "kernels", "tests", "jobs", "docs", "sample_data")
+SOURCES = [
+    path
+    for folder in ("batchinfer", "kernels", "tests")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".cpp", ".h", ".sql", ".j2"}
+]
+# names of files that other projects or a person's machine have
+FOREIGN = {"llama.cpp", "prctl.h", "unistd_64.h", "elastic.py", "legacy.py", "flash_mla_interface.py", "dense_decode.h"}
+
+
+def names_of_files():
+    return {path.name for path in [*SOURCES, *ROOT.glob("jobs/**/*"), *ROOT.glob("sample_data/**/*")]} | FOREIGN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if not re.match(r"https?:|mailto:", target):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_headings(page):
+    text = page.read_text()
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
+        if not re.match(r"https?:", target):
+            other = (page.parent / target).read_text() if target else text
+            found = {slug(title) for title in re.findall(r"^#+ (.+)$", other, re.M)}
+            found |= set(re.findall(r'<a (?:id|name)="([^"]+)"', other))
+            assert heading in found, f"{page.name} links to {target}#{heading}"
+
+
+def slug(title):
+    """A heading as the name of its anchor."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_that_a_page_names_exist(page):
+    for path in re.findall(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)", page.read_text()):
+        assert (ROOT / path).exists() or list(ROOT.glob(path + "*")), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_exist(page):
+    code = "\n".join(re.findall(r"^```.*?$(.*?)^```", page.read_text(), re.M | re.S))
+    for command in re.findall(r"^\s*(?:\$ )?batchinfer ([a-z]+)\b", code, re.M):
+        assert command in cli.commands, f"{page.name} shows `batchinfer {command}`"
+
+
+def test_files_that_sources_name_exist():
+    known = names_of_files()
+    stale = [
+        f"{source.relative_to(ROOT)} names {name}"
+        for source in SOURCES
+        for name in re.findall(r"(?<![\w*{}<>-])(\w+\.(?:py|sql|cpp|h))\b", comments_of(source))
+        if name not in known
+    ]
+    assert stale == []
+
+
+def comments_of(source):
+    """Docstrings and comments of a source file."""
+    text = source.read_text()
+    if source.suffix == ".py":
+        return "\n".join([*re.findall(r'"""(.*?)"""', text, re.S), *re.findall(r"#(.*)$", text, re.M)])
+    return "\n".join([*re.findall(r"(?://|--)(.*)$", text, re.M), *re.findall(r"/\*(.*?)\*/", text, re.S)])
+
+
+def test_the_architecture_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {
+        f"{path.parent.relative_to(ROOT / 'batchinfer')}/" for path in (ROOT / "batchinfer").glob("*/**/__init__.py")
+    }
+    assert {room for room in rooms if room not in text} == set()
