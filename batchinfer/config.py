@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -283,6 +283,9 @@ class JobConfig(_Part):
     slurm: SlurmConfig = SlurmConfig()
 
 
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
 def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:
     """Read a job file, apply `--set` overrides, check everything, make all paths absolute.
 
@@ -294,22 +297,42 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
         ConfigError: one sentence with the file, the key, the value and what it should be.
     """
     path = Path(path)
-    try:
-        table: dict[str, Any] = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no job file at {path}; give the path of a .toml file") from None
-    except (OSError, ValueError) as error:
-        # ValueError: not UTF-8, not TOML, or a path with a NUL in it
-        raise ConfigError(f"cannot read the job file {path}: {_first_line(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"cannot read the job file {path}: its values are nested too deeply") from None
+    table = read_toml(path, "job file")
     for text in overrides:
         _apply_override(table, text)
+    return _with_absolute_paths(checked(JobConfig, table, path), path.absolute().parent.resolve())
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """A TOML file as a table.
+
+    Args:
+        what: the kind of file, for messages.
+
+    Raises:
+        ConfigError: it is not there or no TOML.
+    """
     try:
-        job = JobConfig.model_validate(table)
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {what} at {path}; give the path of a .toml file") from None
+    except (OSError, ValueError) as error:
+        # ValueError: not UTF-8, not TOML, or a path with a NUL in it
+        raise ConfigError(f"cannot read the {what} {path}: {_first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read the {what} {path}: its values are nested too deeply") from None
+
+
+def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
+    """A table of the file at `path` by its schema.
+
+    Raises:
+        ConfigError: one sentence with the file, the key, the value and what it should be.
+    """
+    try:
+        return schema.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, path)) from None
-    return _with_absolute_paths(job, path.absolute().parent.resolve())
+        raise ConfigError(_sentence(error, schema, path)) from None
 
 
 def is_uri(text: str) -> bool:
@@ -427,21 +450,20 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _sentence(error: ValidationError, path: Path) -> str:
+def _sentence(error: ValidationError, schema: type[BaseModel], path: Path) -> str:
     """The first problem of a pydantic report as one sentence for the person who wrote the file."""
     problem = error.errors(include_url=False)[0]
     # a key with a line break in it must not break the message
     names = [str(name) if str(name).isprintable() else repr(name) for name in problem["loc"]]
     where = ".".join(names[:2]) + "".join(f"[{name}]" for name in names[2:] if name.isdigit())
     kind, value = problem["type"], problem.get("input")
+    what = "part" if schema is JobConfig and len(names) == 1 else "key"
     if kind == "extra_forbidden":
-        what = "part" if len(names) == 1 else "key"
-        return (
-            f"{path}: {where} is not a known {what}; remove it or correct its name (`batchinfer schema` lists them all)"
-        )
+        part = schema if len(names) == 1 else schema.model_fields[names[0]].annotation
+        known = ", ".join(getattr(part, "model_fields", {}))
+        return f"{path}: {where} is not a known {what}; remove it" + (f" or use one of {known}" if known else "")
     if kind == "missing":
-        what = "part" if len(names) == 1 else "key"
-        return f"{path}: the {what} {where} is missing; add it (`batchinfer schema` says what it means)"
+        return f"{path}: the {what} {where} is missing; add it"
     message = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         # a check of a whole part begins its message with the key

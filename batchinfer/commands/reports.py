@@ -54,12 +54,8 @@ def report(
         _write_page(folders, html)
     elif parquet is not None:
         _export(folders, parquet)
-    elif compare:
-        _print_changes(folders, as_json=as_json)
-    elif together:
-        _print_together(folders, as_json=as_json)
     else:
-        print_report(folders, as_json=as_json)
+        print_report(folders, as_json=as_json, together=together, compare=compare)
 
 
 @click.command()
@@ -136,50 +132,30 @@ def simulate(spec: Path, as_json: bool) -> None:
         show(*answer_table(figures))
 
 
-def print_report(runs: list[Path], *, as_json: bool) -> None:
-    """The report of one or several finished runs on stdout."""
-    from batchinfer.report.compare import Column, run_names, side_by_side
+def print_report(runs: list[Path], *, as_json: bool, together: bool = False, compare: bool = False) -> None:
+    """The report of one or several finished runs on stdout: one after the other, together, or two compared."""
+    from batchinfer.report.compare import Column, changed, run_names, side_by_side
+    from batchinfer.report.figures import changes
     from batchinfer.report.panel import panel
     from batchinfer.report.read import as_document, read_report, read_together
     from batchinfer.report.terminal import show
 
+    if compare and len(runs) != 2:
+        raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
     found = [read_report(folder) for folder in runs]
+    if together:
+        found = [read_together(runs, found)]
+    columns = [Column(name, one.values) for name, one in zip(run_names(runs), found, strict=False)]
     if as_json:
         documents = [as_document(one) for one in found]
-        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+        shown = changes(*(one.values for one in found)) if compare else documents if len(found) > 1 else documents[0]
+        click.echo(json.dumps(shown, indent=1))
+    elif compare:
+        show(changed(*columns))
     elif len(found) == 1:
         show(*panel(found[0]))
     else:
-        columns = [Column(name, one.values) for name, one in zip(run_names(runs), found, strict=True)]
         show(*side_by_side([*columns, Column("together", read_together(runs, found).values)]))
-
-
-def _print_together(runs: list[Path], *, as_json: bool) -> None:
-    from batchinfer.report.panel import panel
-    from batchinfer.report.read import as_document, read_report, read_together
-    from batchinfer.report.terminal import show
-
-    together = read_together(runs, [read_report(folder) for folder in runs])
-    if as_json:
-        click.echo(json.dumps(as_document(together), indent=1))
-    else:
-        show(*panel(together))
-
-
-def _print_changes(runs: list[Path], *, as_json: bool) -> None:
-    from batchinfer.report.compare import Column, changed, run_names
-    from batchinfer.report.figures import changes
-    from batchinfer.report.read import read_report
-    from batchinfer.report.terminal import show
-
-    if len(runs) != 2:
-        raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
-    before, after = (read_report(folder).values for folder in runs)
-    if as_json:
-        click.echo(json.dumps(changes(before, after), indent=1))
-    else:
-        names = run_names(runs)
-        show(changed(Column(names[0], before), Column(names[1], after)))
 
 
 def _write_page(runs: list[Path], file: Path) -> None:

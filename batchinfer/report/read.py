@@ -112,7 +112,8 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
     if each:
         added_up = [figure.key for figure in FIGURES.values() if figure.is_added_up]
         values |= {key: _total([one[key] for one in each]) for key in added_up}
-    values |= _margins(values) | _unit_costs(values, prefill_share) | _part_costs(values["cost_usd"], seconds)
+    values |= margin.money(values["cost_usd"], values["revenue_usd"], values["output_tokens"])
+    values |= _shares_of_cost(values, seconds, prefill_share)
     errors = computed.rows(f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {MAX_ERRORS}")
     return Report(
         run=str(run["run"]),
@@ -144,32 +145,18 @@ def _cost_and_revenue(values: Mapping[str, Any], run: Mapping[str, Any]) -> dict
     }
 
 
-def _margins(values: Values) -> dict[str, Value]:
-    revenue, cost = values["revenue_usd"], values["cost_usd"]
-    return {
-        "cost_profit_margin": margin.cost_profit_margin(revenue, cost),
-        "gross_margin": margin.gross_margin(revenue, cost),
-    }
-
-
-def _unit_costs(values: Values, prefill_share: float | None) -> dict[str, Value]:
-    cost, inputs, outputs = values["cost_usd"], values["input_tokens"] or 0, values["output_tokens"] or 0
+def _shares_of_cost(values: Values, seconds: Mapping[str, float], prefill_share: float | None) -> dict[str, Value]:
+    cost, inputs, outputs = values["cost_usd"], values["input_tokens"] or 0, values["output_tokens"]
+    total = sum(seconds.values())
     prefill = None if cost is None or prefill_share is None else cost * prefill_share
-    decode = None if cost is None or prefill_share is None else cost * (1 - prefill_share)
+    decode = None if cost is None or prefill is None else cost - prefill
     return {
-        "usd_per_million_output_tokens": margin.per_million(cost, outputs),
-        "usd_per_million_tokens": margin.per_million(cost, inputs + outputs),
+        "usd_per_million_tokens": margin.per_million(cost, inputs + (outputs or 0)),
         "prefill_usd_per_million_input_tokens": margin.per_million(prefill, inputs),
         "decode_usd_per_million_output_tokens": margin.per_million(decode, outputs),
-    }
-
-
-def _part_costs(cost: Value, seconds: Mapping[str, float]) -> dict[str, Value]:
-    total = sum(seconds.values())
-    return {
-        f"{part}_cost_usd": None if cost is None or not total else cost * part_s / total
-        for part, part_s in seconds.items()
-    }
+        **{f"{part}_cost_usd": cost * part_s / total if cost is not None and total else None
+           for part, part_s in seconds.items()},
+    }  # fmt: skip
 
 
 def _total(values: list[Value]) -> Value:

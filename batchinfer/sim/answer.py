@@ -12,9 +12,7 @@ import numpy as np
 
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.records import ConfigError
-from batchinfer.report.price.margin import TOKENS_PER_PRICE, cost_profit_margin, gross_margin
-from batchinfer.report.price.margin import cost as cost_of
-from batchinfer.report.price.margin import revenue as revenue_of
+from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PriceList, read_prices
 from batchinfer.sim.cluster import Cluster, History, nodes_for, simulate
 from batchinfer.sim.dealing import Deals
@@ -232,24 +230,9 @@ def _nodes_by_hour(history: History) -> list[float]:
 def _money(job: _Job, history: History) -> dict[str, float | None]:
     prices, work = job.prices, job.workload
     gpu_hours = history.node_seconds / HOUR_S * job.gpu.gpus_per_node
-    cost = cost_of(gpu_hours, prices.gpu_hour)
-    revenue = revenue_of(
-        float(work.cached_tokens.sum()),
-        float(work.new_tokens.sum()),
-        float(work.output_tokens.sum()),
-        input_hit=prices.input_hit,
-        input_miss=prices.input_miss,
-        output=prices.output,
-    )
-    output = float(work.output_tokens.sum())
-    return {
-        "gpu_hours": gpu_hours,
-        "cost_usd": cost,
-        "revenue_usd": revenue,
-        "cost_profit_margin": cost_profit_margin(revenue, cost),
-        "gross_margin": gross_margin(revenue, cost),
-        "usd_per_million_output_tokens": None if cost is None else cost / output * TOKENS_PER_PRICE,
-    }
+    tokens = [float(counts.sum()) for counts in (work.cached_tokens, work.new_tokens, work.output_tokens)]
+    revenue = margin.revenue(*tokens, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output)
+    return {"gpu_hours": gpu_hours, **margin.money(margin.cost(gpu_hours, prices.gpu_hour), revenue, tokens[2])}
 
 
 def _stage(rated: Rated, limits: dict[str, float], batch_name: str) -> dict[str, Any]:
@@ -271,18 +254,14 @@ def _cheapest(job: _Job) -> dict[str, Any]:
     """The best EP sizes and batch of full units, latency aside."""
     base = Unit(1, release=job.spec.cluster.exchange)
     prefill, decode = job.rater.cheapest("prefill", base), job.rater.cheapest("decode", base)
-    output = float(job.workload.output_tokens.sum())
-
-    def usd_per_million(gpu_seconds: float) -> float | None:
-        cost = cost_of(gpu_seconds / HOUR_S, job.prices.gpu_hour)
-        return None if cost is None else cost / output * TOKENS_PER_PRICE
-
+    gpu_hours = (prefill.gpu_seconds + decode.gpu_seconds) / HOUR_S
+    cost = margin.cost(gpu_hours, job.prices.gpu_hour)
     return {
         "prefill_ep_size": prefill.ep_size,
         "prefill_tokens_per_gpu": prefill.batch,
         "decode_ep_size": decode.ep_size,
         "decode_requests_per_gpu": decode.batch,
-        "usd_per_million_output_tokens": usd_per_million(prefill.gpu_seconds + decode.gpu_seconds),
-        "gpu_hours": (prefill.gpu_seconds + decode.gpu_seconds) / HOUR_S,
+        "usd_per_million_output_tokens": margin.per_million(cost, float(job.workload.output_tokens.sum())),
+        "gpu_hours": gpu_hours,
         "gpu_hours_as_specified": (job.prefill_rated.gpu_seconds + job.decode_rated.gpu_seconds) / HOUR_S,
     }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from batchinfer.records import ConfigError
+from batchinfer.config import checked, read_toml
 from batchinfer.sim.exchange import LATEST, Release
 
 Positive = Annotated[float, Field(gt=0)]
@@ -113,16 +112,7 @@ def load_spec(path: Path) -> Spec:
         ConfigError: one sentence with the file, the key, the value and what it should be.
     """
     path = Path(path)
-    try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no spec at {path}; give the path of a .toml file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the spec {path}: {str(error).splitlines()[0]}") from None
-    try:
-        spec = Spec.model_validate(table)
-    except ValidationError as error:
-        raise ConfigError(_sentence(error, path)) from None
+    spec = checked(Spec, read_toml(path, "spec"), path)
     folder = path.absolute().parent
     update: dict[str, _Part] = {"model": ModelSpec(path=str(folder / spec.model.path))}
     if spec.workload.plan is not None:
@@ -130,20 +120,3 @@ def load_spec(path: Path) -> Spec:
     if spec.pricing is not None:
         update["pricing"] = PricingSpec(file=str(folder / spec.pricing.file))
     return spec.model_copy(update=update)
-
-
-def _sentence(error: ValidationError, path: Path) -> str:
-    problem = error.errors(include_url=False)[0]
-    where = ".".join(str(name) for name in problem["loc"])
-    parent = problem["loc"][0] if len(problem["loc"]) > 1 else None
-    known = Spec.model_fields if parent is None else getattr(Spec.model_fields.get(str(parent)), "annotation", None)
-    if problem["type"] == "extra_forbidden":
-        names = known if isinstance(known, dict) else getattr(known, "model_fields", {})
-        choices = f"; use one of {', '.join(names)}" if names else ""
-        return f"{path}: {where} is not a known key{choices}"
-    if problem["type"] == "missing":
-        return f"{path}: {where} is missing; add it"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"{path}: {where}.{message}"
-    return f"{path}: {where} is {problem['input']!r:.80}, but {message.replace('Input should', 'it should')}"

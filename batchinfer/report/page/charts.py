@@ -3,6 +3,9 @@
 Every picture is drawn on a canvas of WIDTH units, so that its letters can be read on a telephone and are not huge on a
 screen. Colours are CSS classes (page.css): s0, s1, … for series, h0 … h8 for the steps of a heat map. Text is escaped
 here; tooltips are <title> elements, no script is needed.
+
+No library does this: pygal has no heat map and puts a script and a style into each picture; matplotlib and Vega have no
+tooltips, write colours into each shape (no dark mode; the page's policy refuses it) and weigh tens of MB.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from batchinfer.report import forms
 from batchinfer.report.figures import PARTS, UNIT_COSTS
 from batchinfer.report.page import charts
-from batchinfer.report.page.charts import Series
+from batchinfer.report.page.charts import Axis, Series
 from batchinfer.report.page.data import PageData
 from batchinfer.report.page.markup import Card, Table
 from batchinfer.report.page.time_marks import stretch, time_marks
@@ -20,7 +22,6 @@ PART_COLOURS = {
     "idle": "s5",
 }
 REVENUE_LABELS = {"cached_input": "cached input", "computed_input": "computed input", "output": "output"}
-TIME = ("time (UTC)", "name")
 
 
 def over_time(key: str, data: PageData) -> list[Card]:
@@ -31,12 +32,11 @@ def over_time(key: str, data: PageData) -> list[Card]:
 
     def speed(kind: str, tokens: str, colour: str) -> Card:
         series = Series(kind, colour, [row[f"{kind}_per_s"] for row in rows])
-        lines = [[name, forms.rate(row[f"{kind}_per_s"])] for name, row in zip(axis.names, rows, strict=True)]
         return Card(
             f"{kind.capitalize()} throughput",
             f"{tokens}, {each}",
             charts.columns(f"{key}-{kind}", f"{kind.capitalize()} tokens per second over time", axis, [series], _per_s),
-            numbers=Table(f"Tokens/s of {kind}, {each}", [TIME, ("tokens/s", "number")], lines),
+            numbers=_numbers(f"Tokens/s of {kind}, {each}", axis, rows, [("tokens/s", f"{kind}_per_s", forms.rate)]),
         )
 
     sources = {"memory": "s1", "disk": "s2", "computed": "s6"}
@@ -54,13 +54,11 @@ def over_time(key: str, data: PageData) -> list[Card]:
             f"Share of the prompt tokens in prefill, {each}; duplicates are answered without",
             charts.columns(f"{key}-hits", title, axis, hits, forms.share, as_share=True),
             legend=_legend(hits),
-            numbers=Table(
+            numbers=_numbers(
                 f"Prompt tokens in prefill, {each}",
-                [TIME, ("in memory", "number"), ("on disk", "number"), ("computed", "number")],
-                [
-                    [name, *(forms.count(row[source]) for source in sources)]
-                    for name, row in zip(axis.names, rows, strict=True)
-                ],
+                axis,
+                rows,
+                [(f"{'on ' if name == 'disk' else ''}{name}", name, forms.count) for name in sources],
             ),
         ),
     ]
@@ -82,12 +80,14 @@ def nodes_and_money(key: str, data: PageData) -> list[Card]:
             "Nodes held",
             f"Mean number, {each}",
             charts.columns(f"{key}-nodes", "Nodes held over time", axis, [nodes], lambda value: f"{value:,.2f}"),
-            numbers=Table(
+            numbers=_numbers(
                 f"Nodes, cost and theoretical income, {each}",
-                [TIME, ("nodes, mean", "number"), ("cost, $", "number"), ("income, $", "number")],
+                axis,
+                rows,
                 [
-                    [name, forms.rate(row["nodes"]), forms.dollars(row["cost_usd"]), forms.dollars(row["income_usd"])]
-                    for name, row in zip(axis.names, rows, strict=True)
+                    ("nodes, mean", "nodes", forms.rate),
+                    ("cost, $", "cost_usd", forms.dollars),
+                    ("income, $", "income_usd", forms.dollars),
                 ],
             ),
         )
@@ -145,6 +145,15 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
         picture = charts.bars(f"{key}-cost", "Cost by part, and revenue", bars, forms.usd)
         cards.append(Card("What it cost", "Cost by part and the revenue, on one scale", picture, tables=tables))
     return cards
+
+
+def _numbers(caption: str, axis: Axis, rows: list[dict[str, Any]], columns: list[tuple[str, str, forms.Form]]) -> Table:
+    """A table of rows over time; columns are (header, field, form)."""
+    return Table(
+        caption,
+        [("time (UTC)", "name"), *((header, "number") for header, _, _ in columns)],
+        [[name, *(form(row[field]) for _, field, form in columns)] for name, row in zip(axis.names, rows, strict=True)],
+    )
 
 
 def _legend(series: list[Series]) -> list[tuple[str, str]]:

@@ -14,38 +14,44 @@ def gpu_hours(num_nodes: float, gpus_per_node: float, hours: float) -> float:
     return num_nodes * gpus_per_node * hours
 
 
-def cost(num_gpu_hours: float, gpu_hour: float | None) -> float | None:
-    """$ for the accelerator-hours held; None when there is no price.
+def _times(amount: float | None, price: float | None) -> float | None:
+    return None if amount is None or price is None else amount * price
 
-    Args:
-        num_gpu_hours: accelerators times hours.
-        gpu_hour: $ per accelerator-hour.
-    """
-    return None if gpu_hour is None else num_gpu_hours * gpu_hour
+
+def cost(num_gpu_hours: float | None, gpu_hour: float | None) -> float | None:
+    """$ for the accelerator-hours held, `gpu_hour` each; None when either is not known."""
+    return _times(num_gpu_hours, gpu_hour)
 
 
 def revenue(
-    hit_tokens: float,
-    miss_tokens: float,
-    output_tokens: float,
+    hit_tokens: float | None,
+    miss_tokens: float | None,
+    output_tokens: float | None,
     *,
     input_hit: float | None,
     input_miss: float | None,
     output: float | None,
 ) -> float | None:
-    """$ that the tokens would earn at list prices; None unless all three prices are known.
+    """$ that the tokens would earn at list prices; None unless all counts and prices are known.
 
     Args:
-        hit_tokens: input tokens served from a cache.
-        miss_tokens: input tokens computed.
-        output_tokens: output tokens delivered.
-        input_hit: $ per million hit tokens.
-        input_miss: $ per million miss tokens.
-        output: $ per million output tokens.
+        hit_tokens: input tokens served from a cache, at `input_hit` $ per million.
+        miss_tokens: input tokens computed, at `input_miss`.
+        output_tokens: output tokens delivered, at `output`.
     """
-    if input_hit is None or input_miss is None or output is None:
-        return None
-    return (hit_tokens * input_hit + miss_tokens * input_miss + output_tokens * output) / TOKENS_PER_PRICE
+    hit, miss, out = _times(hit_tokens, input_hit), _times(miss_tokens, input_miss), _times(output_tokens, output)
+    return None if hit is None or miss is None or out is None else (hit + miss + out) / TOKENS_PER_PRICE
+
+
+def money(cost_usd: float | None, revenue_usd: float | None, output_tokens: float | None) -> dict[str, float | None]:
+    """What follows from cost and revenue, by the names of the report."""
+    return {
+        "cost_usd": cost_usd,
+        "revenue_usd": revenue_usd,
+        "cost_profit_margin": cost_profit_margin(revenue_usd, cost_usd),
+        "gross_margin": gross_margin(revenue_usd, cost_usd),
+        "usd_per_million_output_tokens": per_million(cost_usd, output_tokens),
+    }
 
 
 def cost_profit_margin(revenue_usd: float | None, cost_usd: float | None) -> float | None:

@@ -6,12 +6,12 @@ Every price may be left out; figures that need it are then unknown.
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from batchinfer.config import read_toml
 from batchinfer.records import ConfigError
 
 MINUTES_PER_DAY = 24 * 60
@@ -88,12 +88,7 @@ def read_prices(path: Path) -> PriceList:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a missing source or date, or a value that is no price.
     """
-    try:
-        table = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no price list at {path}; give the path of a .toml file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the price list {path}: {str(error).splitlines()[0]}") from None
+    table = read_toml(Path(path), "price list")
     known = {field.name for field in fields(PriceList)}
     for key in table:
         if key not in known:

@@ -87,19 +87,13 @@ def price(
     """
     hit, miss, output = amounts.hit_tokens, amounts.miss_tokens, amounts.output_tokens
     factor = prices.token_factor(is_batch=is_batch, start_minute=start_minute, hours=amounts.hours)
-    gpu_hours = amounts.held_gpu_hours
-    cost = None if gpu_hours is None else margin.cost(gpu_hours, prices.gpu_hour)
-    revenue = None
-    inputs = computed = None
-    if hit is not None and miss is not None:
-        inputs = hit + miss
-        if output is not None:
-            list_price = margin.revenue(
-                hit, miss, output, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output
-            )
-            revenue = None if list_price is None else list_price * factor
-    if miss is not None and output is not None:
-        computed = miss + output
+    cost = margin.cost(amounts.held_gpu_hours, prices.gpu_hour)
+    list_price = margin.revenue(
+        hit, miss, output, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output
+    )
+    revenue = None if list_price is None else list_price * factor
+    inputs = None if hit is None or miss is None else hit + miss
+    computed = None if miss is None or output is None else miss + output
     if cost is None and revenue is None:
         raise ConfigError(
             "neither cost nor revenue can be computed; give --nodes, --gpus-per-node, --hours and --gpu-hour, or "
@@ -110,14 +104,10 @@ def price(
         "cached_tokens": hit,
         "cache_hit_rate": None if not inputs or hit is None else hit / inputs,
         "output_tokens": output,
-        "gpu_hours": gpu_hours,
-        "cost_usd": cost,
-        "revenue_usd": revenue,
+        "gpu_hours": amounts.held_gpu_hours,
+        **margin.money(cost, revenue, output),
         "profit_usd": None if cost is None or revenue is None else revenue - cost,
-        "cost_profit_margin": margin.cost_profit_margin(revenue, cost),
-        "gross_margin": margin.gross_margin(revenue, cost),
         "token_price_factor": factor,
-        "usd_per_million_output_tokens": margin.per_million(cost, output),
         "usd_per_million_tokens": margin.per_million(
             cost, None if inputs is None or output is None else inputs + output
         ),
