@@ -13,8 +13,8 @@ import subprocess
 import pytest
 
 from batchinfer_kernels.cpu import build
-from instructions import OPERATIONS, TESTS, run_tests_with, run_with
 from jobs import answers, write_job, write_questions
+from other_instructions import OPERATIONS, TESTS, run_tests_with, run_with
 
 (AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
 # What only AVX-512 has: its wide and its additional registers, and masks.

@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from batchinfer_kernels.cpu import build
-from instructions import OPERATIONS, TESTS, run_tests_with, run_with
 from jobs import answers, write_job, write_questions
+from other_instructions import OPERATIONS, TESTS, run_tests_with, run_with
 from random_shapes import make_model
 
 PLAIN, AMX = "amx-plain", "amx"
