@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -34,8 +35,7 @@ def supported():
 
 def without_tiles():
     """The best instructions here whose library is not tried before it is used: scripts make none that could be."""
-    found = build._processor_features()
-    return next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(found))
+    return next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and build.why_not_for(known) is None)
 
 
 def start(code, cache, **environment):
@@ -89,7 +89,7 @@ AMX = {*AVX512_WITH_PRODUCTS, "amx_tile", "amx_bf16", "amx_int8"}
 
 
 def chosen(monkeypatch, features, named=None):
-    monkeypatch.setattr(build, "_processor_features", lambda: frozenset(features))
+    monkeypatch.setattr(build, "processor_features", lambda: frozenset(features))
     monkeypatch.delenv(build.CHOICE, raising=False)
     if named is not None:
         monkeypatch.setenv(build.CHOICE, named)
@@ -110,14 +110,14 @@ def chosen(monkeypatch, features, named=None):
     ],
 )
 def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, features, named, expected):
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(build, "may_use_tiles", lambda: True)
     assert chosen(monkeypatch, features, named) == expected
 
 
 def test_tiles_that_the_kernel_does_not_give_are_left(monkeypatch):
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    monkeypatch.setattr(build, "may_use_tiles", lambda: False)
     assert chosen(monkeypatch, AMX) == "avx512"
-    with pytest.raises(build.BuildError, match="the processor has no permission from the kernel to use its tiles"):
+    with pytest.raises(build.BuildError, match="the kernel does not permit the use of its tiles"):
         chosen(monkeypatch, AMX, "amx")
 
 
@@ -136,9 +136,9 @@ def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named,
 
 
 def test_another_kind_of_processor_is_the_reason(monkeypatch):
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(build.BuildError, match=r"^they are for x86-64 processors, this one is aarch64$"):
-        build._processor_features.__wrapped__()
+        build.processor_features.__wrapped__()
 
 
 @pytest.mark.usefixtures("supported")

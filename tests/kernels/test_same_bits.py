@@ -103,9 +103,9 @@ BUILT_ANYWAY = ("amx", "avx512", "amx-plain")
 )
 def test_all_instruction_sets_compute_the_same_bits(name, folder, results):
     (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
-    missing = chosen.missing(build._processor_features())
-    if missing:
-        pytest.skip(f"this processor has no {missing}")
+    reason = build.why_not_for(chosen)
+    if reason:
+        pytest.skip(reason)
     found = results(name)
     assert found["finite"]
     if chosen.tiles:  # a family of its own, which plain C++ computes, too; but for float32

@@ -15,7 +15,6 @@ The library is kept per user, under a name that says what it was made from and f
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -30,15 +29,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from batchinfer_kernels.cpu import instructions as instruction_sets
+from batchinfer_kernels.cpu.instructions import (
+    CHOICE,
+    INSTRUCTION_SETS,
+    BuildError,
+    InstructionSet,
+    choose,
+    may_use_tiles,
+    processor_features,
+)
+
 SOURCES = Path(__file__).parent / "csrc"
-CHOICE = "BATCHINFER_CPU_FEATURES"
 COMPILE_SECONDS = 300
-_WAIT_SECONDS = 2 * COMPILE_SECONDS
+CHECK_SECONDS = 120  # for the tiles of a new library; they take less than one, what they need to start some more
+_WAIT_SECONDS = 2 * COMPILE_SECONDS + CHECK_SECONDS
 
 # Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
@@ -51,66 +60,6 @@ _FLAGS = (
     "-w",
 )
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class InstructionSet:
-    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that.
-
-    Those with `tiles` multiply bfloat16 in 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
-    Those `for_tests` are only used when they are named.
-    """
-
-    name: str
-    features: tuple[str, ...]
-    flags: tuple[str, ...]
-    tiles: bool = False
-    for_tests: bool = False
-
-    def missing(self, found: frozenset[str]) -> str:
-        """Why it cannot be used with the features found, or nothing."""
-        missing = ", ".join(feature for feature in self.features if feature not in found)
-        if not missing and "amx_tile" in self.features and not _may_use_tiles():
-            return "permission from the kernel to use its tiles"
-        if not missing and self.name in _UNKNOWN_TO_COMPILER:
-            return f"compiler that knows its instructions ({_UNKNOWN_TO_COMPILER[self.name]})"
-        if not missing and self.tiles and (refused := _refused(self)).exists():
-            return f"tiles that can be relied on ({' '.join(refused.read_text(encoding='utf-8').split())})"
-        return missing
-
-
-@functools.cache
-def _may_use_tiles() -> bool:
-    """Ask the kernel for the tiles' registers, once per process; threads that are started later may use them, too."""
-    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-
-
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/unistd_64.h, asm/prctl.h
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
-_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
-
-# The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
-INSTRUCTION_SETS = (
-    InstructionSet(
-        "amx",
-        (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-        tiles=True,
-    ),
-    InstructionSet(
-        "avx512", (*_AVX512, "avx512_bf16", "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
-    ),
-    InstructionSet("avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
-    InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
-    InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
-    InstructionSet(
-        "amx-plain", ("avx2", "fma"), ("-mavx2", "-mfma", "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
-    ),
-)
-
-
-class BuildError(RuntimeError):
-    """The library cannot be had here; the message is one sentence that says why."""
 
 
 class _UnfitError(RuntimeError):
@@ -139,15 +88,20 @@ def instructions() -> InstructionSet:
     Raises:
         BuildError: the processor has too few of them, or not those that were named.
     """
-    found, named = _processor_features(), os.environ.get(CHOICE)
-    if named and named not in {known.name for known in INSTRUCTION_SETS}:
-        names = [known.name for known in INSTRUCTION_SETS if not known.for_tests]
-        raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(names)}")
-    wanted = [known for known in INSTRUCTION_SETS if (known.name == named if named else not known.for_tests)]
-    for known in wanted:
-        if not known.missing(found):
-            return known
-    raise BuildError(f"the processor has no {wanted[-1].missing(found)}")
+    return choose(INSTRUCTION_SETS, os.environ.get(CHOICE), why_not_for)
+
+
+def why_not_for(known: InstructionSet) -> str | None:
+    """Why a library for these instructions cannot be used here as far as is known yet, or None."""
+    if reason := known.why_not(processor_features()):
+        return reason
+    if known.needs_permission and not may_use_tiles():
+        return "the kernel does not permit the use of its tiles"
+    if known.name in _UNKNOWN_TO_COMPILER:
+        return f"the compiler does not know its instructions ({_UNKNOWN_TO_COMPILER[known.name]})"
+    if known.tiles and (refused := _refused(known)).exists():
+        return f"its tiles cannot be relied on ({' '.join(refused.read_text(encoding='utf-8').split())})"
+    return None
 
 
 def explain() -> str:
@@ -158,12 +112,7 @@ def explain() -> str:
 
 def explain_choice() -> str:
     """Which instructions a library is or would be made for, and why no better ones."""
-    chosen = instructions()
-    if os.environ.get(CHOICE):
-        return f"for {chosen.name}, as {CHOICE} says"
-    found = _processor_features()
-    better = INSTRUCTION_SETS[: INSTRUCTION_SETS.index(chosen)]
-    return "; ".join([f"for {chosen.name}", *(f"not {one.name}: it has no {one.missing(found)}" for one in better)])
+    return instruction_sets.explain(INSTRUCTION_SETS, os.environ.get(CHOICE), instructions(), why_not_for)
 
 
 def library() -> Path:
@@ -204,18 +153,18 @@ def _load() -> None:
         with _locked(path.with_suffix(".lock")):
             if path.exists() and path.stat().st_ino == loaded:  # else another process has done it meanwhile
                 path.unlink()
-        torch.ops.load_library(str(library()))
+        path = library()
+        torch.ops.load_library(str(path))
+    # the machine that built it has tried its own tiles; another one may share the cache
+    if instructions().tiles and not _tiles_agree():
+        raise BuildError(
+            f"the tiles of this processor ({platform.node()}) do not add up as {path} promises; set {CHOICE}=avx512"
+        )
 
 
-@functools.cache
-def _processor_features() -> frozenset[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(f"they are for x86-64 processors, this one is {platform.machine() or 'unknown'}")
-    try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        raise BuildError("the processor's features are only known on Linux, from /proc/cpuinfo") from None
-    return frozenset(flags.split())
+def _tiles_agree() -> bool:
+    """Whether products in tiles have the promised order of sums here, with the library that is loaded."""
+    return bool(torch.ops.batchinfer_cpu.tiles_agree(False))
 
 
 def _cache_folder() -> Path:
@@ -329,20 +278,31 @@ def _check_tiles(built: Path) -> None:
     Raises:
         _UnfitError: results are not those of the order of sums that the sources promise.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK_TILES, str(built)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.split("\n")
-        said = next((line for line in reversed(lines) if line.strip()), f"the process ended with {done.returncode}")
-        reason = f"{said.strip()[:200]} (on {platform.node()})"
+    said = _said_against_tiles(built)
+    if said is not None:
+        reason = f"{said[:200]} (on {platform.node()})"
         _refused(instructions()).write_text(reason, encoding="utf-8")
         raise _UnfitError(reason)
+
+
+def _said_against_tiles(built: Path) -> str | None:
+    """What such a process says last where it does not end well and in time, or None."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TILES, str(built)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=CHECK_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the process took longer than {CHECK_SECONDS} s"
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"the process ended with {done.returncode}"
 
 
 def _compile_known(compiler: list[str], folder: Path) -> Path:
@@ -355,7 +315,7 @@ def _compile_known(compiler: list[str], folder: Path) -> Path:
     try:
         return _compile(compiler, folder)
     except BuildError as error:
-        chosen, last = instructions(), [known for known in INSTRUCTION_SETS if not known.for_tests][-1]
+        chosen, last = instructions(), instruction_sets.slowest(INSTRUCTION_SETS)
         if os.environ.get(CHOICE) or chosen == last or not any(word in str(error) for word in _UNKNOWN):
             raise
         _UNKNOWN_TO_COMPILER[chosen.name] = str(error)

@@ -1,0 +1,135 @@
+"""Which instructions the C++ operations can be compiled for, and which of them to take.
+
+A reason why some are not taken is a clause that can stand behind "not amx: ".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHOICE = "BATCHINFER_CPU_FEATURES"  # names a set in the environment
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/unistd_64.h, asm/prctl.h
+
+
+class BuildError(RuntimeError):
+    """The C++ operations cannot be had here; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that.
+
+    Those with `tiles` multiply bfloat16 in 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
+    Those `for_tests` are only used when they are named.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+    tiles: bool = False
+    for_tests: bool = False
+
+    @property
+    def needs_permission(self) -> bool:
+        """Whether the kernel must give the process the tiles' registers first."""
+        return "amx_tile" in self.features
+
+    def why_not(self, found: frozenset[str]) -> str | None:
+        """Why a processor with these features cannot run it, or None."""
+        missing = ", ".join(feature for feature in self.features if feature not in found)
+        return f"the processor has no {missing}" if missing else None
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+
+# The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "amx",
+        (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        tiles=True,
+    ),
+    InstructionSet(
+        "avx512", (*_AVX512, "avx512_bf16", "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
+    ),
+    InstructionSet("avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
+    InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
+    InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
+    InstructionSet(
+        "amx-plain", ("avx2", "fma"), ("-mavx2", "-mfma", "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
+    ),
+)
+
+
+def choose(
+    sets: Sequence[InstructionSet], named: str | None, why_not: Callable[[InstructionSet], str | None]
+) -> InstructionSet:
+    """The first of the sets that can be used, or the one named.
+
+    Args:
+        sets: the fastest first.
+        named: "" and None: any but those for tests.
+        why_not: the reason why a set cannot be used here, or None.
+
+    Raises:
+        BuildError: no set has that name, or the reason why the last of those wanted cannot be used.
+    """
+    if named and named not in {known.name for known in sets}:
+        raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(known.name for known in _for_all(sets))}")
+    reason = None
+    for known in [known for known in sets if known.name == named] if named else _for_all(sets):
+        reason = why_not(known)
+        if reason is None:
+            return known
+    raise BuildError(reason)
+
+
+def explain(
+    sets: Sequence[InstructionSet],
+    named: str | None,
+    chosen: InstructionSet,
+    why_not: Callable[[InstructionSet], str | None],
+) -> str:
+    """Which set was chosen, and why none that is faster; arguments as for `choose`."""
+    if named:
+        return f"for {chosen.name}, as {CHOICE} says"
+    faster = _for_all(sets[: sets.index(chosen)])
+    return "; ".join([f"for {chosen.name}", *(f"not {known.name}: {why_not(known)}" for known in faster)])
+
+
+def slowest(sets: Sequence[InstructionSet]) -> InstructionSet:
+    """The one with which everything ends that is not for tests."""
+    return _for_all(sets)[-1]
+
+
+def _for_all(sets: Sequence[InstructionSet]) -> list[InstructionSet]:
+    return [known for known in sets if not known.for_tests]
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """What this processor has.
+
+    Raises:
+        BuildError: it is of another kind, or does not say.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(f"they are for x86-64 processors, this one is {platform.machine() or 'unknown'}")
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        raise BuildError("the processor's features are only known on Linux, from /proc/cpuinfo") from None
+    return frozenset(flags.split())
+
+
+@functools.cache
+def may_use_tiles() -> bool:
+    """Ask the kernel for the tiles' registers, once per process; threads that are started later may use them, too."""
+    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
