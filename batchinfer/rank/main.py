@@ -141,7 +141,7 @@ def _work(
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     moe_layers = [layer for layer in range(model.config.num_hidden_layers) if model.config.is_moe_layer(layer)]
-    channel.send(messages.Ready(device_name(device), mesh.kind, moe_layers, equal_rows(model, job.cluster.backend)))
+    channel.send(messages.Ready(device_name(device), moe_layers, equal_rows(model, job.cluster.backend)))
 
     start = received.get()
     if isinstance(start, messages.Leave):
