@@ -116,7 +116,6 @@ class Ready(Message, frozen=True):
     """The model is loaded. moe_layers: the decoder layers that mix experts."""
 
     device: str
-    exchange: str
     moe_layers: list[int]
     equal_rows: EqualRows
 
@@ -155,7 +154,7 @@ class ExpertTokens(Message, frozen=True):
 class StoreCounts(Message, frozen=True):
     """What the KV store has done since the rank's start (columns of stats/kv), and what the user should know of it."""
 
-    counts: dict[str, float]
+    counts: dict[str, int | float]
     problems: list[str]
 
 

@@ -152,7 +152,7 @@ def _work(
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     equality = equal_rows(model, job.cluster.backend)
-    channel.send(messages.Ready(device_name(device), mesh.kind, model.config.moe_layers, equality))
+    channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality))
 
     start = received.get()
     if isinstance(start, messages.Leave):
