@@ -158,8 +158,7 @@ def exchange_experts(
     checkpoint = open_checkpoint(folder)
     device = weights.embedding.device
     loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
-    moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
-    for layer, held, wanted in zip(moe_layers, weights.expert_ids, expert_ids, strict=True):
+    for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):
         mlp = weights.layers[layer].mlp
         assert isinstance(mlp, MoeWeights)
         assert len(held) == len(wanted), "a layer keeps its number of slots"

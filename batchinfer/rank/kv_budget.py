@@ -8,7 +8,6 @@ all of the GPU   | weights, libraries | KV pages           | largest step | rese
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
+from batchinfer.protocol.messages import Start
 from batchinfer.records import ConfigError
 
 # Of the GPU's memory, for what comes later: captured graphs, buffers of libraries, gaps between blocks of memory, and
@@ -30,18 +30,6 @@ _STRIDE = 7919  # between the tokens of the steps, so that they go to many exper
 
 
 @dataclass(frozen=True, slots=True)
-class StartFacts:
-    """What a rank learns of the job when all ranks have loaded."""
-
-    most_tokens: int  # KV tokens of all requests together; more pages than these need would never be used
-    largest_tokens: int  # of the largest request
-    num_local_ranks: int  # ranks that share this host's memory
-    transfer_folder: Path | None  # for KV between hosts; None: all ranks are on one host
-    traced: bool
-    model_digests: dict[str, str]  # of weights and config.json, see run/fingerprint.py
-
-
-@dataclass(frozen=True, slots=True)
 class KvBudget:
     """KV of one rank."""
 
@@ -49,8 +37,11 @@ class KvBudget:
     transfer_bytes: int  # on its way to other ranks, at most
 
 
-def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, facts: StartFacts) -> KvBudget:
+def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start, num_local_ranks: int) -> KvBudget:
     """Pages for the memory there is, once all ranks of the host have loaded; all ranks of a group ask together.
+
+    Args:
+        num_local_ranks: ranks that share this host's memory.
 
     Raises:
         ConfigError: the largest request does not fit, or this host's memory cannot hold the pages.
@@ -58,27 +49,27 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, facts: Start
     cluster, on_cpu = job.cluster, model.device.type == "cpu"
     page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
     # KV on its way takes as much as the decode ranks' pages at most
-    num_shares = facts.num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
+    num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     free_bytes = free_memory_bytes()
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
-    useful_tokens = facts.most_tokens
+    useful_tokens = start.most_tokens
     if cluster.page_bytes:
         num_bytes = cluster.page_bytes
     else:
         # no more than two full decode batches of the largest request, which leaves room for shared prefixes
-        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * facts.largest_tokens)
-        num_bytes = host_share if on_cpu else measured_budget(model, cluster, place, facts.largest_tokens)
+        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * start.largest_tokens)
+        num_bytes = host_share if on_cpu else measured_budget(model, cluster, place, start.largest_tokens)
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
-    pages_of_host = num_pages * page_bytes * facts.num_local_ranks
+    pages_of_host = num_pages * page_bytes * num_local_ranks
     if on_cpu and pages_of_host > free_bytes:
         # they take memory when they are used, which would end this process in the middle of the job
         raise ConfigError(
             f"KV pages of this host's ranks ({pages_of_host / 1e9:.1f} GB) do not fit into its free memory "
             f"({free_bytes / 1e9:.1f} GB); lower cluster.page_bytes or free memory"
         )
-    if num_pages * PAGE_TOKENS < facts.largest_tokens:
+    if num_pages * PAGE_TOKENS < start.largest_tokens:
         raise ConfigError(
-            f"the largest request needs {facts.largest_tokens:,} tokens of KV, but memory for KV pages holds "
+            f"the largest request needs {start.largest_tokens:,} tokens of KV, but memory for KV pages holds "
             f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
         )
     transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks

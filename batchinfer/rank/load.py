@@ -20,9 +20,9 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.protocol.messages import ExpertSlots
+from batchinfer.protocol.messages import ExpertSlots, Start
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.kv_budget import StartFacts, kv_budget
+from batchinfer.rank.kv_budget import KvBudget
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.worker import RankWorker
 from batchinfer.records import ConfigError
@@ -112,14 +112,24 @@ def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
 
 
 def make_worker(
-    job: JobConfig, model: Transformer, tokenizer: PromptTokenizer, mesh: Mesh, place: RankPlace, facts: StartFacts
+    job: JobConfig,
+    model: Transformer,
+    tokenizer: PromptTokenizer,
+    mesh: Mesh,
+    place: RankPlace,
+    start: Start,
+    budget: KvBudget,
+    transfer_folder: Path | None,
 ) -> RankWorker:
-    """Size and allocate the KV pages, once all ranks of the host have loaded.
+    """Allocate the KV pages, and put the parts of this rank together.
+
+    Args:
+        transfer_folder: of this rank, for KV on its way between hosts; None: all ranks are on one host.
 
     Raises:
-        ConfigError: see kv_budget.
+        ConfigError: there is no memory for the pages.
     """
-    cluster, budget = job.cluster, kv_budget(job, model, place, facts)
+    cluster = job.cluster
     context = RankContext(
         model,
         tokenizer,
@@ -129,10 +139,10 @@ def make_worker(
         place=place,
         mesh=mesh,
         transfer_bytes=budget.transfer_bytes,
-        transfer_folder=None if facts.transfer_folder is None else facts.transfer_folder / f"rank-{place.rank}",
+        transfer_folder=transfer_folder,
         # without experts nothing travels under which the other half could compute
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
-        traced=facts.traced,
+        traced=start.traced,
     )
 
     def place_experts(slots: ExpertSlots) -> None:
@@ -140,7 +150,7 @@ def make_worker(
         model.place_experts(Path(job.model.path), placements, mesh.rank)
 
     def open_prefixes(pages: torch.Tensor) -> StoredPrefixes:
-        return _open_prefixes(job, model, pages, facts.model_digests)
+        return _open_prefixes(job, model, pages, start.model_digests)
 
     return RankWorker(context, place_experts=place_experts, open_prefixes=None if job.kv.dir is None else open_prefixes)
 

@@ -45,7 +45,7 @@ from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.handshake import ChannelClosedError
 from batchinfer.protocol.messages import Failed, FromController, MalformedMessageError, decode_from_controller
 from batchinfer.rank.device import device_name, rank_device
-from batchinfer.rank.kv_budget import StartFacts
+from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.row_equality import equal_rows
@@ -158,17 +158,11 @@ def _work(
     if isinstance(start, messages.Leave):
         return Feed(channel, received, {})
     assert isinstance(start, messages.Start), start
-    facts = StartFacts(
-        most_tokens=start.most_tokens,
-        largest_tokens=start.largest_tokens,
-        num_local_ranks=join.num_local_ranks,
-        transfer_folder=None if join.all_on_one_host else Path(start.transfer_folder),
-        traced=start.traced,
-        model_digests=start.model_digests,
-    )
     gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
     gc.enable()
-    worker = make_worker(job, model, tokenizer, mesh, place, facts)
+    folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
+    budget = kv_budget(job, model, place, start, join.num_local_ranks)
+    worker = make_worker(job, model, tokenizer, mesh, place, start, budget, folder)
     feed = Feed(channel, received, worker.telemetry.expert_tokens)
     try:
         worker.run(feed)

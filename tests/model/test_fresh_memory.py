@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from batchinfer.config import JobConfig
-from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.launch.rank_loader import open_ranks
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.config import load_model_config
@@ -19,10 +18,9 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weights import ModelWeights, MoeWeights
 from batchinfer.parallel.layout import rank_places
-from batchinfer.parallel.mesh import Mesh
+from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget, rank_task
-from batchinfer.rank.kv_budget import StartFacts
-from batchinfer.rank.load import DTYPES, make_worker
+from batchinfer.rank.load import DTYPES
 from batchinfer.rank.rank_task import read_task
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
@@ -164,19 +162,11 @@ def test_weights_that_find_no_room_go_elsewhere(tmp_path):
 
 def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, monkeypatch):
     job = job_of(RANDOM_MODEL, tmp_path, page_bytes=10**8)
-    model, tokenizer = Transformer.load(RANDOM_MODEL, dtype=torch.float32), load_tokenizer(Path(RANDOM_MODEL))
-    place = rank_places(job.cluster)[0]
-    facts = StartFacts(
-        most_tokens=10**9,
-        largest_tokens=100,
-        num_local_ranks=1,
-        transfer_folder=None,
-        traced=False,
-        model_digests={},
-    )
-    make_worker(job, model, tokenizer, Mesh.alone(), place, facts)
+    model, place = Transformer.load(RANDOM_MODEL, dtype=torch.float32), rank_places(job.cluster)[0]
+    start = Start(most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
+    assert kv_budget.kv_budget(job, model, place, start, 1).num_pages > 0
     monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 50_000_000)
     with pytest.raises(
         ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
     ):
-        make_worker(job, model, tokenizer, Mesh.alone(), place, facts)
+        kv_budget.kv_budget(job, model, place, start, 1)
