@@ -241,7 +241,7 @@ class PricingConfig(_Part):
 
 
 class S3Config(_Part):
-    """How s3:// is reached. Credentials never stand here: they come from AWS's environment variables and profiles."""
+    """How s3:// is reached. Credentials are never here: they come from AWS's environment variables and profiles."""
 
     endpoint: Text | None = Field(
         None, description="URL of another S3 service; unset: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's"

@@ -194,7 +194,7 @@ def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
     Args:
         seed: the job's or the row's seed.
         row_id: the row's id as text; `<shard name>:<row>` when the id is null.
-        occurrence: how many rows with the same id stand before this one in input order.
+        occurrence: how many rows with the same id come before this one in input order.
         sample: 0 .. n - 1.
     """
     text = f"{seed}\x1f{row_id}\x1f{occurrence}\x1f{sample}".encode("utf-8", "surrogatepass")

@@ -59,7 +59,7 @@ class RunDir:
 
     @property
     def plan_scratch(self) -> Path:
-        """Sorted token ids of a plan that is being made; gone when it stands."""
+        """Sorted token ids of a plan that is being made; gone when it is complete."""
         return self.root / "plan" / ".sorted"
 
     @property
@@ -201,7 +201,7 @@ def read_json(path: Path) -> Any:
 
 
 def refuse_bad_rows(run: RunDir) -> None:
-    """What --strict means once a plan stands: no bad row and no unreadable shard in it.
+    """What --strict means once a plan is made: no bad row and no unreadable shard in it.
 
     Raises:
         InputError: the plan holds one; the message names the first unreadable shard.

@@ -12,7 +12,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of numbers and arrays at its first call; it lets other threads run meanwhile.
 
     A function kept on disk is compiled again when its own file changes and not when another does: what it calls must
-    stand in the same file.
+    are in the same file.
     """
     try:
         return njit(function, cache=True, nogil=True)

@@ -246,7 +246,7 @@ def propose_moves(
         kv_tokens: [N] their KV tokens now.
         remaining_tokens: [N] tokens still to come (`OutputLengths.remaining`).
         max_requests_of_rank: [R] slots of each rank.
-        move_steps: sending a KV token takes as long as reading it in so many steps.
+        move_steps: sending a KV token takes as long as reading it in this many steps.
         request_load: what a request costs a step beside its KV, as KV tokens.
 
     Raises:

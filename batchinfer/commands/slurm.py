@@ -125,7 +125,7 @@ def cancel(target: Path) -> None:
 
 @click.command()
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--array", metavar="N[%M]", help="Send so many Slurm tasks for it, like those of the last submission.")
+@click.option("--array", metavar="N[%M]", help="Slurm tasks to send for it, like those of the last submission.")
 def retry(target: Path, array: str | None) -> None:
     """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
 
@@ -216,4 +216,4 @@ def _resize(target: Path, size: str) -> None:
     if drained:
         click.echo(f"sent away, with what they have finished committed: {' '.join(task.name for task in drained)}")
     if sent is None and not drained:
-        click.echo(f"{run_dir.root} has so many tasks already")
+        click.echo(f"{run_dir.root} has that many tasks already")

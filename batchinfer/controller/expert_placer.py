@@ -5,7 +5,7 @@ order, count tokens during the first unit, and place their experts by that, once
 later. Outputs do not depend on it.
 """
 
-# L mixture-of-experts layers, E experts
+# L MoE layers, E experts
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where the experts of a group of ranks stand, as plan/experts.parquet holds it, and how often each was asked for.
+"""Where the experts of a group of ranks are, as plan/experts.parquet holds it, and how often each was asked for.
 
 Written by the planner (from an earlier run's loads) or by the engine (from the first unit's).
 """
 
-# L mixture-of-experts layers, E experts, R slots of all ranks of a group
+# L MoE layers, E experts, R slots of all ranks of a group
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> p
 
 
 def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
-    """The kept columns as they stand in the outputs: one nullable type each that holds the values of every shard.
+    """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
 
     Raises:
         ConfigError: a column is in no shard, has the name of an output column, or types that do not go together.

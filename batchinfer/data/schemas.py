@@ -69,7 +69,7 @@ TOKENS = _table(
 )
 REQUESTS = _table(
     "plan/requests",
-    "one row per request in the order of execution; a unit's rows stand together, in row groups of their own",
+    "one row per request in the order of execution; a unit's rows are together, in row groups of their own",
     ("unit", pa.int32(), "work unit"),
     *_KEY,
     ("sampling_key", pa.uint64(), "key of the request's random draws"),
@@ -158,7 +158,7 @@ PLAN_SUMMARY = _table(
 )
 RESULTS = _table(
     "results",
-    "units/<unit>/<claim>/part-*.parquet: finished requests, durable once the file stands",
+    "units/<unit>/<claim>/part-*.parquet: finished requests, durable once the file is there",
     *_KEY,
     ("unit", pa.int32(), "work unit"),
     ("status", pa.string(), "'ok' or 'error'"),

@@ -214,7 +214,7 @@ def _version(place: Place, source: pa.NativeFile) -> str:
 
 
 def _cut(uri: str) -> tuple[str, list[str], str]:
-    """A URI's scheme, the names in its path, and what stands behind `::` (the archive that holds it)."""
+    """A URI's scheme, the names in its path, and what comes behind `::` (the archive that holds it)."""
     path, chain, archive = uri.partition("::")
     scheme, _, path = path.partition("://")
     return f"{scheme}://", path.split("/"), f"{chain}{archive}"

@@ -1,6 +1,6 @@
 """How a host's cores are used best: one rank with all threads, or one rank per core.
 
-The experts of one mixture layer, as a decode step of 64 tokens meets them, run in processes of their own: all experts
+The experts of one MoE layer, as a decode step of 64 tokens meets them, run in processes of their own: all experts
 in one process, or an equal share in each of several at the same time. Rows would travel between several ranks, too, so
 several must be clearly faster to be worth it.
 """

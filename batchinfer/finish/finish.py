@@ -40,7 +40,7 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
     """Check that no row is missing or double, then write outputs/ and stats/, and publish them if the job says so.
 
     Raises:
-        IncompleteRunError: rows are missing (without `allow_partial`), or a result stands twice.
+        IncompleteRunError: rows are missing (without `allow_partial`), or a result is double.
         RunMismatchError: an input shard is not the file that was planned; or output.publish is another job's.
         StoreError: an object store does not answer or refuses to.
     """

@@ -261,7 +261,7 @@ def _read_family(reader: ConfigReader) -> Family:
 
 
 def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
-    """The mixture-of-experts fields of ModelConfig; zeros where all layers are dense.
+    """The MoE fields of ModelConfig; zeros where all layers are dense.
 
     They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
     ones. The other MoE keys say nothing then.

@@ -1,6 +1,6 @@
 """Expert parallelism over any row exchange: every rank sends (token, expert) rows to the slots that take them.
 
-Rows are sorted by slot, so those for one rank stand together; each travels there, through its expert and back
+Rows are sorted by slot, so those for one rank are together; each travels there, through its expert and back
 unreduced. The token's own rank sums, in the order of the token's experts: what a slot or rank holds changes nothing.
 """
 

@@ -88,7 +88,7 @@ class Dispatcher(Protocol[HandleT]):
         ...
 
     def place(self, placement: Placement) -> None:
-        """Between steps: from now on experts stand in these slots, as many as before, on all ranks at once."""
+        """Between steps: from now on experts are in these slots, as many as before, on all ranks at once."""
         ...
 
 
@@ -147,7 +147,7 @@ class LocalDispatcher:
         return Finished(sum_per_token(y, handle.place_M, handle.weights_TK))
 
     def place(self, placement: Placement) -> None:
-        """See Dispatcher; all experts are here, wherever they stand."""
+        """See Dispatcher; all experts are here, wherever they are."""
 
 
 def sort_by_expert(

@@ -125,7 +125,7 @@ class Mesh:
     def dispatchers(
         self, placements: Sequence[Placement], row_format: RowFormat, *, max_tokens: int, hidden: int, topk: int
     ) -> list[Dispatcher]:
-        """The expert exchange of each mixture-of-experts layer; all ranks call this with the same arguments.
+        """The expert exchange of each MoE layer; all ranks call this with the same arguments.
 
         Args:
             row_format: form of the rows on their way to the experts.

@@ -1,6 +1,6 @@
 """What a plan learns from an earlier run: tokens per expert, answer lengths, speeds."""
 
-# L mixture-of-experts layers, E experts
+# L MoE layers, E experts
 
 from __future__ import annotations
 

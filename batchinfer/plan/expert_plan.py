@@ -1,9 +1,9 @@
-"""Where experts are to stand, from the tokens per expert that an earlier run counted.
+"""Where experts are to be, from the tokens per expert that an earlier run counted.
 
 A planner has a minute, so it searches longer than the engine does after a first unit.
 """
 
-# L mixture-of-experts layers, E experts
+# L MoE layers, E experts
 
 from __future__ import annotations
 

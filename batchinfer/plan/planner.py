@@ -57,8 +57,8 @@ def plan_job(
 
     Args:
         learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
-            to stand.
-        expert_loads: folder of an earlier run whose tokens per expert say where experts are to stand.
+            to be.
+        expert_loads: folder of an earlier run whose tokens per expert say where experts are to be.
         can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
 
     Raises:

@@ -14,7 +14,7 @@ DEPTH_STEP = 8  # depths are cut to multiples of it, so that another job with th
 
 
 def group_depths(shared_tokens: np.ndarray) -> np.ndarray:
-    """Tokens of the longest start that a prompt has in common with so many neighbours that they are a group.
+    """Tokens of the longest start that a prompt has in common with enough neighbours to be a group.
 
     Args:
         shared_tokens: [N] integers, tokens shared with the prompt before it; the first entry is not read.

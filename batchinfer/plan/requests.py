@@ -101,7 +101,7 @@ def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tok
         return original
     prompt = np.cumsum(~repeats)[places]
     index = order[places]
-    # equal prompts stand in input order already, and the sort keeps that order for equal keys
+    # equal prompts are in input order already, and the sort keeps that order for equal keys
     by_key = np.lexsort((rows.max_tokens[index], rows.sampling_code[index], prompt))
     prompt, index = prompt[by_key], index[by_key]
     original[index] = index[first_equal(prompt, rows.sampling_code[index], rows.max_tokens[index])]

@@ -133,7 +133,7 @@ def _codes(texts: pa.Array, code_of_text: dict[str, int]) -> np.ndarray:
 
 
 def _occurrences(ids: pa.Array) -> np.ndarray:
-    """[N] int64, how many equal ids stand before each; null ids count nothing."""
+    """[N] int64, how many equal ids come before each; null ids count nothing."""
     codes = ids.dictionary_encode().indices.fill_null(NO_CODE).to_numpy()
     by_code = np.argsort(codes, kind="stable")
     occurrence = np.empty(len(codes), dtype=np.int64)

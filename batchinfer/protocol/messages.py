@@ -84,7 +84,7 @@ class Adoption(Struct, frozen=True):
 
 
 class ExpertSlots(Struct, frozen=True):
-    """Expert and share of each slot, per mixture-of-experts layer: [L, P] each."""
+    """Expert and share of each slot, per MoE layer: [L, P] each."""
 
     expert_of_slot: list[list[int]]
     share_of_slot: list[list[float]]

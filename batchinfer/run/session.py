@@ -51,7 +51,7 @@ class Session:
         self.record("running")
 
     def hold_ranks(self, cluster: ClusterConfig, *, num_ranks: int) -> None:
-        """From now on the command holds so many of the job's ranks on this node."""
+        """From now on the command holds this many of the job's ranks on this node."""
         self._cluster, self._num_ranks = cluster, num_ranks
 
     def record(self, state: str) -> None:

@@ -152,7 +152,7 @@ def log_pattern(folder: Path, pattern: str) -> str:
 
 
 def slices(tasks: int, max_array_size: int) -> list[int]:
-    """Sizes of the arrays that so many tasks need: as few as possible, none above the limit."""
+    """Sizes of the arrays for this number of tasks: as few as possible, none above the limit."""
     return [min(max_array_size, tasks - first) for first in range(0, tasks, max_array_size)]
 
 
@@ -206,7 +206,7 @@ def warn(names: list[str]) -> None:
 
 
 def throttle(job: str, at_once: int) -> None:
-    """Let at most so many tasks of a waiting or running array run at once from now on (0: all)."""
+    """Limit how many tasks of a waiting or running array run at once from now on (0: all)."""
     _answer(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])
 
 

@@ -129,7 +129,7 @@ def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[st
 
 
 def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]:
-    """Have so many tasks wait or run from now on: more are sent, or the youngest are sent away.
+    """Set how many tasks wait or run from now on: more are sent, or the youngest are sent away.
 
     A task that runs gets a signal, commits what is finished and gives its units back. With 0 tasks nothing waits to
     finish the run either; later ones bring a job for that.
@@ -291,7 +291,7 @@ def _finishing(run: RunDir) -> list[Task]:
 
 
 def _throttle(run: RunDir, at_once: int | None) -> None:
-    """Have so many tasks run at once from now on. The limit is one array's: shared out, one task of each at least."""
+    """Set how many tasks run at once from now on. The limit is one array's: shared out, one task of each at least."""
     live = live_tasks(run)
     jobs, waiting = _jobs(live), _jobs([task for task in live if task.is_pending])
     for place, job in enumerate(jobs):

@@ -1,6 +1,6 @@
 """Simulated annealing of pools: which experts share GPUs. The inner loop of search.py, and nothing else.
 
-All of it is compiled, so it stands in one file (see compiled.py). Random numbers are its own: the same seed gives the
+All of it is compiled, so it is one file (see compiled.py). Random numbers are its own: the same seed gives the
 same pools on every machine and in every thread.
 """
 
@@ -18,7 +18,7 @@ COLD = 3e-5  # the temperature at the end of a run, in loads of the fullest GPU
 SINK = 5e-4  # the furthest below the best load so far that the target is set
 MOVE_ODDS = 0.3  # of a trial moving a GPU to another pool; the others swap two experts
 NEAR_ODDS = 0.75  # of a swap being between experts of about the same load; late in a run few others are taken
-NEAR = 4  # so many places apart at most, in ascending order of load
+NEAR = 4  # at most this many positions apart, in ascending order of load
 CLOSE_ENOUGH = 1e-6  # above the bound: nothing left to gain
 ROUNDING = 1e-9
 
@@ -151,7 +151,7 @@ def _list_crowded(pool_of_E: np.ndarray, over_P: np.ndarray, crowded: np.ndarray
 
 @compiled
 def _member_lists(pool_of_E: np.ndarray, num_pools: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The experts of pool p are member_PK[p, : size_P[p]]; expert e stands at place_E[e] of its pool's."""
+    """The experts of pool p are member_PK[p, : size_P[p]]; expert e is at place_E[e] of its pool's."""
     member_PK = np.empty((num_pools, len(pool_of_E)), np.int64)
     size_P = np.zeros(num_pools, np.int64)
     place_E = np.empty(len(pool_of_E), np.int64)

@@ -1,4 +1,4 @@
-"""A new placement close to the one that stands: few weights to move.
+"""A new placement close to the existing one: few weights to move.
 
 The pools of the standing placement are a start for the search, GPUs are matched to the pools whose experts they hold,
 and shares.py keeps on each GPU what it can.

@@ -1,4 +1,4 @@
-"""Which expert stands in which slot of which GPU, and what share of its tokens each copy gets.
+"""Which expert is in which slot of which GPU, and what share of its tokens each copy gets.
 
 In: measured loads per layer and expert. Out: a placement whose fullest GPU is as light as possible, with the bound it
 is measured against. The steps, each in a file of its own:
@@ -6,7 +6,7 @@ is measured against. The steps, each in a file of its own:
     nodes.py    router groups to nodes, where copies may not leave a node
     search.py   experts and GPUs to pools, the part that is hard
     shares.py   pools to slots and shares
-    moves.py    the same close to a placement that stands
+    moves.py    the same close to an existing placement
     bounds.py   what no placement can go below
 """
 
@@ -66,7 +66,7 @@ class _Shape:
 
     num_gpus: int
     slots_per_gpu: int
-    num_nodes: int  # 1: copies may stand anywhere
+    num_nodes: int  # 1: copies may be anywhere
     num_groups: int
 
     @property
@@ -86,14 +86,14 @@ def place_experts(
 ) -> ExpertPlacement:
     """Place experts and copies of them so that the fullest GPU of each layer has the smallest possible load.
 
-    Copies may stand on any GPU; with num_nodes > 1 and num_groups a multiple of it, each node gets num_groups /
+    Copies may be on any GPU; with num_nodes > 1 and num_groups a multiple of it, each node gets num_groups /
     num_nodes router groups, with all copies of their experts. The same input always gives the same plan.
 
     Args:
         load: [L, E] tokens per layer and expert, or anything in proportion to it, at least 0.
         num_slots: R of all GPUs together, at least E; the slots beyond E hold redundant experts.
         effort: "default" (58 layers of 256 experts on 144 GPUs: a second of processor time), "high" (20).
-        previous: a placement that stands, of the same shape. Few weights move, and the load is no higher than without;
+        previous: an existing placement, of the same shape. Few weights move, and the load is no higher than without;
             with two slots per GPU that leaves few choices, and about half of the slots change.
 
     Raises:
@@ -176,7 +176,7 @@ def _node_packings(load_E: np.ndarray, shape: _Shape, held_GS: np.ndarray) -> It
 
 
 def _standing_packing(shape: _Shape, experts_per_group: int, held_GS: np.ndarray) -> np.ndarray | None:
-    """[K] the node of each group in a placement that stands, or None where it has no such packing."""
+    """[K] the node of each group in an existing placement, or None where it has no such packing."""
     held_NR = held_GS.reshape(shape.num_nodes, -1)
     if (held_NR == EMPTY).any():
         return None
@@ -199,7 +199,7 @@ def _place_on_nodes(
     for place, node in enumerate(match(overlap_NN.astype(np.float64))):
         gpus = slice(place * shape.gpus_per_node, (place + 1) * shape.gpus_per_node)
         experts = np.flatnonzero(node_of_E == node)
-        # Numbers within the node; the last one is for experts that stand elsewhere now, and for none.
+        # Numbers within the node; the last one is for experts held elsewhere now, and for none.
         local_E = np.full(len(load_E) + 1, EMPTY)
         local_E[experts] = np.arange(len(experts))
         held = local_E[held_GS[gpus]]
@@ -253,7 +253,7 @@ def _checked_shape(num_experts: int, num_slots: int, num_gpus: int, num_nodes: i
 def _checked_previous(
     previous: ExpertPlacement | None, num_layers: int, num_experts: int, num_slots: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[L, R] experts held now, EMPTY without a placement that stands, and whether tokens are sent there."""
+    """[L, R] experts held now, EMPTY without an existing placement, and whether tokens are sent there."""
     if previous is None:
         return np.full((num_layers, num_slots), EMPTY, np.int64), np.zeros((num_layers, num_slots), np.bool_)
     held_LR = np.asarray(previous.expert_of_slot, np.int64)

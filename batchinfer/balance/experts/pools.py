@@ -83,7 +83,7 @@ def _connected_parts(held_GS: np.ndarray, num_experts: int) -> tuple[np.ndarray,
 
 
 def _join_parts(surplus_P: np.ndarray, level_P: np.ndarray) -> np.ndarray:
-    """[P] a new number for each part: all with slots to spare become one, together with so many of the fullest others
+    """[P] a new number for each part: all with slots to spare become one, together with as many of the fullest others
     that their experts take up its slots.
     """
     pool_of_P = np.arange(len(surplus_P))

@@ -48,7 +48,7 @@ def open_dispatchers(
     topk: int,
     device: torch.device,
 ) -> list[Dispatcher]:
-    """One buffer for the group, and over it the exchange of each mixture-of-experts layer.
+    """One buffer for the group, and over it the exchange of each MoE layer.
 
     All ranks of the group call this together, with the same arguments but for the device.
 

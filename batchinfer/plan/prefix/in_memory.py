@@ -69,7 +69,7 @@ def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarra
 def last_uses(shared_tokens: np.ndarray, lengths: np.ndarray, *, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Until when each block of KV is used, by the prompt that is the first to compute it.
 
-    In prefix order the prompts with a block stand together, so after the last of them nobody needs it again.
+    In prefix order the prompts with a block are together, so after the last of them nobody needs it again.
 
     Args:
         shared_tokens: [N] integers in the order of execution, tokens shared with the prompt before it.
@@ -82,7 +82,7 @@ def last_uses(shared_tokens: np.ndarray, lengths: np.ndarray, *, block_tokens: i
     """
     num_prompts = len(lengths)
     firsts, lasts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    having = np.arange(num_prompts)  # prompts with so many blocks
+    having = np.arange(num_prompts)  # prompts with at least this many blocks
     end = block_tokens
     while len(having := having[lengths[having] >= end]):
         starts = np.ones(len(having), dtype=bool)

@@ -12,7 +12,7 @@ PROMPT_BYTES = 48  # index, offset and shared tokens, and the order and shared t
 
 @dataclass(frozen=True, slots=True)
 class SortedPrompts:
-    """P prompts that stand one after the other in sorted order.
+    """P prompts that come one after the other in sorted order.
 
     Attributes:
         index: [P] int64, their places in the input.

@@ -273,7 +273,7 @@ sys.exit(0 if torch.ops.batchinfer_cpu.tiles_agree(False) else "their sums have 
 def _check_tiles(built: Path) -> None:
     """Have a process of its own multiply in tiles: one that they bring down is the answer, too.
 
-    What it found stands in the cache for later processes.
+    What it found is kept in the cache for later processes.
 
     Raises:
         _UnfitError: results are not those of the order of sums that the sources promise.

@@ -1,6 +1,6 @@
 """Which instructions the C++ operations can be compiled for, and which of them to take.
 
-A reason why some are not taken is a clause that can stand behind "not amx: ".
+A reason why some are not taken is a clause that can follow "not amx: ".
 """
 
 from __future__ import annotations
