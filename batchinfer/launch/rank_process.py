@@ -16,7 +16,7 @@ from batchinfer.host_info import matrix_library_settings
 from batchinfer.records import ConfigError
 
 _PREFIX = "BATCHINFER_RANK_"
-_SPARE = _PREFIX + "_SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
+_SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
 _MALLOC = (
