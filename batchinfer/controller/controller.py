@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from batchinfer.controller.dealing import Dealing
 from batchinfer.controller.deaths import Deaths
 from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.work_sender import Dealing
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
 from batchinfer.progress import note
 from batchinfer.protocol.messages import ExpertTokens, FromRank, Handovers, KvRead, NeedsRequests, Steps, StoreCounts

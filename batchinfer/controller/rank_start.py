@@ -13,7 +13,7 @@ from batchinfer.controller.units import kv_tokens
 from batchinfer.launch.rank_loader import RankLoader, join_message
 from batchinfer.progress import note
 from batchinfer.protocol.messages import Start
-from batchinfer.run.equal_rows import UNEQUAL, EqualRows, together
+from batchinfer.run.bit_equality import UNEQUAL, EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest

@@ -11,7 +11,6 @@ from batchinfer.config import JobConfig
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.dealing import Dealing
 from batchinfer.controller.deaths import Deaths
 from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.expert_placer import ExpertPlacer
@@ -20,6 +19,7 @@ from batchinfer.controller.rank_start import RankStart, remove_folder
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.work_sender import Dealing
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer

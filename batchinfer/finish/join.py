@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.controller.claims import last_claim, result_files, winning_claim
-from batchinfer.data.duck import literal, read_parquet
+from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
 from batchinfer.records import ConfigError, IncompleteRunError, Shard

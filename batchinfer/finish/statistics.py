@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.controller.claims import num_claims
-from batchinfer.data.duck import literal, read_parquet
+from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, STATS_REQUESTS, STATS_RUN, STATS_UNITS
 from batchinfer.finish.join import output_rows, query
 from batchinfer.records import Shard
-from batchinfer.run.equal_rows import EqualRows, together
+from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.rundir import RunDir, published
 
 

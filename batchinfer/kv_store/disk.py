@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.kv_store.blocks import KvIdentity
-from batchinfer.kv_store.claims import LEASE_SECONDS, BlockClaims
 from batchinfer.kv_store.file_reader import FileReader
 from batchinfer.kv_store.file_writer import FileWriter
 from batchinfer.kv_store.index import BlockIndex, FileSpan
+from batchinfer.kv_store.next_uses import LEASE_SECONDS, BlockClaims
 from batchinfer.kv_store.session import StoreSession, publish_history
 from batchinfer.kv_store.store_dir import StoreDir, create_store
 from batchinfer.records import ConfigError

@@ -12,8 +12,8 @@ import numpy as np
 
 from batchinfer.kv_store.block_file import MAX_BLOCKS, TARGET_BYTES, FileName, file_bytes, make_header, write_blocks
 from batchinfer.kv_store.blocks import SHORT_BYTES
-from batchinfer.kv_store.claims import BlockClaims
 from batchinfer.kv_store.index import BlockIndex
+from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.space_ledger import LockTimeoutError
 from batchinfer.kv_store.space_manager import SpaceManager

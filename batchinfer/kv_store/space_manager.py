@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import count
 
 from batchinfer.kv_store.block_file import FileName
-from batchinfer.kv_store.claims import BlockClaims
 from batchinfer.kv_store.eviction import Worth, earliest, rank_files, worth_of
+from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.space_ledger import SpaceLedger, open_ledger
 from batchinfer.kv_store.store_dir import StoredFile, StoreDir, quarantined_files, stored_files
 

@@ -4,7 +4,7 @@ store.json                        what makes a folder a store
 models/<digest>-<block bytes>/    identity.json, and <00 .. 63>/<name>.kv: the blocks (block_file.py)
 writing/<bytes>.<session>.tmp     files being written, each locked by its writer
 quarantine/                       damaged files, the latest few
-claims/<session>                  which blocks a live run still needs, and when (claims.py)
+claims/<session>                  which blocks a live run still needs, and when (next_uses.py)
 history/<session>.json            what each run found and wrote
 used-bytes                        size of all files, under a lock (space_ledger.py)
 """

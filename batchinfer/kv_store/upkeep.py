@@ -13,7 +13,7 @@ from typing import Any
 from batchinfer.config import load_job
 from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
 from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
-from batchinfer.kv_store.claims import BlockClaims
+from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.session import Counters, read_history
 from batchinfer.kv_store.space_ledger import LockTimeoutError, open_ledger
 from batchinfer.kv_store.space_manager import SpaceManager

@@ -10,7 +10,7 @@ from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
-from batchinfer.run.equal_rows import EqualRows
+from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal

@@ -21,7 +21,7 @@ from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_listener import RankListener
 from batchinfer.launch.rank_process import SpareRank
-from batchinfer.launch.read_ahead import read_ahead
+from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places

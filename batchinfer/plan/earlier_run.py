@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.data.duck import read_parquet
+from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file
-from batchinfer.plan.ahead import made_ahead
+from batchinfer.plan.background import made_ahead
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from batchinfer.parallel.spans import Span
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, TokenLogprob
-from batchinfer.run.equal_rows import EqualRows
+from batchinfer.run.bit_equality import EqualRows
 
 MessageT = TypeVar("MessageT")
 

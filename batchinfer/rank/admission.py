@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from batchinfer.rank.agreement import StepVote
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode_table import DecodeTable
 from batchinfer.rank.migration import KvMigration
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import pages_needed
+from batchinfer.rank.step_vote import StepVote
 from batchinfer.records import ConfigError
 
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny

@@ -44,11 +44,11 @@ from batchinfer.protocol.channel import Channel
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.handshake import ChannelClosedError
 from batchinfer.protocol.messages import Failed, FromController, MalformedMessageError, decode_from_controller
+from batchinfer.rank.bit_equality import equal_rows
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
-from batchinfer.rank.row_equality import equal_rows
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
 from batchinfer.sanitize import sanitize

@@ -10,9 +10,9 @@ import numpy as np
 from batchinfer.parallel.spans import Span, SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import StepRecord
-from batchinfer.rank.agreement import Agreed
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
+from batchinfer.rank.step_vote import Agreed
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer_kernels import registry
 

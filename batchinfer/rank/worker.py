@@ -11,7 +11,6 @@ from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import ExpertSlots, StepReport
 from batchinfer.rank.admission import Admission
-from batchinfer.rank.agreement import Agreed, Kind, agree
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode import decode_step
 from batchinfer.rank.decode_table import DecodeTable
@@ -20,6 +19,7 @@ from batchinfer.rank.prefill import Prefill
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
+from batchinfer.rank.step_vote import Agreed, Kind, agree
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.telemetry import Telemetry
 from batchinfer.records import Completion

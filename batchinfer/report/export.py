@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.data.duck import literal
+from batchinfer.data.duckdb_sql import literal
 from batchinfer.records import ConfigError
 from batchinfer.report.views import VIEWS, open_views
 from batchinfer.rundir import published

@@ -23,7 +23,7 @@ from batchinfer.report.terminal import (
     table,
     text,
 )
-from batchinfer.run.equal_rows import UNEQUAL
+from batchinfer.run.bit_equality import UNEQUAL
 from batchinfer.sanitize import fit
 
 Cells = Sequence[str | Text]

@@ -11,7 +11,7 @@ from typing import Any
 
 import duckdb
 
-from batchinfer.data.duck import literal, pattern, read_parquet
+from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES, Table
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir

@@ -15,7 +15,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.host_info import node_name
 from batchinfer.records import InterruptedRunError
-from batchinfer.run.equal_rows import EqualRows
+from batchinfer.run.bit_equality import EqualRows
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from batchinfer.model.plain_rows import plain_computations
+from batchinfer.model.row_computations import plain_computations
 from batchinfer.model.transformer import Transformer
-from batchinfer.rank.row_equality import equal_rows
+from batchinfer.rank.bit_equality import equal_rows
 from batchinfer_kernels import reference, registry, row_check, row_survey
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.row_check import AttentionShape, RowComputation, why_rows_differ

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from batchinfer.model.plain_rows import plain_computations
+from batchinfer.model.row_computations import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.row_check import RowComputation, why_rows_differ
 

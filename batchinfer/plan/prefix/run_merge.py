@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.plan.ahead import made_ahead
+from batchinfer.plan.background import made_ahead
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, offsets_of
 from batchinfer.plan.prefix.prompt_sort import common_prefix, count_up_to, merge_sorted, take_tails
 from batchinfer.plan.prefix.sorted_runs import read_run

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from batchinfer.plan.ahead import made_ahead
+from batchinfer.plan.background import made_ahead
 from batchinfer.plan.prefix.in_memory import PrefixPlan, check_prompts, plan_prefixes, prefix_plan
 from batchinfer.plan.prefix.prompt_parts import TOKEN_BYTES, SortedPrompts, bytes_of, num_that_fit, offsets_of
 from batchinfer.records import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.duck import read_parquet
+from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.report.computed import Computed
 from batchinfer.report.read import Report, report_of
 from batchinfer.rundir import RunDir, read_json

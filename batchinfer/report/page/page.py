@@ -17,7 +17,7 @@ from batchinfer.report.page import loads, over_time
 from batchinfer.report.page.data import PageData, ShownRow, read_page_data
 from batchinfer.report.page.markup import Card, Section, Table, render, shown
 from batchinfer.report.read import Report, is_worth_showing, read_together
-from batchinfer.run.equal_rows import UNEQUAL
+from batchinfer.run.bit_equality import UNEQUAL
 from batchinfer.rundir import publish_text
 from batchinfer.sanitize import fit
 

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.launch.agent import _take_over
-from batchinfer.run.equal_rows import EqualRows, together
+from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal

@@ -1,6 +1,6 @@
 """Whether a row of a run has the same bits whatever it is batched with: what ranks say, for sessions and runs.
 
-A rank knows it of itself (rank/row_equality.py). A row must not depend on which rank computed it either, so ranks
+A rank knows it of itself (rank/bit_equality.py). A row must not depend on which rank computed it either, so ranks
 that round differently make it unknown.
 """
 

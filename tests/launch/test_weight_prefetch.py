@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.launch import read_ahead
+from batchinfer.launch import weight_prefetch
 
 PAGE = mmap.PAGESIZE
 
@@ -41,7 +41,7 @@ def model(tmp_path):
 
 
 def test_the_kernel_reads_all_of_a_model(model):
-    read_ahead.read_ahead(model).join()
+    weight_prefetch.read_ahead(model).join()
     deadline = time.monotonic() + 60
     while min(map(resident_share, model.iterdir())) < 0.99:
         assert time.monotonic() < deadline
@@ -49,14 +49,14 @@ def test_the_kernel_reads_all_of_a_model(model):
 
 
 def test_a_model_that_fills_the_memory_is_not_read_twice(model, monkeypatch):
-    monkeypatch.setattr(read_ahead, "free_memory_bytes", lambda: 64 << 20)
-    read_ahead.read_ahead(model).join()
+    monkeypatch.setattr(weight_prefetch, "free_memory_bytes", lambda: 64 << 20)
+    weight_prefetch.read_ahead(model).join()
     time.sleep(0.5)
     assert max(map(resident_share, model.iterdir())) < 0.1
 
 
 def test_a_missing_or_unreadable_folder_is_left_to_the_ranks(tmp_path, capfd):
     (tmp_path / "a.safetensors").symlink_to(tmp_path / "nowhere")
-    read_ahead.read_ahead(tmp_path).join()
-    read_ahead.read_ahead(tmp_path / "none").join()
+    weight_prefetch.read_ahead(tmp_path).join()
+    weight_prefetch.read_ahead(tmp_path / "none").join()
     assert capfd.readouterr() == ("", "")
