@@ -13,7 +13,7 @@ from batchinfer.controller.deaths import Deaths
 from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.unit_queue import UnitQueue
-from batchinfer.controller.work_sender import Dealing
+from batchinfer.controller.work_sender import WorkSender
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
 from batchinfer.progress import note
 from batchinfer.protocol.messages import ExpertTokens, FromRank, Handovers, KvRead, NeedsRequests, Steps, StoreCounts
@@ -34,7 +34,7 @@ class Controller:
     group: RankGroup
     start_ranks: RankStart
     units: UnitQueue
-    dealing: Dealing
+    sender: WorkSender
     reports: Reports
     deaths: Deaths
 
@@ -48,7 +48,7 @@ class Controller:
                     if self._is_done():
                         break
                     self.start_ranks()
-                    self.dealing.ranks_started()
+                    self.sender.ranks_started()
                     self.deaths.ranks_started()
                     while not self._is_done():
                         self._serve()
@@ -80,8 +80,8 @@ class Controller:
         silence = self.deaths.silence(has_heard=bool(messages))
         if silence is not None:
             self.group.give_up(silence)
-        self.dealing.deal()
-        self.dealing.place_experts()
+        self.sender.deal()
+        self.sender.place_experts()
         self.reports.commit(after_s=self.commit_s)
 
     def _take(self, rank: int, message: FromRank) -> None:
@@ -91,11 +91,11 @@ class Controller:
                     self.deaths.step_ended()
                     self.reports.take_step(rank, report)
             case NeedsRequests():
-                self.dealing.needs_work(rank)
+                self.sender.needs_work(rank)
             case Handovers():
-                self.dealing.pass_on(rank, message.handovers)
+                self.sender.pass_on(rank, message.handovers)
             case KvRead():
-                self.dealing.kv_read(rank, message.keys)
+                self.sender.kv_read(rank, message.keys)
             case StoreCounts():
                 self.reports.take_store(rank, message)
             case _:
@@ -105,7 +105,7 @@ class Controller:
     def _ranks_died(self, death: RanksDiedError) -> None:
         """Put back what was running; give up a request that is the cause."""
         self.reports.ranks_died()
-        self.dealing.ranks_died()
+        self.sender.ranks_died()
         given_up = self.deaths.ranks_died(death)
         if given_up is not None:
             self.reports.give_up(given_up)

@@ -19,7 +19,7 @@ from batchinfer.controller.rank_start import RankStart, remove_folder
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
-from batchinfer.controller.work_sender import Dealing
+from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
@@ -153,7 +153,7 @@ def _controller(
         group,
         RankStart(run, job, session, tracer, ranks, units.all_rows, results, experts),
         queue,
-        Dealing(cluster, session, group, queue, dealer, loads, experts),
+        WorkSender(cluster, session, group, queue, dealer, loads, experts),
         Reports(session, tracer, progress, results, dealer, loads, lengths, experts),
         Deaths(dealer, cluster.collective_seconds),
     )

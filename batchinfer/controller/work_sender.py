@@ -17,7 +17,7 @@ from batchinfer.run.session import Session
 
 
 @dataclass(slots=True)
-class Dealing:
+class WorkSender:
     """Tells ranks what the dealer, the decode loads and the expert placer have decided."""
 
     cluster: ClusterConfig
