@@ -106,7 +106,9 @@ def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Count
     counter.calls.clear()
     begun_s = time.perf_counter()
     # (when, number, controller): what each does next
-    turns = [(rng.uniform(0, 60), number, None) for number in range(num_controllers)]
+    turns: list[tuple[float, int, _Controller | None]] = [
+        (rng.uniform(0, 60), number, None) for number in range(num_controllers)
+    ]
     heapq.heapify(turns)
     with counter.counting(), _simulated(clock, counter):
         while turns:

@@ -147,6 +147,7 @@ def _controller_is_hit(calm: Calm, run: Path, deed: signal.Signals, share: float
     finally:
         first.send_signal(signal.SIGCONT)
     for process in (first, second):
+        assert process.stdout is not None
         if not process.stdout.closed:
             done = ended(process)
             assert done.code == 0, done.err

@@ -51,7 +51,7 @@ def plan_units(job: Path, run: Path) -> Path:
 
 def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
     """Make error rows of some results, as if these requests had brought the ranks down; their (shard, row)."""
-    failed = []
+    failed: list[tuple[int, int]] = []
     for path in sorted(run.glob("units/*/*/part-*.parquet")):
         table = pq.read_table(path)
         if len(failed) == num_failed or len(table) < 2:

@@ -2,8 +2,11 @@
 
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +31,27 @@ FILE_BYTES = file_bytes(1, BLOCK_BYTES)  # of one block
 BIG = replace(IDENTITY, num_layers=8, latent_dim=128)  # 128 KiB
 
 
-def tokens_of(*parts):
+def tokens_of(*parts: str) -> list[int]:
     """Token ids of whole blocks by name: tokens_of("a", "b") and tokens_of("a", "c") share their first block."""
     return [token for part in parts for token in np.frombuffer(hashlib.shake_128(part.encode()).digest(256), "<u4")]
 
 
-def chain_of(*parts, identity=IDENTITY):
+def chain_of(*parts: str, identity: KvIdentity = IDENTITY) -> list[bytes]:
     return identity.chain(tokens_of(*parts))
 
 
-def content_of(blocks, identity=IDENTITY):
+def content_of(blocks: Sequence[bytes], identity: KvIdentity = IDENTITY) -> np.ndarray:
     """[len(blocks), block_bytes] uint8."""
     rows = [np.frombuffer(hashlib.shake_128(block).digest(identity.block_bytes), np.uint8) for block in blocks]
     return np.array(rows, np.uint8).reshape(len(blocks), identity.block_bytes)
 
 
-def write_chain(store, blocks, first=0):
+def write_chain(store: DiskStore, blocks: list[bytes], first: int = 0) -> int:
     """Write the blocks of a chain from `first` on; returns how many are new in the store."""
     return store.write(blocks, first, content_of(blocks[first:], store.identity))
 
 
-def read_intact(store, blocks):
+def read_intact(store: DiskStore, blocks: list[bytes]) -> int:
     """How many leading blocks the store serves; every byte of them is checked."""
     with closing(Reader(store, num_threads=1)) as reader:
         content = reader.ask(blocks).wait()
@@ -56,36 +59,36 @@ def read_intact(store, blocks):
         return len(content)
 
 
-def wait_until(happened, seconds=30):
+def wait_until(happened: Callable[[], object], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 
 
-def damage(path, offset, bit=0):
+def damage(path: Path, offset: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1 << bit
     path.write_bytes(content)
 
 
-def quarantined(folder):
+def quarantined(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "quarantine").iterdir())
 
 
-def open_store(folder, identity=IDENTITY, **options):
+def open_store(folder: Path, identity: KvIdentity = IDENTITY, **options: Any) -> DiskStore:
     """A store that opened without trouble."""
     store = DiskStore(folder, identity, **options)
     assert store.take_problem() is None
     return store
 
 
-def block_files(folder):
+def block_files(folder: Path) -> list[Path]:
     """The files of blocks in a store, by path, in the order of their names."""
     return sorted(folder.glob("models/*/*/*.kv"), key=lambda path: path.name)
 
 
-def total_bytes(folder):
+def total_bytes(folder: Path) -> int:
     """Of all files of blocks, those in quarantine and those being written too."""
     total = 0
     for pattern in ("models/*/*/*.kv", "quarantine/*", "writing/*"):

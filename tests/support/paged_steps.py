@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ class PagedRequests:
         """[tokens so far, vocabulary] float32."""
         return torch.cat(self.logits[i])
 
-    def _step(self, rows: list[tuple[int, int]], **kind) -> StepInput:
+    def _step(self, rows: list[tuple[int, int]], **kind: Any) -> StepInput:
         return StepInput(
             tokens=torch.tensor([self.tokens[i][position] for i, position in rows], dtype=torch.int64),
             positions=torch.tensor([position for _, position in rows], dtype=torch.int64),

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import ops
 from support.paged_steps import PagedRequests
 
-DTYPES = {
+DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
