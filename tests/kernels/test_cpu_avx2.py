@@ -26,12 +26,12 @@ EXPLAIN = "from batchinfer_kernels.cpu import build; print(build.explain())"
 @pytest.fixture(autouse=True, scope="module")
 def _supported():
     try:
-        missing = AVX2.missing(build._processor_features())
+        reason = build.why_not_for(AVX2)
         build._compiler()
     except build.BuildError as error:
-        missing = str(error)
-    if missing:
-        pytest.skip(f"the C++ operations for AVX2 cannot run here: {missing}")
+        reason = str(error)
+    if reason:
+        pytest.skip(f"the C++ operations for AVX2 cannot run here: {reason}")
 
 
 def test_results_are_as_good_and_keep_their_bits_in_any_company():
@@ -62,8 +62,7 @@ def test_no_instruction_in_it_is_beyond_avx2():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_path):
-    features = build._processor_features()
-    best = next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and not known.missing(features))
+    best = next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and build.why_not_for(known) is None)
     if best == AVX2.name:
         pytest.skip("this processor has nothing better")
     write_questions(tmp_path / "prompts", (3, 2))

@@ -120,7 +120,7 @@ def test_tiles_that_go_wrong_are_left_for_good_and_it_is_said(plain_is_best, mon
     build.instructions.cache_clear()  # as another process finds it
     monkeypatch.setattr(build, "_ASK_TILES", "raise AssertionError('asked again')")
     assert build.library() == first
-    assert "not amx: it has no tiles that can be relied on (their sums are odd" in build.explain_choice()
+    assert "not amx: its tiles cannot be relied on (their sums are odd" in build.explain_choice()
 
 
 def test_tiles_that_bring_their_process_down_are_left_too(plain_is_best, monkeypatch):
@@ -128,6 +128,21 @@ def test_tiles_that_bring_their_process_down_are_left_too(plain_is_best, monkeyp
     build.library()
     assert build.instructions().name == "others"
     assert "ended with -4" in build.explain_choice()
+
+
+def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
+    monkeypatch.setattr(build, "_ASK_TILES", "import time; time.sleep(600)")
+    monkeypatch.setattr(build, "CHECK_SECONDS", 0.5)
+    build.library()
+    assert build.instructions().name == "others"
+    assert "its tiles cannot be relied on (the process took longer than 0.5 s" in build.explain_choice()
+
+
+def test_tiles_of_a_processor_that_did_not_build_the_library_are_tried_when_it_is_loaded():
+    code = "from batchinfer_kernels.cpu import build; build._tiles_agree = lambda: False; print(build.why_not())"
+    said = run_with(PLAIN, "-c", code).splitlines()[-1]
+    assert said.startswith("the tiles of this processor (")
+    assert said.endswith("set BATCHINFER_CPU_FEATURES=avx512")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,7 @@ def test_instructions_that_came_after_the_compiler_are_left_and_asked_of_a_newer
     monkeypatch.setattr(build, "_UNKNOWN_TO_COMPILER", {})
     assert build.library().exists()
     assert build.instructions().name == "others"
-    assert f"not amx: it has no compiler that knows its instructions (g++ failed with code 1: {said})" in (
+    assert f"not amx: the compiler does not know its instructions (g++ failed with code 1: {said})" in (
         build.explain_choice()
     )
     monkeypatch.setenv(build.CHOICE, AMX)  # by name nothing else is taken

@@ -46,7 +46,7 @@ def test_a_model_prefills_with_it():
     prompts = [torch.arange(70) % 96, torch.arange(5)]
     plain = Transformer.load(RANDOM_MODEL, dtype=torch.float32, backend="reference")
     ops = replace(Ops.select("reference", torch.float32), mla_prefill=registry.bind("mla_prefill", ["sdpa"]))
-    model = Transformer(plain.config, plain.weights, [layer.mlp.dispatcher for layer in plain._layers[1:]], ops)
+    model = Transformer(plain.config, plain.weights, [layer.mlp.dispatcher for layer in plain.layers[1:]], ops)
     logits = []
     for one in (model, plain):
         requests = PagedRequests(one, prompts, max_new_tokens=0)
