@@ -167,6 +167,26 @@ def test_the_kernels_import_only_torch_and_themselves():
             assert top in allowed or top in sys.stdlib_module_names, f"{path}: {imported}"
 
 
+# Bodies of compiled kernels, which cannot call as they like.
+LONG_FUNCTIONS = {"anneal", "mla_decode", "product"}
+
+
+def test_classes_functions_and_constructors_stay_small():
+    large = []
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "kernels" / "batchinfer_kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                most = 150 if isinstance(node, ast.ClassDef) else 60
+                if num_lines > most and node.name not in LONG_FUNCTIONS:
+                    large.append(f"{path.relative_to(ROOT)}: {node.name} has {num_lines} lines")
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                num_arguments = len(node.args.args) + len(node.args.kwonlyargs) - 1
+                if num_arguments > 8:
+                    large.append(f"{path.relative_to(ROOT)}: a constructor takes {num_arguments} arguments")
+    assert large == []
+
+
 def test_there_is_no_package_called_kernels():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 

@@ -198,8 +198,7 @@ class _Loader:
         self.device = device
         self._expert_ids = iter(expert_ids)
         self._dequantize = registry.select("dequantize_fp8_block")
-        # of the head and the per-head maps, and of projections and experts
-        self._format = ops.weight_format(dtype, device)
+        self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
