@@ -146,7 +146,7 @@ def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, r
     """What the product with the head takes, and sampling, beside the step without sampling."""
     num_rows, ops = len(logits), Ops.select("auto", torch.bfloat16)
     hidden = torch.randn(num_rows, model.config.hidden_size).bfloat16()
-    product_s = median_seconds(lambda: ops.linear(hidden, model.weights.lm_head, wide=True), rounds)
+    product_s = median_seconds(lambda: ops.linear(hidden, model.weights.lm_head, float32_out=True), rounds)
     print(f"    logits {product_s * 1e3:.1f} ms, {product_s / step_s:.1%} of the step")
     first = np.zeros(num_rows, dtype=np.int64)
     for name, config in SAMPLINGS.items():

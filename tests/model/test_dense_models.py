@@ -86,7 +86,7 @@ def test_statistics_report_and_page_do_without_experts(folder):
     report = json.loads(batchinfer("report", folder / "told", "--json").out)
     assert report["rows_ok"] == len(LENGTHS)
     for sql in ("SELECT count(*) AS n FROM experts", "SELECT sum(expert_rows) AS n FROM steps"):
-        assert batchinfer("report", folder / "told", "--sql", sql).out.split() == ["n", "-", "0"]
+        assert batchinfer("report", folder / "told", "--sql", sql).out.split() == ["n", "─", "0"]
     assert batchinfer("report", folder / "told", "--html", folder / "page.html").code == 0
     page = (folder / "page.html").read_text()
     assert "Load of each rank" in page
