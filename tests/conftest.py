@@ -23,7 +23,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.launch import local_ranks
+from batchinfer.launch import rank_watcher
 from support import rank_forge
 from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
@@ -37,7 +37,7 @@ def quick_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             rank_forge.open_forge()
-            patch.setattr(local_ranks, "start_rank", rank_forge.start_rank)
+            patch.setattr(rank_watcher, "start_rank", rank_forge.start_rank)
         yield
 
 

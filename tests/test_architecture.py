@@ -217,3 +217,12 @@ def test_ranks_are_started_before_anything_large_is_imported():
 
 def test_a_rank_starts_without_torchs_compiler():
     assert runs_without("batchinfer.rank.main", {"torch._dynamo"})
+
+
+def test_names_that_others_call_stay_where_they_are():
+    from batchinfer.balance.decode import assign_decode
+    from batchinfer.balance.experts import place_experts
+    from batchinfer.balance.prefill import assign_prefill
+    from batchinfer.plan.prefix import plan_prefixes
+
+    assert all(map(callable, (assign_decode, assign_prefill, place_experts, plan_prefixes)))

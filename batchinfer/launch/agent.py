@@ -6,8 +6,8 @@ import time
 from dataclasses import fields
 
 from batchinfer.data.parquet import read_rows
-from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
+from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.bit_equality import EqualRows

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_listener import RankListener
+from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel
 from batchinfer.protocol.handshake import ChannelClosedError

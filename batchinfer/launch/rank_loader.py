@@ -16,11 +16,11 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
-from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_listener import RankListener
 from batchinfer.launch.rank_process import SpareRank
+from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy or drawn, keyed so that a draw depends on its row alone. Called by the engine."""
+"""From logits to tokens: greedy or drawn, keyed so that a draw depends on its row alone."""
 
 from __future__ import annotations
 

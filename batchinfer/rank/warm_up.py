@@ -25,7 +25,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
 
     What is computed is forgotten. Ranks that exchange rows would have to do it together.
     """
-    # each thread touches a part of its own, once; it is given back to the allocator, which keeps it (local_ranks.py)
+    # each thread touches a part of its own, once; it is given back to the allocator, which keeps it (rank_process.py)
     torch.empty(_step_bytes(model, min(most_tokens, _MOST_TOUCHED_TOKENS)), dtype=torch.uint8).fill_(1)
     num_tokens = min(PAGE_TOKENS, most_tokens)
     while True:

@@ -1,4 +1,4 @@
-"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them. Called by engine.py and peers.py.
+"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them.
 
 tiny    6 M parameters, 2.5 M active per token: bound by overhead on any machine
 small   675 M parameters, 141 M active per token: bound by the matrix products of the machine

@@ -1,4 +1,4 @@
-"""Engines as processes of their own: started at their quickest, asked, and watched as they grow. Called by peers.py."""
+"""Engines as processes of their own: started at their quickest, asked, and watched as they grow."""
 
 from __future__ import annotations
 

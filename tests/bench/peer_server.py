@@ -1,4 +1,4 @@
-"""The loop of a peer's process: load once, then run each workload that is asked for. Called by peer_*.py and peers.py.
+"""The loop of a peer's process: load once, then run each workload that is asked for.
 
 Each line of standard input is the path of a file of `write_workload`, each answer a line of JSON on standard output.
 Whatever the libraries print goes to standard error.

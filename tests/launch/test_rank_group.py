@@ -7,9 +7,9 @@ import time
 import pytest
 
 from batchinfer.launch import rank_group
-from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
 from batchinfer.launch.rank_listener import RankListener
+from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel
 from batchinfer.protocol.messages import Bye, Failed, Hello, Leave, NeedsRequests, decode_from_controller

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchinfer.config import load_job
-from batchinfer.launch import local_ranks
+from batchinfer.launch import rank_watcher
 from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
 from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_while_it_is_asked_is_no_refusal(tmp_path, model, monke
     def ended_at_once(variables, stdin=subprocess.DEVNULL):
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], env=variables, stdin=stdin)
 
-    monkeypatch.setattr(local_ranks, "start_rank", ended_at_once)
+    monkeypatch.setattr(rank_watcher, "start_rank", ended_at_once)
     job, stop = load_job(job_of(tmp_path, cluster={"backend": "cpu"})), StopSignal()
     ranks = open_ranks(job, range(1), "127.0.0.1", stop, one_host=True)
     try:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
-from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_process import RankEnvironment
+from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.dispatch import count_rows

@@ -41,7 +41,7 @@ def fork_server() -> ForkServerContext:
 
 
 class ForkedRank:
-    """A rank's process, with what local_ranks uses of subprocess.Popen."""
+    """A rank's process, with what the rank watcher uses of subprocess.Popen."""
 
     def __init__(self, variables: dict[str, str], trap: Path | None) -> None:
         self._process = fork_server().Process(target=_run, args=(variables, os.getcwd(), trap), daemon=True)

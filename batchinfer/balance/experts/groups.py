@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from batchinfer.balance.experts.place import ExpertPlacement
+from batchinfer.balance.experts.placement import ExpertPlacement
 
 
 def group_loads(load_of_phase: Mapping[str, np.ndarray], groups: Iterable[str]) -> dict[str, np.ndarray]:

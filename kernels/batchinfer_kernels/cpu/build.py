@@ -1,4 +1,4 @@
-"""Builds the C++ operations on first use and loads them; asked by registry.py's probes and by ops.py.
+"""Builds the C++ operations on first use and loads them.
 
 The sources are compiled for the best of INSTRUCTION_SETS that the processor has, or for the one that the environment
 variable BATCHINFER_CPU_FEATURES names. Results are the same to the last bit, but for those in bfloat16 with AMX's tiles
