@@ -143,11 +143,12 @@ class RunDir:
 
 
 @contextmanager
-def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
+def published(target: Path, scratch: Path | None = None, *, mode: int = 0o666) -> Iterator[Path]:
     """A temporary path beside `target`; on success synced to disk and renamed, so that `target` is whole or absent.
 
     Args:
         scratch: folder for the temporary file instead, on the same file system (for folders that users list).
+        mode: of the file from its first byte on, less what the umask takes.
 
     Raises:
         ConfigError: the folder cannot be written (read only, full); the message names it.
@@ -162,7 +163,7 @@ def published(target: Path, scratch: Path | None = None) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, mode & ~_umask())
         sync_file(temporary)
         temporary.rename(target)
         sync_folder(target.parent)
@@ -177,15 +178,15 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
 
 
-def publish_text(target: Path, text: str) -> None:
-    """Write a small text file atomically."""
-    with published(target) as temporary:
+def publish_text(target: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a small text file atomically; `mode` as in `published`."""
+    with published(target, mode=mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def publish_json(target: Path, value: Any) -> None:
-    """Write a JSON document atomically."""
-    publish_text(target, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def publish_json(target: Path, value: Any, *, mode: int = 0o666) -> None:
+    """Write a JSON document atomically; `mode` as in `published`."""
+    publish_text(target, json.dumps(value, indent=1, ensure_ascii=False) + "\n", mode=mode)
 
 
 def read_json(path: Path) -> Any:

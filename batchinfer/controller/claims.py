@@ -81,7 +81,7 @@ class UnitClaims:
         if earlier and self._is_alive(earlier[-1]):
             return None
         inherited = result_files(earlier[-1]) if earlier else []
-        target = self._run.claim(unit, f"{len(earlier):04d}")
+        target = self._run.claim(unit, _next_name(earlier))
         with self._lock:
             claim = self._publish(unit, target, inherited)
             if claim is not None:
@@ -190,18 +190,23 @@ def offer_again(run: RunDir, unit: int, *, behind: Path, inherited: list[Path], 
     Returns:
         False when somebody else claimed the unit meanwhile; nothing has changed then.
     """
-    num_before = len(_claim_folders(run.unit(unit)))
+    name = _next_name(_claim_folders(run.unit(unit)))
     made = _new_folder(run.unit(unit))
     _write(made / "lease.json", {**read_json(behind / "lease.json"), "released": True})
     _write(made / "claim.json", {"inherited": [str(path.relative_to(run.root)) for path in inherited]})
     fill(made)
     made.chmod(0o755)
-    return _put(made, run.claim(unit, f"{num_before:04d}"))
+    return _put(made, run.claim(unit, name))
 
 
 def num_claims(run: RunDir, unit: int) -> int:
     """How often the unit was claimed."""
     return len(_claim_folders(run.unit(unit)))
+
+
+def _next_name(folders: list[Path]) -> str:
+    """Behind all these claims, also where one of them was deleted: a name that is taken could never be had."""
+    return f"{int(folders[-1].name) + 1:04d}" if folders else "0000"
 
 
 def _new_folder(unit: Path) -> Path:
@@ -259,11 +264,13 @@ def _put(made: Path, target: Path) -> bool:
 
 
 def _claim_folders(unit: Path) -> list[Path]:
+    """From the first to the last."""
     try:
         with os.scandir(unit) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.name.isdecimal() and entry.is_dir())
+            found = [Path(entry.path) for entry in entries if entry.name.isdecimal() and entry.is_dir()]
     except FileNotFoundError:  # nobody has claimed it yet
         return []
+    return sorted(found, key=lambda folder: int(folder.name))
 
 
 def _is_dead(lease: dict[str, Any]) -> bool:

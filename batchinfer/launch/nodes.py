@@ -110,8 +110,8 @@ def own_address() -> str:
 def announce(run: RunDir, node: NodeShare, point: MeetingPoint) -> Path:
     """Tell the other processes where to meet; returns the file, to be removed at the end."""
     path = run.meeting(node.name)
-    publish_json(path, {"host": point.host, "port": point.port, "token": point.token, "session": point.session})
-    path.chmod(0o600)
+    told = {"host": point.host, "port": point.port, "token": point.token, "session": point.session}
+    publish_json(path, told, mode=0o600)  # nobody else ever reads the token
     return path
 
 

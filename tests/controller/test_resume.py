@@ -170,6 +170,18 @@ def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypat
         assert claims.winning_claim(run, 0) == taken.folder
 
 
+@pytest.mark.parametrize("num_earlier", [2, 10_001])
+def test_a_unit_whose_first_claims_were_deleted_can_be_claimed(tmp_path, num_earlier):
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as claiming:
+        claiming.release(claiming.try_claim(0))
+        run.claim(0, "0000").rename(run.claim(0, f"{num_earlier - 1:04d}"))
+        taken = claiming.try_claim(0)
+        assert taken is not None
+        assert taken.name == f"{num_earlier:04d}"
+        assert claims.last_claim(run, 0) == taken.folder
+
+
 def test_only_one_of_many_gets_a_unit(tmp_path):
     run = RunDir(tmp_path)
     claimed = [UnitClaims(run).try_claim(0) for _ in range(5)]

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
 from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 
 COMMAND = "from batchinfer.cli import main; main()"
@@ -126,6 +129,20 @@ def test_torchrun_starts_the_ranks(reference):
     assert done.returncode == 0, done.stderr
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
+
+
+def test_nobody_else_ever_reads_the_token_of_a_meeting(tmp_path, monkeypatch):
+    modes, publish = [], Path.rename
+
+    def rename(path, target):
+        modes.append(path.stat().st_mode & 0o777)
+        return publish(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    point = nodes.MeetingPoint(host="127.0.0.1", port=1, token="secret", session="one")
+    told = nodes.announce(RunDir(tmp_path), nodes.NodeShare(0, 2, "group", range(1), is_one_host=True), point)
+    assert modes == [0o600]
+    assert told.stat().st_mode & 0o777 == 0o600
 
 
 def test_shares_of_nodes(monkeypatch):
