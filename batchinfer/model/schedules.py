@@ -1,4 +1,4 @@
-"""The ways to run a step of the model. A rank chooses its schedule once; whoever makes steps need not know which.
+"""The ways to run a step of the model. A rank chooses its schedule once (fused/quickest.py); steps need not know it.
 
 operation by operation  `plain`: any step
 fused                   decode in one C++ call, for a lone rank on the CPU (fused/stack.py)
@@ -8,33 +8,41 @@ overlapped              a step that comes in halves: one computes while the othe
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from batchinfer.model.fused.graphs import DecodeGraphs
-from batchinfer.model.fused.stack import FusedDecode
+from batchinfer.model.moe import YieldPoint
 from batchinfer.model.step import StepHalves, StepInput, StepOutput, StepTensors
 from batchinfer.parallel.overlap import run_decode_pair, run_prefill_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
-if TYPE_CHECKING:
-    from batchinfer.model.transformer import Transformer
+
+class StepModel(Protocol):
+    """What running a step operation by operation takes of a model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def points(
+        self, step: StepTensors, pages: torch.Tensor, spans: MicroBatchSpans
+    ) -> Generator[YieldPoint, None, StepOutput]: ...
 
 
 class WholeStep(Protocol):
-    """Runs a step that was not cut."""
+    """Runs a step of a Transformer that was not cut."""
 
-    def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
+    def __call__(self, model: Any, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
 
 
-def plain(model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
+def plain(model: StepModel, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
     """Operation by operation, waiting for rows that travel."""
     return run_to_end(model.points(StepTensors.of(step, model.device), pages, MicroBatchSpans(log)))
 
 
-def overlapped(model: Transformer, step: StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
+def overlapped(model: StepModel, step: StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
     """Two micro-batches in turn; in prefill the earlier tokens are number 1, whose attention goes first."""
     run_pair, numbers = (run_decode_pair, (0, 1)) if step.first.is_decode else (run_prefill_pair, (1, 0))
     first, second = run_pair(
@@ -52,7 +60,7 @@ class Schedule:
 
     decode: WholeStep = plain  # of steps that come whole
 
-    def run(self, model: Transformer, step: StepInput | StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
+    def run(self, model: StepModel, step: StepInput | StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
         """See Transformer.forward."""
         if isinstance(step, StepHalves):
             return overlapped(model, step, pages, log)
@@ -61,14 +69,3 @@ class Schedule:
 
 
 PLAIN = Schedule()
-
-
-def quickest_schedule(model: Transformer, filler_page: int | None = None) -> Schedule:
-    """The quickest way to run this rank's steps.
-
-    Args:
-        filler_page: a page that no request has, where decode steps can be recorded as graphs (else None).
-    """
-    if filler_page is not None:
-        return Schedule(decode=DecodeGraphs(filler_page))
-    return Schedule(decode=FusedDecode.of(model) or plain)

@@ -10,7 +10,8 @@ import torch
 
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.model.fused.graphs import can_be_recorded
-from batchinfer.model.schedules import Schedule, quickest_schedule
+from batchinfer.model.fused.quickest import quickest_schedule
+from batchinfer.model.schedules import Schedule
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh

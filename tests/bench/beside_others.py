@@ -167,7 +167,7 @@ def serve(folder: Path) -> None:
     from model_steps import BATCH, CONTEXT, decode_step
 
     from batchinfer.config import PAGE_TOKENS
-    from batchinfer.model.schedules import quickest_schedule
+    from batchinfer.model.fused.quickest import quickest_schedule
     from batchinfer.model.transformer import Transformer
 
     with torch.inference_mode():
