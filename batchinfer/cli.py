@@ -63,7 +63,7 @@ def doctor(bench: bool, every_kernel: bool) -> None:
     click.echo(examine(bench=bench, every_kernel=every_kernel))
 
 
-JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run)
+JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run, jobs.verify)
 SLURM = (slurm.submit, slurm.status, slurm.cancel, slurm.retry)
 REPORTS = (reports.report, reports.price, reports.simulate)
 for command in (*JOBS, *SLURM, *REPORTS, kv.kv):

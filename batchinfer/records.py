@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 
 class ExitCode:
@@ -27,6 +28,14 @@ class ConfigError(BatchinferError):
     """The job file, an option or a path is wrong."""
 
     exit_code = ExitCode.BAD_JOB
+
+
+class DamagedFileError(ConfigError):
+    """A file that the program wrote is missing, or is not what was written."""
+
+    def __init__(self, path: Path, reason: str, *, remedy: str = "restore it or delete it") -> None:
+        super().__init__(f"{path} is damaged: {reason}; {remedy}")
+        self.path, self.reason = path, reason
 
 
 class InputError(BatchinferError):

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.records import ConfigError, InputError
+import xxhash
+
+from batchinfer.records import ConfigError, DamagedFileError, InputError
+
+CHECKSUM = "xxh3"  # key of a JSON document's own checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,8 @@ class RunDir:
 
     job.toml  run.json  tokens/<shard>.parquet
     plan/{units,requests,duplicates,summary,experts}.parquet
-    units/<unit>/<claim>/{lease.json,claim.json,part-*.parquet}   done/<unit>
+    units/<unit>/<claim>/{lease.json,claim.json,part-<number>-<digest>.parquet}   done/<unit>
+    quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
     slurm/<submission>.json  slurm/*.log
@@ -106,8 +111,17 @@ class RunDir:
         """Where a group of processes on several nodes meets."""
         return self.root / "work" / f"meeting-{group}.json"
 
+    @property
+    def quarantine(self) -> Path:
+        """Damaged files that were set aside."""
+        return self.root / "quarantine"
+
     def tokens(self, shard: int) -> Path:
         return self.root / "tokens" / f"{shard:05d}.parquet"
+
+    def token_checksums(self, shard: int) -> Path:
+        """The checksums of a token file until run.json has them: a plan that was interrupted goes on with it."""
+        return self.root / "tokens" / f"{shard:05d}.json"
 
     @property
     def unit_folders(self) -> Path:
@@ -184,21 +198,54 @@ def publish_text(target: Path, text: str, *, mode: int = 0o666) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def publish_json(target: Path, value: Any, *, mode: int = 0o666) -> None:
-    """Write a JSON document atomically; `mode` as in `published`."""
-    publish_text(target, json.dumps(value, indent=1, ensure_ascii=False) + "\n", mode=mode)
+def publish_json(target: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
+    """Write a JSON document with a checksum of itself atomically; `mode` as in `published`."""
+    publish_text(target, json_text(value), mode=mode)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON document that `publish_json` wrote.
+def json_text(value: dict[str, Any]) -> str:
+    """A JSON document with a checksum of itself, as `read_json` wants it."""
+    return json.dumps({**value, CHECKSUM: _checksum(value)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_json(path: Path, **remedy: str) -> dict[str, Any]:
+    """Read a JSON document that `publish_json` wrote; one without a checksum, as earlier versions wrote, is believed.
+
+    Args:
+        remedy: of DamagedFileError.
 
     Raises:
-        ConfigError: the file is missing or damaged.
+        DamagedFileError: the file is missing or damaged.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DamagedFileError(path, reason, **remedy) from None
+    if not isinstance(value, dict):
+        raise DamagedFileError(path, "it is not a JSON object", **remedy)
+    checksum = value.pop(CHECKSUM, None)
+    if checksum not in (None, _checksum(value)):
+        raise DamagedFileError(path, "its checksum does not fit what it says", **remedy)
+    return value
+
+
+def read_state(run: RunDir) -> dict[str, Any]:
+    """What run.json says.
+
+    Raises:
+        DamagedFileError: it is missing or damaged.
+    """
+    return read_json(run.run_json, remedy=plan_again(run.root))
+
+
+def plan_again(root: Path) -> str:
+    """What to do when a file of a plan is damaged."""
+    return f"`batchinfer plan --again {root}` makes it anew and keeps what is computed"
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def refuse_bad_rows(run: RunDir) -> None:
@@ -207,7 +254,7 @@ def refuse_bad_rows(run: RunDir) -> None:
     Raises:
         InputError: the plan holds one; the message names the first unreadable shard.
     """
-    state = read_json(run.run_json)
+    state = read_state(run)
     unreadable = [shard["path"] for shard in state["shards"] if shard["problem"] is not None]
     num_bad = state.get("counts", {}).get("bad_rows", 0)
     if unreadable or num_bad:

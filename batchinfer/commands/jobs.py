@@ -1,9 +1,11 @@
-"""A job on this machine, or on all where `work` is started: plan, work, finish, and run, which is all three."""
+"""A job on this machine, or on all where `work` is started: plan, work, finish, run, which is all three, and verify."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from batchinfer.commands.options import (
     tracer_of,
 )
 from batchinfer.commands.reports import print_report
+from batchinfer.records import ExitCode
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_loader import RankLoader
     from batchinfer.launch.rank_process import SpareRank
+    from batchinfer.manifest import Manifest
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir
@@ -34,12 +38,18 @@ if TYPE_CHECKING:
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("job", type=click.Path(path_type=Path))
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Make a damaged plan anew; results stay for work units that have the same rows. JOB may be the run folder.",
+)
 @earlier_run_options
 @job_options
 @pass_stop
 def plan(
     stop: StopSignal,
     job: Path,
+    again: bool,
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
@@ -52,10 +62,20 @@ def plan(
     tensors that do not fit config.json, is refused before a row is read.
     """
     from batchinfer.config import load_job
+    from batchinfer.controller.kept_units import keep_same_units
+    from batchinfer.run.planned import job_of
 
     with alone("plan", stop) as session:
-        config = load_job(job, overrides)
-        plan_here(config, session, tracer_of(trace), strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        config = job_of(job, overrides) if again else load_job(job, overrides)
+        plan_here(
+            config,
+            session,
+            tracer_of(trace),
+            strict=strict,
+            learn_from=learn_from,
+            expert_loads=expert_loads,
+            again=keep_same_units if again else None,
+        )
 
 
 @click.command(epilog=EXIT_CODES)
@@ -104,6 +124,27 @@ def finish(
         session.attach(run)
         code = _finish(run, config, allow_partial=allow_partial)
     sys.exit(code)
+
+
+@click.command()
+@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def verify(target: Path, as_json: bool) -> None:
+    """Read every file of RUN (a run folder) and compare it with what was written; nothing is changed.
+
+    Says what is damaged and what to do; exit code 3 when anything is.
+    """
+    from batchinfer.finish.verify import verify_run
+    from batchinfer.rundir import RunDir
+
+    found = verify_run(RunDir(target.absolute()))
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=1))
+    else:
+        for damaged in found.damaged:
+            click.echo(sanitize(f"{damaged.file}: {damaged.reason}; {damaged.remedy}"))
+        click.echo(f"{found.files:,} files checked, {len(found.damaged):,} of them damaged")
+    sys.exit(ExitCode.ROW_ERRORS if found.damaged else ExitCode.OK)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -162,6 +203,7 @@ def plan_here(
     learn_from: Path | None,
     expert_loads: Path | None,
     can_run_here: Callable[[], None] | None = None,
+    again: Callable[[RunDir, Manifest], None] | None = None,
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
@@ -175,6 +217,7 @@ def plan_here(
             learn_from=learn_from,
             expert_loads=expert_loads,
             can_run_here=can_run_here,
+            again=again,
         )
     tracer.write(run_dir.trace)
     click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")

@@ -2,8 +2,8 @@
 
     units/000007/0000/lease.json      who works on it: host, process; its date changes while that lives
     units/000007/0000/claim.json      result files of earlier claims that count for this one
-    units/000007/0000/part-00000.parquet
-    done/000007                       the name of the claim whose results count; created once
+    units/000007/0000/part-00000-<digest>.parquet   see result_files.py
+    done/000007                       the claim whose results count, and its result files; created once
 
 A claim folder appears whole by one rename. A controller whose unit was taken over and that wakes up again writes into
 its own old claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import shutil
 import socket
@@ -26,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.controller.result_files import own_files, sound_files
 from batchinfer.host_info import node_name, slurm_restarts, slurm_task
 from batchinfer.progress import note
-from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, cannot_write, create_exclusively, publish_json, read_json
+from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.rundir import RunDir, cannot_write, create_exclusively, json_text, publish_json, read_json
 
 HEARTBEAT_S = 5.0
 LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
@@ -80,7 +80,7 @@ class UnitClaims:
         earlier = _claim_folders(self._run.unit(unit))
         if earlier and self._is_alive(earlier[-1]):
             return None
-        inherited = result_files(earlier[-1]) if earlier else []
+        inherited = sound_files(self._run, result_files(earlier[-1])) if earlier else []
         target = self._run.claim(unit, _next_name(earlier))
         with self._lock:
             claim = self._publish(unit, target, inherited)
@@ -90,7 +90,10 @@ class UnitClaims:
 
     def complete(self, claim: Claim) -> None:
         """Mark the unit done with this claim's results; the first claim to say so counts."""
-        create_exclusively(self._run.done(claim.unit), claim.name)
+        files = [*claim.inherited, *own_files(claim.folder)]
+        sizes = {path.relative_to(self._run.root).as_posix(): path.stat().st_size for path in files}
+        mark = {"unit": claim.unit, "claim": claim.name, "files": sizes}
+        create_exclusively(self._run.done(claim.unit), json_text(mark))
         self.completed.add(claim.unit)
         self.release(claim)
 
@@ -98,35 +101,22 @@ class UnitClaims:
         """Give a unit back; what is committed in its claim stays and counts."""
         with self._lock:
             self._held.pop(claim.unit, None)
-            publish_json(claim.folder / "lease.json", self._lease(released=True))
+            publish_json(claim.folder / "lease.json", _lease(released=True))
 
     def _publish(self, unit: int, target: Path, inherited: list[Path]) -> Claim | None:
         made = _new_folder(self._run.unit(unit))
         names = [str(path.relative_to(self._run.root)) for path in inherited]
         # whole before anybody sees them: the folder gets its name afterwards
-        _write(made / "lease.json", self._lease(released=False))
+        _write(made / "lease.json", _lease(released=False))
         _write(made / "claim.json", {"inherited": names})
         made.chmod(0o755)
         if not _put(made, target):
             return None
         return Claim(unit, target, tuple(inherited))
 
-    def _lease(self, *, released: bool) -> dict[str, object]:
-        return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process": _process_identity(os.getpid()),
-            "node": node_name(),
-            "task": slurm_task(),
-            "restarts": slurm_restarts(),
-            "released": released,
-        }
-
     def _is_alive(self, claim: Path) -> bool:
         lease, date_ns = _read_lease(claim)
-        if lease["released"]:
-            return False
-        if _is_dead(lease):
+        if lease is not None and (lease["released"] or _is_dead(lease)):
             return False
         seen_ns, since = self._seen.get(claim, (None, 0.0))
         if seen_ns != date_ns:
@@ -147,25 +137,37 @@ class UnitClaims:
 
 def result_files(claim: Path) -> list[Path]:
     """All result files that count for a claim: inherited ones first, then its own in order."""
-    run_root = claim.parent.parent.parent
-    inherited = [run_root / name for name in read_json(claim / "claim.json")["inherited"]]
-    return inherited + sorted(claim.glob("part-*.parquet"))
+    try:
+        inherited = read_json(claim / "claim.json")["inherited"]
+    except DamagedFileError as error:
+        note(f"warning: {error.path} is damaged ({error.reason}); what it inherits is computed again")
+        inherited = []
+    unit, run_root = claim.parent, claim.parent.parent.parent
+    # only ever of its own unit: another unit's would be double
+    return [run_root / name for name in inherited if (run_root / name).parent.parent == unit] + own_files(claim)
 
 
-def winning_claim(run: RunDir, unit: int) -> Path | None:
-    """The claim folder whose results count, or None while the unit is not done.
+@dataclass(frozen=True, slots=True)
+class DoneMark:
+    """What says that a unit is done."""
+
+    claim: Path  # whose results count
+    files: dict[Path, int]  # its result files with their sizes; digests are in their names
+
+
+def done_mark(run: RunDir, unit: int) -> DoneMark | None:
+    """The mark of a unit; None while it is not done.
 
     Raises:
-        ConfigError: the mark that it is done names no claim.
+        DamagedFileError: it is damaged, or another unit's.
     """
-    try:
-        name = run.done(unit).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    path = run.done(unit)
+    if not path.exists():
         return None
-    claim = run.claim(unit, name)
-    if not (claim / "claim.json").exists():
-        raise ConfigError(f"{run.done(unit)} is damaged; delete it and run `batchinfer work {run.root}`")
-    return claim
+    mark = read_json(path, remedy=f"`batchinfer finish {run.root}` sets it aside")
+    if mark["unit"] != unit:
+        raise DamagedFileError(path, f"it is the mark of unit {mark['unit']}")
+    return DoneMark(run.claim(unit, mark["claim"]), {run.root / name: size for name, size in mark["files"].items()})
 
 
 def last_claim(run: RunDir, unit: int) -> Path | None:
@@ -175,24 +177,26 @@ def last_claim(run: RunDir, unit: int) -> Path | None:
 
 
 def is_released(claim: Path) -> bool:
-    """Whether its controller has given the unit back."""
-    return bool(read_json(claim / "lease.json")["released"])
+    """Whether its controller has given the unit back; with a damaged lease nobody knows: no."""
+    try:
+        return bool(read_json(claim / "lease.json")["released"])
+    except DamagedFileError:
+        return False
 
 
-def offer_again(run: RunDir, unit: int, *, behind: Path, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
+def offer_again(run: RunDir, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
     """Add a claim that nobody holds, with other results than the last one's; whoever claims next inherits them.
 
     Args:
-        behind: the claim whose results these are a choice of. Claims that came after it no longer count.
         inherited: result files of earlier claims that count for the new one.
-        fill: writes further result files, `part-*.parquet`, into the folder it gets.
+        fill: writes further result files into the folder it gets.
 
     Returns:
         False when somebody else claimed the unit meanwhile; nothing has changed then.
     """
     name = _next_name(_claim_folders(run.unit(unit)))
     made = _new_folder(run.unit(unit))
-    _write(made / "lease.json", {**read_json(behind / "lease.json"), "released": True})
+    _write(made / "lease.json", _lease(released=True))
     _write(made / "claim.json", {"inherited": [str(path.relative_to(run.root)) for path in inherited]})
     fill(made)
     made.chmod(0o755)
@@ -207,6 +211,19 @@ def num_claims(run: RunDir, unit: int) -> int:
 def _next_name(folders: list[Path]) -> str:
     """Behind all these claims, also where one of them was deleted: a name that is taken could never be had."""
     return f"{int(folders[-1].name) + 1:04d}" if folders else "0000"
+
+
+def _lease(*, released: bool) -> dict[str, Any]:
+    """Who holds a unit, as the lease says it."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process": _process_identity(os.getpid()),
+        "node": node_name(),
+        "task": slurm_task(),
+        "restarts": slurm_restarts(),
+        "released": released,
+    }
 
 
 def _new_folder(unit: Path) -> Path:
@@ -230,25 +247,26 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     """
     try:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(value, file)
+            file.write(json_text(value))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise cannot_write(path, error) from None
 
 
-def _read_lease(claim: Path) -> tuple[dict[str, Any], int]:
-    """A lease and its date. Opened first: a network file system asks its server for the date then.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+def _read_lease(claim: Path) -> tuple[dict[str, Any] | None, int]:
+    """A lease, None when it is damaged, and its date: who cannot be known is only told dead by that."""
     path = claim / "lease.json"
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file), os.fstat(file.fileno()).st_mtime_ns
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; is this a run folder of batchinfer?") from None
+        # opened first: a network file system asks its server for the date then
+        with open(path, "rb") as file:
+            date_ns = os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None, 0
+    try:
+        return read_json(path), date_ns
+    except DamagedFileError:
+        return None, date_ns
 
 
 def _put(made: Path, target: Path) -> bool:

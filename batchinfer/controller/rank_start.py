@@ -17,7 +17,7 @@ from batchinfer.run.bit_equality import UNEQUAL, EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 
 
 class RankStart:
@@ -42,7 +42,7 @@ class RankStart:
         self._results, self._experts = results, experts
         self._transfers = run.kv_transfers(session.name)
         self._told: set[str | None] = set()
-        fingerprint = read_json(run.run_json)["fingerprint"]
+        fingerprint = read_state(run)["fingerprint"]
         digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
         if job.kv.dir is not None:
             digests["model.weights"] = whole_weights_digest(Path(job.model.path), cache_folder())

@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.controller.claims import Claim, UnitClaims
+from batchinfer.controller.result_files import result_keys, write_results
 from batchinfer.controller.step_journal import StepJournal
-from batchinfer.controller.units import result_keys, result_table
+from batchinfer.controller.units import result_table
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import RESULTS, STATS_EXPERTS, STATS_KV, STATS_STEPS
+from batchinfer.data.schemas import STATS_EXPERTS, STATS_KV, STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
@@ -101,9 +102,7 @@ class Results:
     def commit(self) -> None:
         """Make everything finished durable, then mark complete units done."""
         for unit, completions in self._finished.items():
-            part = self._open[unit].folder / f"part-{self._num_parts[unit]:05d}.parquet"
-            with table_writer(part, RESULTS.schema) as writer:
-                writer.write_table(result_table(completions))
+            write_results(self._open[unit].folder, self._num_parts[unit], result_table(completions))
             self._num_parts[unit] += 1
         self._finished.clear()
         self._write_steps()

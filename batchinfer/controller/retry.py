@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import is_released, last_claim, offer_again, result_files, winning_claim
-from batchinfer.data.parquet import read_rows, table_writer
+from batchinfer.controller.claims import done_mark, is_released, last_claim, offer_again, result_files
+from batchinfer.controller.result_files import damage, write_results
+from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
-from batchinfer.records import ConfigError
+from batchinfer.manifest import Manifest
+from batchinfer.records import DamagedFileError
 from batchinfer.run.lock import locked
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir, publish_json, read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,15 @@ def retry_failed(run: RunDir) -> Retried:
 
 
 def _retry(run: RunDir) -> Retried:
-    state = read_json(run.run_json)
+    state = read_state(run)
+    manifest = Manifest(run.root, state.get("files"))
     num_requests = num_units = num_open = num_held = 0
-    for row in read_rows(run.units):
+    for row in read_rows(run.units, manifest):
         unit = row["unit"]
-        done = winning_claim(run, unit)
-        claim = done or last_claim(run, unit)
-        failed = {} if claim is None else _failed_in(result_files(claim))
+        done = done_mark(run, unit)
+        claim = last_claim(run, unit) if done is None else done.claim
+        files = [] if claim is None else result_files(claim) if done is None else list(done.files)
+        failed = _failed_in(files)
         num_failed = sum(failed.values())
         num_open += done is None
         if claim is None or not num_failed:
@@ -61,7 +64,7 @@ def _retry(run: RunDir) -> Retried:
             # its outputs hold the failed rows: finish has to write them anew
             state = {name: value for name, value in state.items() if name != "finished"} | {"state": "planned"}
             publish_json(run.run_json, state)
-        if not _open_again(run, unit, claim, failed):
+        if not _open_again(run, unit, failed):
             num_held += 1
             continue
         run.done(unit).unlink(missing_ok=True)
@@ -71,22 +74,23 @@ def _retry(run: RunDir) -> Retried:
 
 def _failed_in(files: list[Path]) -> dict[Path, int]:
     """Failed requests in each file."""
-    try:
-        statuses = {path: pq.read_table(path, columns=["status"])["status"] for path in files}
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read results: {error}; restore the run folder, or use another output.dir") from None
+    statuses = {}
+    for path in files:
+        reason = damage(path)
+        if reason is not None:
+            raise DamagedFileError(path, reason, remedy="`batchinfer finish` sets it aside; `work`, and retry then")
+        statuses[path] = pq.read_table(path, columns=["status"])["status"]
     return {path: pc.sum(pc.equal(status, "error")).as_py() or 0 for path, status in statuses.items()}
 
 
-def _open_again(run: RunDir, unit: int, claim: Path, failed: dict[Path, int]) -> bool:
+def _open_again(run: RunDir, unit: int, failed: dict[Path, int]) -> bool:
     """Offer a unit with its good results only; False when somebody else claimed it first."""
     whole = [path for path, count in failed.items() if not count]
     mixed = [path for path, count in failed.items() if count]
 
     def write_good_rows(folder: Path) -> None:
-        with table_writer(folder / "part-00000.parquet", RESULTS.schema) as writer:
-            for path in mixed:
-                table = pq.read_table(path, schema=RESULTS.schema)
-                writer.write_table(table.filter(pc.equal(table["status"], "ok")))
+        for number, path in enumerate(mixed):
+            table = pq.read_table(path, schema=RESULTS.schema)
+            write_results(folder, number, table.filter(pc.equal(table["status"], "ok")))
 
-    return offer_again(run, unit, behind=claim, inherited=whole, fill=write_good_rows)
+    return offer_again(run, unit, inherited=whole, fill=write_good_rows)

@@ -9,6 +9,7 @@ from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import read_unit
+from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress, note
 from batchinfer.records import Sampling
 from batchinfer.rundir import RunDir
@@ -22,6 +23,7 @@ class UnitQueue:
     """
 
     run: RunDir
+    manifest: Manifest  # of the plan
     default: Sampling
     units: OpenUnits
     claims: UnitClaims
@@ -43,7 +45,7 @@ class UnitQueue:
             self.progress.extend(self.units.take_reopened())
             rows = self.units.all_rows
             after_tokens = rows[unit + 1]["shared_tokens"] if unit + 1 < len(rows) else 0
-            requests = read_unit(self.run, row, self.default, after_tokens=after_tokens)
+            requests = read_unit(self.run, self.manifest, row, self.default, after_tokens=after_tokens)
             missing = self.results.open_unit(claim, {request.key for request in requests})
             self.progress.advance(row["num_requests"] - len(missing))
             if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file
 from batchinfer.data.schemas import RESULTS
+from batchinfer.manifest import Manifest
 from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
 from batchinfer.rundir import RunDir
 
@@ -18,15 +18,21 @@ from batchinfer.rundir import RunDir
 COUNTS = ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "kv_tokens_sum")
 
 
-def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0) -> list[Request]:
+def read_unit(
+    run: RunDir, manifest: Manifest, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0
+) -> list[Request]:
     """The requests of one unit in the plan's order (reads its row groups only).
 
     Args:
+        manifest: of the plan.
         after_tokens: what the last request shares with the first of the next unit.
+
+    Raises:
+        DamagedFileError: the plan is.
     """
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    with own_file(run.requests):
-        table = pq.ParquetFile(run.requests).read_row_groups(list(groups))
+    with own_file(run.requests), pq.ParquetFile(pa.PythonFile(manifest.open(run.requests), mode="r")) as file:
+        table = file.read_row_groups(list(groups))
     samplings: dict[tuple[str | None, int], Sampling] = {}
     requests = []
     items = table.to_pylist()
@@ -56,13 +62,6 @@ def read_unit(run: RunDir, row: dict[str, Any], default: Sampling, *, after_toke
 def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
     """KV tokens of all requests of these units, in whole pages, together; and of the largest request."""
     return sum(row["kv_tokens"] for row in units), max((row["largest_kv_tokens"] for row in units), default=0)
-
-
-def result_keys(path: Path) -> list[RequestKey]:
-    """The requests whose results a result file has."""
-    with own_file(path):
-        table = pq.read_table(path, columns=["shard", "row", "sample"])
-    return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
 
 
 def result_table(completions: list[Completion]) -> pa.Table:

@@ -28,6 +28,7 @@ from batchinfer.launch.agent import serve_node
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.launch.rank_process import SpareRank
+from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
 from batchinfer.records import InputError, InterruptedRunError, Shard, StoreError
@@ -35,7 +36,7 @@ from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal
 
 # Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
@@ -65,7 +66,8 @@ def work_on(
         RanksFailError: the ranks die again and again before they have computed anything.
     """
     # tasks of an array start together: each begins at another unit
-    units = OpenUnits(run, read_rows(run.units), start=0 if slurm_task() is None else None)
+    manifest = Manifest(run.root, read_state(run).get("files"))
+    units = OpenUnits(run, read_rows(run.units, manifest), start=0 if slurm_task() is None else None)
     if not units.num_open:
         return
     check_file_system(run)
@@ -83,7 +85,7 @@ def work_on(
         Progress("work", total, "requests") as progress,
         _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
-        _controller(run, job, session, stop, tracer, ranks, claims, units, progress).run()
+        _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
             f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
@@ -119,6 +121,7 @@ def _ranks(
 
 def _controller(
     run: RunDir,
+    manifest: Manifest,
     job: JobConfig,
     session: Session,
     stop: StopSignal,
@@ -146,7 +149,7 @@ def _controller(
     )
     results = Results(run, session, claims)
     experts = ExpertPlacer(run, cluster, model.n_routed_experts)
-    queue = UnitQueue(run, job.sampling.to_sampling(), units, claims, results, dealer, progress)
+    queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress)
     return Controller(
         stop,
         cluster.commit_seconds,
@@ -165,12 +168,12 @@ def _check_inputs(run: RunDir, job: JobConfig) -> None:
     Nothing is read from them here, so a node that cannot reach them may work all the same.
     """
     try:
-        refuse_changed([Shard(**shard) for shard in read_json(run.run_json)["shards"]], job.s3)
+        refuse_changed([Shard(**shard) for shard in read_state(run)["shards"]], job.s3)
     except (InputError, StoreError) as error:
         note(f"warning: {error}; going on, since the plan holds what is needed")
 
 
 def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:
     """Refuse to compute with another model than the plan was made for."""
-    recorded = read_json(run.run_json)["fingerprint"]
+    recorded = read_state(run)["fingerprint"]
     check_same(recorded, model_fingerprint(job, tokenizer_digest), run.root)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas import PLAN_EXPERTS
+from batchinfer.manifest import Manifest
 from batchinfer.rundir import RunDir
 
 
@@ -70,9 +71,9 @@ class ExpertTables:
         return float(self.bound.sum()) / mean if mean else 1.0
 
 
-def write_expert_tables(target: Path, groups: list[ExpertTables]) -> None:
-    """Publish plan/experts.parquet."""
-    with table_writer(target, PLAN_EXPERTS.schema) as writer:
+def write_expert_tables(target: Path, groups: list[ExpertTables], manifest: Manifest | None = None) -> None:
+    """Publish plan/experts.parquet; a plan's manifest vouches for it."""
+    with table_writer(target, PLAN_EXPERTS.schema, manifest=manifest) as writer:
         for group in groups:
             num_layers, num_slots = group.expert_of_slot.shape
             slots = np.tile(np.arange(num_slots), num_layers)

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.schemas import OUTPUTS
 from batchinfer.data.stores import StoreFile
-from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
+from batchinfer.manifest import ChecksummedWriter, Manifest
+from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.rundir import published
 
 BUFFER_BYTES = 1 << 20  # read-ahead per column
@@ -77,22 +78,34 @@ def read_batches(
 
 
 @contextmanager
-def table_writer(target: Path, schema: pa.Schema, *, plain: str | None = None) -> Iterator[pq.ParquetWriter]:
+def table_writer(
+    target: Path,
+    schema: pa.Schema,
+    *,
+    plain: str | None = None,
+    scratch: Path | None = None,
+    manifest: Manifest | None = None,
+) -> Iterator[pq.ParquetWriter]:
     """Write `target` so that it appears whole or not at all; each batch or table handed in is a row group of its own.
 
     Args:
         plain: a column to store without a dictionary. For token ids, which hardly repeat, a dictionary doubles the
             time and hides common prefixes from the compression. All other columns must be flat ones then.
+        scratch: as `published` has it.
+        manifest: vouches for the file once it is there.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
     dictionary = [name for name in schema.names if name != plain] if plain is not None else True
-    with (
-        published(target) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd", use_dictionary=dictionary) as writer,
-    ):
-        yield writer
+    with published(target, scratch=scratch) as temporary, open(temporary, "wb") as file:
+        checked = ChecksummedWriter(file)
+        with pq.ParquetWriter(
+            checked, schema, compression="zstd", use_dictionary=dictionary, write_page_checksum=manifest is None
+        ) as writer:
+            yield writer
+    if manifest is not None:
+        manifest.add(target, checked.checksums)
 
 
 @contextmanager
@@ -100,18 +113,28 @@ def own_file(path: Path) -> Iterator[None]:
     """Reading a file that this program wrote into the run folder.
 
     Raises:
-        ConfigError: the file is missing or damaged.
+        DamagedFileError: the file is missing or damaged.
     """
     try:
         yield
+    except DamagedFileError:
+        raise
     except DAMAGE as error:
-        raise ConfigError(f"the run folder is damaged: {path}: {first_line(error)}; use another output.dir") from None
+        raise DamagedFileError(path, first_line(error)) from None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a small table of the run folder; ConfigError when it is missing or damaged."""
+def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, Any]]:
+    """All rows of a small table of the run folder.
+
+    Args:
+        manifest: that vouches for it, if one does.
+
+    Raises:
+        DamagedFileError: it is missing or damaged.
+    """
     with own_file(path):
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        source = path if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
+        rows: list[dict[str, Any]] = pq.read_table(source, page_checksum_verification=True).to_pylist()
     return rows
 
 

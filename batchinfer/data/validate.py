@@ -19,6 +19,7 @@ from batchinfer.data.parquet import column_type, read_batches, shard_schema, tab
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
@@ -43,12 +44,14 @@ def tokenize_shard(
     limits: PromptLimits,
     target: Path,
     progress: Callable[[int], None],
+    manifest: Manifest | None = None,
 ) -> ShardRows:
     """Write one checked row for every row of the shard, in its order.
 
     Args:
         target: the file to write; it appears whole or not at all.
         progress: called with the number of rows after each batch.
+        manifest: vouches for the file afterwards.
 
     Raises:
         InputError: the shard is damaged.
@@ -57,7 +60,7 @@ def tokenize_shard(
         ConfigError: the target cannot be written.
     """
     checker = _RowChecker(shard, job, tokenizer, limits)
-    with table_writer(target, TOKENS.schema, plain="token_ids") as writer:
+    with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
     return checker.found

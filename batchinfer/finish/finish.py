@@ -12,14 +12,15 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
-from batchinfer.finish.join import counted_claims, join_results, open_database
+from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
+from batchinfer.manifest import Manifest
 from batchinfer.progress import note
-from batchinfer.records import BatchinferError, ExitCode, Shard
+from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
 from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir, publish_json, read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +65,28 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
 
 
 def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
-    state = read_json(run.run_json)
+    state = read_state(run)
+    manifest = Manifest(run.root, state.get("files"))
     shards = [Shard(**shard) for shard in state["shards"]]
     equality = run_equality(run)
-    if state["state"] == "finished" and _is_written(run, shards):
+    if state["state"] == "finished" and _is_written(run, manifest, shards):
         write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
-    claims = counted_claims(run, allow_partial=allow_partial)
+    manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
+    units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection:
-        num_missing = join_results(connection, run, claims, allow_partial=allow_partial)
+        num_missing = join_results(connection, run, units, allow_partial=allow_partial)
         id_type = pa.type_for_alias(state["id_type"])
-        num_rows, num_errors = write_outputs(connection, run, job, shards, id_type, state["counts"]["rows"])
-        write_request_stats(connection, run, shards, claims)
+        num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
+        write_request_stats(connection, run, shards, units)
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
     result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
     now = "partial" if num_missing else "finished"
-    publish_json(run.run_json, {**state, "state": now, "finished": finished, **equality})
+    publish_json(run.run_json, {**state, "state": now, "finished": finished, "files": manifest.as_json(), **equality})
     return result
 
 
@@ -106,6 +109,12 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
                 run.work.rmdir()
 
 
-def _is_written(run: RunDir, shards: list[Shard]) -> bool:
-    outputs = all(run.output(shard.name).exists() for shard in shards if shard.problem is None)
-    return outputs and all(run.stats_file(table).exists() for table in ("requests", "units", "run"))
+def _is_written(run: RunDir, manifest: Manifest, shards: list[Shard]) -> bool:
+    for shard in shards:
+        try:
+            if shard.problem is None:
+                manifest.check(run.output(shard.name))
+        except DamagedFileError as error:
+            note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
+            return False
+    return all(run.stats_file(table).exists() for table in ("requests", "units", "run"))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import duckdb
 
-from batchinfer.controller.claims import last_claim, result_files, winning_claim
+from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.result_files import sound_files
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
-from batchinfer.records import ConfigError, IncompleteRunError, Shard
-from batchinfer.rundir import RunDir
+from batchinfer.manifest import Manifest
+from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
+from batchinfer.run.quarantine import set_aside
+from batchinfer.rundir import RunDir, plan_again
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
@@ -39,41 +43,70 @@ def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
             config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.finish_scratch / "spill")}
         ) as connection:
             yield connection
-    except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
+    except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"cannot finish {run.root}: {reason}; free space, or use another output.dir if a file is damaged"
         ) from None
 
 
-def counted_claims(run: RunDir, *, allow_partial: bool) -> dict[int, Path]:
-    """The claim that counts for each unit."""
-    claims, missing = {}, []
-    units = [row["unit"] for row in read_rows(run.units)]
+@dataclass(frozen=True, slots=True)
+class CountedUnit:
+    """What counts of a unit."""
+
+    claim: Path
+    files: list[Path]  # results, none of them damaged
+
+
+def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> dict[int, CountedUnit]:
+    """The claim that counts for each unit, and its results, all of them compared with what was written.
+
+    Damaged results are set aside, and the mark that their unit is done as well: the next `work` computes the rows
+    that are gone.
+
+    Raises:
+        IncompleteRunError: units are not done, or damaged (without `allow_partial`).
+        DamagedFileError: the plan is damaged.
+    """
+    counted, missing, damaged = {}, [], []
+    units = [row["unit"] for row in read_rows(run.units, manifest)]
     for unit in units:
-        claim = winning_claim(run, unit)
-        if claim is None:
+        try:
+            mark = done_mark(run, unit)
+        except DamagedFileError as error:
+            set_aside(run, error.path, error.reason)
+            damaged.append(unit)
+            mark = None
+        if mark is None:
             missing.append(unit)
-            claim = last_claim(run, unit) if allow_partial else None
-        if claim is not None:
-            claims[unit] = claim
-    if missing and not allow_partial:
+        else:
+            files = sound_files(run, list(mark.files))
+            if len(files) == len(mark.files):
+                counted[unit] = CountedUnit(mark.claim, files)
+                continue
+            set_aside(run, run.done(unit), "results that it vouches for are")
+            damaged.append(unit)
+        claim = last_claim(run, unit)
+        if allow_partial and claim is not None:
+            counted[unit] = CountedUnit(claim, sound_files(run, result_files(claim)))
+    if (damaged or missing) and not allow_partial:
+        how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} are not done"
         raise IncompleteRunError(
-            f"{len(missing)} of {len(units)} work units in {run.root} are not done; run `batchinfer work {run.root}`, "
-            "or finish with --allow-partial"
+            f"of {len(units)} work units in {run.root} {how}; run `batchinfer work {run.root}`, "
+            f"{'which computes only the rows that are gone, ' if damaged else ''}or finish with --allow-partial"
         )
-    return claims
+    return counted
 
 
 def join_results(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, claims: dict[int, Path], *, allow_partial: bool
+    connection: duckdb.DuckDBPyConnection, run: RunDir, units: dict[int, CountedUnit], *, allow_partial: bool
 ) -> int:
     """Make the views `results` and `delivered` (queries/delivered.sql); returns the number of missing results.
 
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    files = [path for claim in claims.values() for path in result_files(claim)]
+    files = [path for unit in units.values() for path in unit.files]
     if files:
         connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
     else:
@@ -86,13 +119,15 @@ def join_results(
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
     if surplus or unplanned:
         raise IncompleteRunError(
-            f"{surplus} results in {run.root} are double and {unplanned} were never planned; please report this fault"
+            f"{surplus} results in {run.root} are double and {unplanned} are of another plan; {plan_again(run.root)}"
         )
     target = run.finish_scratch / "delivered.parquet"
     connection.execute(f"COPY ({query('delivered')}) TO {literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)")
     connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {read_parquet(target)}")
     if missing and not allow_partial:
-        raise IncompleteRunError(_lost_results(connection, run, missing))
+        raise IncompleteRunError(
+            f"{missing} results are not in {run.root}, although their units are marked done; {plan_again(run.root)}"
+        )
     return missing
 
 
@@ -104,21 +139,6 @@ def output_rows(run: RunDir, shards: list[Shard]) -> str:
         first=shards[0].index,
         last=shards[-1].index,
         not_computed=literal(NOT_COMPUTED),
-    )
-
-
-def _lost_results(connection: duckdb.DuckDBPyConnection, run: RunDir, num_missing: int) -> str:
-    """What to do about results that are gone although their units are marked done."""
-    units = connection.execute(
-        f"""
-        SELECT DISTINCT unit FROM {read_parquet(run.requests)} ANTI JOIN results USING (shard, row, sample)
-        ORDER BY unit LIMIT 3
-        """
-    ).fetchall()
-    marks = ", ".join(str(run.done(unit)) for (unit,) in units)
-    return (
-        f"{num_missing} results are gone from {run.root}, although their units are marked done; "
-        f"delete {marks} (and so on) and run `batchinfer work {run.root}`"
     )
 
 

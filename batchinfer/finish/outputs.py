@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
-from batchinfer.data.parquet import kept_fields
+from batchinfer.data.parquet import kept_fields, table_writer
 from batchinfer.data.schemas import output_schema
 from batchinfer.finish.join import output_rows
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
-from batchinfer.rundir import RunDir, published
+from batchinfer.rundir import RunDir
 
 BATCH_ROWS = 4096
 
@@ -23,6 +23,7 @@ BATCH_ROWS = 4096
 def write_outputs(
     connection: duckdb.DuckDBPyConnection,
     run: RunDir,
+    manifest: Manifest,
     job: JobConfig,
     shards: list[Shard],
     id_type: pa.DataType,
@@ -31,6 +32,7 @@ def write_outputs(
     """Write outputs/<name> for every readable shard; returns the number of rows and of error rows.
 
     Args:
+        manifest: vouches for the outputs afterwards.
         expected: output rows that the plan counted.
     """
     readable = [shard for shard in shards if shard.problem is None]
@@ -42,8 +44,7 @@ def write_outputs(
             reader = _output_reader(connection, run, shard, schema, kept)
             kept_rows = KeptRows(shard, kept, job.s3)
             with (
-                published(run.output(shard.name), scratch=run.finish_scratch) as temporary,
-                pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+                table_writer(run.output(shard.name), schema, scratch=run.finish_scratch, manifest=manifest) as writer,
             ):
                 for batch in reader:
                     rows = batch["row"]

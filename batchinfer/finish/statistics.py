@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -19,14 +18,14 @@ from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, STATS_REQUESTS, STATS_RUN, STATS_UNITS
-from batchinfer.finish.join import output_rows, query
+from batchinfer.finish.join import CountedUnit, output_rows, query
 from batchinfer.records import Shard
 from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.rundir import RunDir, published
 
 
 def write_request_stats(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], claims: dict[int, Path]
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], counted: dict[int, CountedUnit]
 ) -> None:
     """Write stats/{requests,units}.parquet."""
     readable = [shard for shard in shards if shard.problem is None]
@@ -37,7 +36,8 @@ def write_request_stats(
             f"TO {literal(temporary)} (FORMAT parquet)"
         )
     claim_rows = [
-        {"unit": unit, "claim": claim.name, "num_claims": num_claims(run, unit)} for unit, claim in claims.items()
+        {"unit": number, "claim": unit.claim.name, "num_claims": num_claims(run, number)}
+        for number, unit in counted.items()
     ]
     claim_schema = pa.schema([STATS_UNITS.schema.field(name) for name in ("unit", "claim", "num_claims")])
     connection.register("claims", pa.Table.from_pylist(claim_rows, schema=claim_schema))

@@ -8,7 +8,7 @@ from batchinfer.config import JobConfig
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
 from batchinfer.launch.rank_process import SpareRank, has_gpu
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal
 
 
@@ -49,8 +49,8 @@ def _depends_on_machine(job: JobConfig) -> bool:
 
 def _is_planned(job: JobConfig) -> bool:
     """Whether the run folder has a whole plan, or one that cannot be read, which the planner says."""
-    path = RunDir(Path(job.output.dir)).run_json
+    run = RunDir(Path(job.output.dir))
     try:
-        return path.exists() and read_json(path)["state"] != "planning"
+        return run.run_json.exists() and read_state(run)["state"] != "planning"
     except (ConfigError, LookupError, TypeError):
         return True

@@ -12,6 +12,7 @@ import pyarrow as pa
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
+from batchinfer.manifest import Manifest
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
 from batchinfer.plan.prefix.in_memory import last_uses
@@ -27,6 +28,7 @@ ROW_GROUP_TOKENS = 1 << 24  # so that a row group of long prompts fits into memo
 
 def write_plan(
     run: RunDir,
+    manifest: Manifest,
     rows: RowTable,
     planned: PlannedRequests,
     keys: np.ndarray,
@@ -39,6 +41,7 @@ def write_plan(
     """Write plan/{requests,units,duplicates}.parquet.
 
     Args:
+        manifest: vouches for them afterwards.
         keys: [Q] uint64, the requests' sampling keys.
         prompts: all prompts in the prefix plan's order, part by part.
         num_ranks: of the group that works on a unit together.
@@ -56,7 +59,7 @@ def write_plan(
     cursor = _PromptCursor(prompts)
     units = []
     num_row_groups = 0
-    with table_writer(run.requests, REQUESTS.schema, plain="token_ids") as writer:
+    with table_writer(run.requests, REQUESTS.schema, plain="token_ids", manifest=manifest) as writer:
         for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             index = planned.row_index[first:end]
             first_row_group = num_row_groups
@@ -79,8 +82,8 @@ def write_plan(
             units.append(
                 {"unit": unit, **kept, **_unit_totals(prompt_tokens, max_tokens, planned.cached_tokens, first, end)}
             )
-    write_rows(run.units, PLAN_UNITS.schema, *units)
-    with table_writer(run.duplicates, DUPLICATES.schema) as writer:
+    write_rows(run.units, manifest, PLAN_UNITS.schema, *units)
+    with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))
     return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
 
@@ -120,13 +123,13 @@ def _last_units(
     return found
 
 
-def write_rows(target: Path, schema: pa.Schema, *rows: dict[str, Any]) -> None:
-    """Write a small table.
+def write_rows(target: Path, manifest: Manifest, schema: pa.Schema, *rows: dict[str, Any]) -> None:
+    """Write a small table, for which the manifest vouches afterwards.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    with table_writer(target, schema) as writer:
+    with table_writer(target, schema, manifest=manifest) as writer:
         writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))
 
 

@@ -22,6 +22,7 @@ from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import tokenize_shard
+from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
@@ -32,13 +33,14 @@ from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
 from batchinfer.progress import Progress, note
-from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.records import ConfigError, DamagedFileError, InputError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.publish import claim_place
+from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
-from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
+from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -52,6 +54,7 @@ def plan_job(
     learn_from: Path | None = None,
     expert_loads: Path | None = None,
     can_run_here: Callable[[], None] | None = None,
+    again: Callable[[RunDir, Manifest], None] | None = None,
 ) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
 
@@ -60,6 +63,8 @@ def plan_job(
             to be.
         expert_loads: folder of an earlier run whose tokens per expert say where experts are to be.
         can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
+        again: make a plan anew that is there, as a repair; called with the new plan's manifest, before it counts, to
+            set aside what was computed for another one.
 
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
@@ -79,19 +84,20 @@ def plan_job(
     run = RunDir(Path(job.output.dir))
     if can_run_here is not None:
         can_run_here()
-    with _locked(run):
+    with _locked(run, again=again is not None):
         claim_place(job, fingerprint)
-        state = _open_run(run, job, fingerprint, shards)
+        state = _open_run(run, job, fingerprint, shards, again=again is not None)
         session.attach(run)
         publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
         if state["state"] == "planning":
-            if model.unknown_keys:
-                note(_unknown_keys_warning(job, model))
-            prepared = _Prepared(job, run, tokenizer, model, learned)
-            _plan_experts(prepared)
+            prepared = _Prepared(job, run, Manifest(run.root), tokenizer, model, learned)
             shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
+            if again is not None:
+                again(run, prepared.manifest)
             planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
-            publish_json(run.run_json, {**state, **planned})
+            publish_json(run.run_json, {**state, **planned, "files": prepared.manifest.as_json()})
+            for shard in shards:
+                run.token_checksums(shard.index).unlink(missing_ok=True)
         else:
             note(f"{run.root} is planned already; going on with that plan")
             if learn_from is not None or expert_loads is not None:
@@ -101,12 +107,22 @@ def plan_job(
     return run
 
 
-def _open_run(run: RunDir, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
-    """What run.json says, written when it is not there."""
+def _open_run(
+    run: RunDir, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
+) -> dict[str, Any]:
+    """What run.json says; written when it is not there, or the plan is to be made again."""
     if run.run_json.exists():
-        state = read_json(run.run_json)
-        check_same(state["fingerprint"], fingerprint, run.root)
-        return state
+        try:
+            state = read_state(run)
+        except DamagedFileError as error:
+            if not again:
+                raise
+            set_aside(run, error.path, error.reason)
+        else:
+            check_same(state["fingerprint"], fingerprint, run.root)
+            if not again:
+                return state
+            _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
     state = {
         "state": "planning",
         "fingerprint": fingerprint,
@@ -117,12 +133,24 @@ def _open_run(run: RunDir, job: JobConfig, fingerprint: dict[str, Any], shards: 
     return state
 
 
+def _keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
+    """Leave the token files that are not damaged to a plan that goes on with them."""
+    for path in [run.tokens(shard.index) for shard in shards]:
+        try:
+            manifest.check(path)
+        except DamagedFileError as error:
+            set_aside(run, path, error.reason)
+        else:
+            publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What planning works with."""
 
     job: JobConfig
     run: RunDir
+    manifest: Manifest  # of what it writes
     tokenizer: PromptTokenizer
     model: ModelConfig
     learned: Learned
@@ -136,25 +164,29 @@ def _plan_experts(prepared: _Prepared) -> None:
 
         tables = plan_experts(prepared.job.cluster, prepared.model, prepared.learned.expert_loads)
         if tables:
-            write_expert_tables(prepared.run.experts, tables)
+            write_expert_tables(prepared.run.experts, tables, prepared.manifest)
 
 
 def _plan(
     prepared: _Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
 ) -> tuple[list[Shard], dict[str, Any]]:
     """Tokenise, order, cut, predict; returns the shards as they were found and the summary."""
-    job, run, model = prepared.job, prepared.run, prepared.model
+    job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
+    if model.unknown_keys:
+        note(_unknown_keys_warning(job, model))
+    _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
     _refuse_no_shard(shards)
     sampling = job.sampling.to_sampling()
     with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes:
-        rows = load_rows(run, shards, prefixes.add)
+        rows = load_rows(run, manifest, shards, prefixes.add)
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan(), sampling)
-        keys = sampling_keys(run, shards, rows, requests, sampling)
+        keys = sampling_keys(run, manifest, shards, rows, requests, sampling)
         work = write_plan(
             run,
+            manifest,
             rows,
             requests,
             keys,
@@ -173,7 +205,7 @@ def _plan(
     if speeds is not None and job.cluster.finish_hours is not None and summary["nodes_to_finish"] is None:
         hours = f"{job.cluster.finish_hours:g} h"
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
-    write_rows(run.summary, PLAN_SUMMARY.schema, summary)
+    write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
     return shards, summary
 
 
@@ -221,12 +253,12 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 
 @contextmanager
-def _locked(run: RunDir) -> Iterator[None]:
+def _locked(run: RunDir, *, again: bool) -> Iterator[None]:
     """Only one plan at a time in a run folder, which holds nothing else and can hold a run."""
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
-        if foreign and not run.run_json.exists():
+        if foreign and not run.run_json.exists() and not (again and run.job.exists()):
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
     except OSError as error:
         reason = error.strerror or error
@@ -290,13 +322,13 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
     num_capped = 0
     with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows") as progress:
         for shard in shards:
-            if shard.problem is not None or run.tokens(shard.index).exists():
+            if shard.problem is not None or _is_tokenized(prepared, shard):
                 progress.advance(shard.num_rows)
                 checked.append(shard)
                 continue
             try:
                 found = tokenize_shard(
-                    shard, job, prepared.tokenizer, limits, run.tokens(shard.index), progress.advance
+                    shard, job, prepared.tokenizer, limits, run.tokens(shard.index), progress.advance, prepared.manifest
                 )
             except InputError as error:
                 if strict:
@@ -305,6 +337,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
                 checked.append(_with_problem(shard, problem))
                 continue
+            publish_json(run.token_checksums(shard.index), prepared.manifest[run.tokens(shard.index)].as_json())
             num_capped += found.num_capped
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.name}; the first: {found.first_error}")
@@ -317,6 +350,22 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
     return checked
+
+
+def _is_tokenized(prepared: _Prepared, shard: Shard) -> bool:
+    """Whether a plan that was interrupted has left a shard's token file, whole: then this one vouches for it."""
+    run = prepared.run
+    if not run.token_checksums(shard.index).exists():
+        return False
+    path = run.tokens(shard.index)
+    try:
+        found = Manifest(run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index))})
+        found.check(path)
+    except DamagedFileError as error:
+        note(f"warning: {error.path} is damaged ({error.reason}); {shard.name} is tokenised again")
+        return False
+    prepared.manifest.add(path, found[path])
+    return True
 
 
 def _with_problem(shard: Shard, problem: str) -> Shard:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinfer.manifest import Manifest
 from batchinfer.plan.prefix import PrefixPlan
 from batchinfer.plan.prompt_groups import group_depths
 from batchinfer.plan.rows import RowTable, first_equal, load_ids
@@ -63,7 +64,12 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> Pl
 
 
 def sampling_keys(
-    run: RunDir, shards: list[Shard], rows: RowTable, planned: PlannedRequests, default: Sampling
+    run: RunDir,
+    manifest: Manifest,
+    shards: list[Shard],
+    rows: RowTable,
+    planned: PlannedRequests,
+    default: Sampling,
 ) -> np.ndarray:
     """[Q] uint64, the keys of the requests' random draws; 0 for greedy requests, which draw nothing."""
     keys = np.zeros(len(planned.row_index), dtype=np.uint64)
@@ -72,7 +78,7 @@ def sampling_keys(
         return keys
     seeds = np.array([default.seed, *(json.loads(text)["seed"] for text in rows.sampling_texts)], dtype=np.int64)
     names = {shard.index: shard.name for shard in shards}
-    ids = load_ids(run, shards)
+    ids = load_ids(run, manifest, shards)
     for place in sampled:
         index = planned.row_index[place]
         row_id = ids.text[index].as_py()

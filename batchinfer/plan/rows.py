@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file
+from batchinfer.manifest import Manifest
 from batchinfer.plan.background import made_ahead
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
@@ -43,10 +44,13 @@ class RowIds:
     occurrence: np.ndarray  # [R] int64, rows with the same id before this one
 
 
-def load_rows(run: RunDir, shards: list[Shard], add_prompts: Callable[[np.ndarray, np.ndarray], None]) -> RowTable:
+def load_rows(
+    run: RunDir, manifest: Manifest, shards: list[Shard], add_prompts: Callable[[np.ndarray, np.ndarray], None]
+) -> RowTable:
     """Read tokens/*.parquet of the readable shards in input order, good rows only.
 
     Args:
+        manifest: vouches for these files.
         add_prompts: called with the prompts of the next rows: flat token ids and offsets (see PrefixStream.add).
 
     Raises:
@@ -55,7 +59,7 @@ def load_rows(run: RunDir, shards: list[Shard], add_prompts: Callable[[np.ndarra
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("shard", "row", "n", "max_tokens", "code", "length")}
     code_of_text: dict[str, int] = {}
     num_bad = num_input_rows = 0
-    for shard, batch in _batches(run, shards, COLUMNS):
+    for shard, batch in _batches(run, manifest, shards, COLUMNS):
         is_good = pc.is_null(batch["error"])
         num_input_rows += len(batch)
         num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
@@ -81,14 +85,14 @@ def load_rows(run: RunDir, shards: list[Shard], add_prompts: Callable[[np.ndarra
     )
 
 
-def load_ids(run: RunDir, shards: list[Shard]) -> RowIds:
+def load_ids(run: RunDir, manifest: Manifest, shards: list[Shard]) -> RowIds:
     """Read the ids of the rows that `load_rows` reads; bad rows count as occurrences too.
 
     Raises:
         ConfigError: a file of the run folder is damaged.
     """
     ids, good_flags = [], []
-    for _, batch in _batches(run, shards, ["id", "error"]):
+    for _, batch in _batches(run, manifest, shards, ["id", "error"]):
         ids.append(batch["id"].cast(pa.large_string()))
         good_flags.append(pc.is_null(batch["error"]).to_numpy(zero_copy_only=False))
     if not ids:
@@ -108,18 +112,20 @@ def first_equal(*sorted_keys: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(is_first, places, 0))
 
 
-def _batches(run: RunDir, shards: list[Shard], columns: list[str]) -> Iterator[tuple[Shard, pa.RecordBatch]]:
+def _batches(
+    run: RunDir, manifest: Manifest, shards: list[Shard], columns: list[str]
+) -> Iterator[tuple[Shard, pa.RecordBatch]]:
     """The tokenised rows row group by row group, which bounds their tokens; the next is read ahead."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         for shard in shards:
             if shard.problem is None:
-                for batch in made_ahead(_row_groups(run, shard, columns), pool):
+                for batch in made_ahead(_row_groups(run, manifest, shard, columns), pool):
                     yield shard, batch
 
 
-def _row_groups(run: RunDir, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _row_groups(run: RunDir, manifest: Manifest, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
     path = run.tokens(shard.index)
-    with own_file(path), pq.ParquetFile(path) as file:
+    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
         for group in range(file.num_row_groups):
             yield from file.read_row_group(group, columns=columns).combine_chunks().to_batches()
 

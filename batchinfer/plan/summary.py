@@ -12,7 +12,7 @@ from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, work_seconds
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 
 
 def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def predict(
 
 def read_summary(run: RunDir) -> dict[str, Any]:
     """The plan's counts and predictions by name (schemas.PLAN_SUMMARY)."""
-    return dict(read_json(run.run_json)["counts"])
+    return dict(read_state(run)["counts"])
 
 
 def format_summary(summary: dict[str, Any], num_ranks: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 
 
 def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobConfig]:
@@ -17,18 +17,28 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
         ConfigError: there is no such file or folder, or the job has no plan yet.
         RunMismatchError: the job's settings are not those of the plan.
     """
-    if target.is_dir():
-        run = RunDir(target.absolute())
-        if not run.run_json.exists() or not run.job.exists():
-            raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
-        # the folder itself counts, not the output.dir written in it: it may have been moved
-        job = load_job(run.job, overrides)
-    elif not target.exists() and target.suffix != ".toml":
-        raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
-    else:
-        job = load_job(target, overrides)
-        run = RunDir(Path(job.output.dir))
-    if not run.run_json.exists() or read_json(run.run_json)["state"] == "planning":
+    job = job_of(target, overrides)
+    run = RunDir(Path(job.output.dir))
+    state = read_state(run) if run.run_json.exists() else None
+    if state is None or state["state"] == "planning":
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
-    check_same(read_json(run.run_json)["fingerprint"], settings_fingerprint(job), run.root)
+    check_same(state["fingerprint"], settings_fingerprint(job), run.root)
     return run, job
+
+
+def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
+    """The job in a job file or a run folder.
+
+    Raises:
+        ConfigError: there is no such file or folder, or it is none.
+    """
+    if not target.is_dir():
+        if not target.exists() and target.suffix != ".toml":
+            raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
+        return load_job(target, overrides)
+    run = RunDir(target.absolute())
+    if not run.job.exists() or not (run.run_json.exists() or run.unit_folders.exists()):
+        raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
+    job = load_job(run.job, overrides)
+    # the folder itself counts, not the output.dir written in it: it may have been moved
+    return job.model_copy(update={"output": job.output.model_copy(update={"dir": str(run.root)})})

@@ -20,7 +20,7 @@ from batchinfer.data.stores import Place, locate, store_errors
 from batchinfer.progress import Progress
 from batchinfer.records import RunMismatchError, StoreError
 from batchinfer.run.fingerprint import Fingerprint
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir, publish_json, read_json, read_state
 
 JOB, SUCCESS, PARTIAL = "_JOB", "_SUCCESS", "_PARTIAL"
 CHUNK_BYTES = 8 << 20
@@ -63,7 +63,7 @@ def publish_run(run: RunDir, job: JobConfig, finished: dict[str, Any]) -> int:
         RunMismatchError: the place belongs to another job.
     """
     assert job.output.publish is not None
-    claim_place(job, read_json(run.run_json)["fingerprint"])
+    claim_place(job, read_state(run)["fingerprint"])
     place = locate(job.output.publish, job.s3)
     files = {str(path.relative_to(run.root)): path for path in _files(run)}
     states = {name: _state(path) for name, path in files.items()}

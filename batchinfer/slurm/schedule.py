@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm.client import ArraySize, parse_size
 from batchinfer.slurm.submit import is_in_slurm, resize
 
@@ -81,7 +81,7 @@ def follow(run: RunDir, entries: list[str], minute_now: Callable[[], int], look_
 
 
 def _is_finished(run: RunDir) -> bool:
-    return read_json(run.run_json)["state"] in ("finished", "partial")
+    return read_state(run)["state"] in ("finished", "partial")
 
 
 def local_minute() -> int:

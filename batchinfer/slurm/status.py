@@ -9,10 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import LEASE_S, last_claim, result_files, winning_claim
-from batchinfer.data.parquet import read_rows
-from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, file_system_s, read_json
+from batchinfer.controller.claims import LEASE_S, done_mark, last_claim, result_files
+from batchinfer.data.parquet import own_file, read_rows
+from batchinfer.manifest import Manifest
+from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.rundir import RunDir, file_system_s, read_json, read_state
 from batchinfer.slurm import client, submit
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
@@ -74,11 +75,12 @@ class StatusReader:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        state = read_json(run.run_json)
+        state = read_state(run)
         if state["state"] == "planning":
             raise ConfigError(f"{run.root} has no complete plan yet; wait for `batchinfer plan`, or run it again")
-        self._units = read_rows(run.units)
+        self._units = read_rows(run.units, Manifest(run.root, state.get("files")))
         self._files: dict[Path, _File] = {}
+        self._damaged: dict[Path, str] = {}  # and why
         self._done: dict[int, list[Path]] = {}  # unit -> its files
 
     def read(self) -> Status:
@@ -87,8 +89,9 @@ class StatusReader:
         Raises:
             ConfigError: a file of the run folder is missing or damaged.
         """
-        state = read_json(self._run.run_json)
+        state = read_state(self._run)
         now_s = file_system_s(self._run.root)
+        self._damaged.clear()
         holders: list[Holder] = []
         silent: list[Holder] = []
         finished: list[list[_File]] = []
@@ -127,21 +130,31 @@ class StatusReader:
             tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
             tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
             running=holders,
-            problems=_problems(state, silent, files_now, self._failed_sessions(), self._run) + trouble,
+            problems=_problems(state, silent, files_now, self._failed_sessions(), self._run)
+            + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
+            + trouble,
         )
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
             return self._done[unit]
         self._done.pop(unit, None)
-        claim = winning_claim(self._run, unit)
-        if claim is not None:
-            self._done[unit] = result_files(claim)
+        try:
+            mark = done_mark(self._run, unit)
+        except DamagedFileError as error:
+            self._damaged[error.path] = error.reason
+            mark = None
+        if mark is not None:
+            self._done[unit] = list(mark.files)
         return self._done.get(unit)
 
     def _holder(self, row: dict[str, Any], claim: Path, files: list[Path], now_s: float) -> Holder | None:
         path = claim / "lease.json"
-        lease = read_json(path)
+        try:
+            lease = read_json(path)
+        except DamagedFileError as error:
+            self._damaged[path] = error.reason
+            return None
         if lease["released"]:
             return None
         return Holder(
@@ -157,7 +170,11 @@ class StatusReader:
 
     def _file(self, path: Path) -> _File:
         if path not in self._files:
-            self._files[path] = _read_file(path)
+            try:
+                self._files[path] = _read_file(path)
+            except DamagedFileError as error:
+                self._damaged[path] = error.reason
+                return _File(0, 0, 0.0)
         return self._files[path]
 
     def _tokens_per_s(self, now_s: float) -> float | None:
@@ -196,11 +213,12 @@ class StatusReader:
 
 
 def _read_file(path: Path) -> _File:
-    metadata = pq.read_metadata(path)
     failed: tuple[str, ...] = ()
-    if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
-        table = pq.read_table(path, columns=["status", "error"]).to_pydict()
-        failed = tuple(error for status, error in zip(*table.values(), strict=True) if status == "error")
+    with own_file(path):
+        metadata = pq.read_metadata(path)
+        if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
+            table = pq.read_table(path, columns=["status", "error"]).to_pydict()
+            failed = tuple(error for status, error in zip(*table.values(), strict=True) if status == "error")
     return _File(metadata.num_rows, len(failed), path.stat().st_mtime, failed[:10])
 
 

@@ -167,7 +167,7 @@ def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypat
         assert claims.result_files(taken.folder) == []
         other.complete(taken)
         mine.complete(claim)  # too late: the unit was completed by the other claim
-        assert claims.winning_claim(run, 0) == taken.folder
+        assert claims.done_mark(run, 0).claim == taken.folder
 
 
 @pytest.mark.parametrize("num_earlier", [2, 10_001])

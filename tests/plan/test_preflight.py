@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.preflight import check_job
 from batchinfer.records import ModelError
+from batchinfer.rundir import RunDir, publish_json, read_state
 from batchinfer.stop import StopSignal
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
@@ -192,9 +192,8 @@ def test_a_run_that_learns_from_another_is_refused_as_early(tmp_path, model):
 def test_an_interrupted_plan_does_not_go_on_with_what_cannot_run_here(tmp_path, model):
     job = job_of(tmp_path)
     assert batchinfer("plan", job).code == 0
-    path = tmp_path / "run" / "run.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "state": "planning"}))
+    run = RunDir(tmp_path / "run")
+    publish_json(run.run_json, {**read_state(run), "state": "planning"})
     shutil.rmtree(tmp_path / "run" / "tokens")
     assert "cannot run here" in refused("run", job, "--set", "cluster.backend=hopper")
     assert not (tmp_path / "run" / "tokens").exists()

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.controller import result_files
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
@@ -129,7 +129,7 @@ def write_results(run: RunDir, replicated_tokens: dict[int, int], failed_row: in
         for unit in {row["unit"] for row in rows}:
             claim = claims.try_claim(unit)
             mine = [row for row in rows if row["unit"] == unit]
-            pq.write_table(pa.Table.from_pylist(mine, schema=RESULTS.schema), claim.folder / "part-00000.parquet")
+            result_files.write_results(claim.folder, 0, pa.Table.from_pylist(mine, schema=RESULTS.schema))
             claims.complete(claim)
 
 

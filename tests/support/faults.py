@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.controller.result_files import write_results
 from batchinfer.plan import packing
+from batchinfer.rundir import publish_json, read_json
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
 # many small steps and commits, in plain PyTorch: in C++ all is done before it can be disturbed
@@ -41,17 +43,18 @@ def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[
     return folder, output_bytes(folder / "run")
 
 
-def plan_units(job: Path, run: Path) -> Path:
+def plan_units(job: Path, run: Path, *options: str) -> Path:
     """The job planned into more units than one, in this run folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
-        assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+        assert batchinfer("plan", job, *options, "--set", f"output.dir={run}").code == 0
     return run
 
 
 def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
     """Make error rows of some results, as if these requests had brought the ranks down; their (shard, row)."""
     failed: list[tuple[int, int]] = []
+    new_names = {}
     for path in sorted(run.glob("units/*/*/part-*.parquet")):
         table = pq.read_table(path)
         if len(failed) == num_failed or len(table) < 2:
@@ -59,8 +62,15 @@ def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
         rows = table.to_pylist()
         rows[0] |= {"status": "error", "error": "the rank died", "text": "", "token_ids": [], "finish_reason": "error"}
         failed.append((rows[0]["shard"], rows[0]["row"]))
-        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+        path.unlink()
+        write_results(path.parent, int(path.stem.split("-")[1]), pa.Table.from_pylist(rows, schema=table.schema))
+        new_names[path] = next(path.parent.glob(f"{path.stem.rpartition('-')[0]}-*"))
     assert len(failed) == num_failed
+    for mark in (run / "done").iterdir():
+        content = read_json(mark)
+        files = [new_names.get(run / name, run / name) for name in content["files"]]
+        sizes = {str(file.relative_to(run)): file.stat().st_size for file in files}
+        publish_json(mark, {**content, "files": sizes})
     return failed
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
+from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.plan.plan_tables import write_plan
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.requests import plan_requests, sampling_keys
@@ -23,19 +24,30 @@ from support.prompt_corpus import shards_of
 def main(folder: Path, memory_bytes: int) -> None:
     run, sampling = RunDir(folder), SamplingConfig(max_tokens=100).to_sampling()
     shards = shards_of(run)
+    manifest = Manifest(folder)
+    for shard in shards:
+        manifest.add(run.tokens(shard.index), file_checksums(run.tokens(shard.index)))
     seconds: dict[str, float] = {}
     with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=memory_bytes) as prefixes:
         started = time.monotonic()
-        rows = load_rows(run, shards, prefixes.add)
+        rows = load_rows(run, manifest, shards, prefixes.add)
         seconds["read and sort"] = time.monotonic() - started
         plan = prefixes.plan()
         seconds["merge"] = time.monotonic() - started - sum(seconds.values())
         planned = plan_requests(rows, plan, sampling)
-        keys = sampling_keys(run, shards, rows, planned, sampling)
+        keys = sampling_keys(run, manifest, shards, rows, planned, sampling)
         seconds["requests"] = time.monotonic() - started - sum(seconds.values())
         disk_bytes = sum(file.stat().st_size for file in run.plan_scratch.glob("*"))
         write_plan(
-            run, rows, planned, keys, prefixes.in_order(), num_ranks=1, block_tokens=PAGE_TOKENS, answer_lengths={}
+            run,
+            manifest,
+            rows,
+            planned,
+            keys,
+            prefixes.in_order(),
+            num_ranks=1,
+            block_tokens=PAGE_TOKENS,
+            answer_lengths={},
         )
         seconds["merge and write"] = time.monotonic() - started - sum(seconds.values())
     # not getrusage: its maximum begins with that of the process that started this one

@@ -1,0 +1,57 @@
+"""What is computed stays when a plan is made anew, as far as its units have the same rows in it."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.result_files import result_keys, sound_files
+from batchinfer.data.parquet import own_file
+from batchinfer.manifest import Manifest
+from batchinfer.progress import note
+from batchinfer.records import DamagedFileError, RequestKey
+from batchinfer.run.quarantine import set_aside
+from batchinfer.rundir import RunDir
+
+
+def keep_same_units(run: RunDir, manifest: Manifest) -> None:
+    """Set aside the results of units that have other rows now.
+
+    Args:
+        manifest: of the new plan.
+
+    Raises:
+        ConfigError: a folder cannot be written.
+    """
+    planned = _planned_keys(run, manifest)
+    folders = sorted(folder for folder in run.unit_folders.glob("*") if folder.name.isdecimal())
+    kept = sum(_is_same(run, int(folder.name), planned.get(int(folder.name), set())) for folder in folders)
+    note(f"{kept:,} of {len(folders):,} units that were begun have the same rows as before and keep their results")
+
+
+def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
+    try:
+        mark = done_mark(run, unit)
+    except DamagedFileError as error:
+        set_aside(run, error.path, error.reason)
+        mark = None
+    claim = last_claim(run, unit)
+    files = list(mark.files) if mark is not None else [] if claim is None else result_files(claim)
+    keys = {key for path in sound_files(run, files) for key in result_keys(path)}
+    if mark is not None and keys != planned:
+        set_aside(run, run.done(unit), "the unit has other rows now, or results are gone")
+    if keys <= planned:
+        return True
+    set_aside(run, run.unit(unit), "it has other rows now")
+    return False
+
+
+def _planned_keys(run: RunDir, manifest: Manifest) -> dict[int, set[RequestKey]]:
+    keys: dict[int, set[RequestKey]] = {}
+    columns = ["unit", "shard", "row", "sample"]
+    with own_file(run.requests), pq.ParquetFile(pa.PythonFile(manifest.open(run.requests), mode="r")) as file:
+        for batch in file.iter_batches(columns=columns):
+            for unit, *key in zip(*(batch[name].to_pylist() for name in columns), strict=True):
+                keys.setdefault(unit, set()).add(RequestKey(*key))
+    return keys

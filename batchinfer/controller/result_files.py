@@ -1,0 +1,62 @@
+"""Result files of units: named by what they hold, part-<number>-<digest>.parquet, so that damage shows by the name."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.parquet import own_file
+from batchinfer.manifest import ChecksummedWriter, file_checksums
+from batchinfer.progress import note
+from batchinfer.records import DamagedFileError, RequestKey
+from batchinfer.run.quarantine import set_aside
+from batchinfer.rundir import RunDir, published
+
+
+def write_results(folder: Path, number: int, table: pa.Table) -> None:
+    """Publish a result file (schemas.RESULTS) in a claim's folder.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    content = io.BytesIO()
+    checked = ChecksummedWriter(content)
+    pq.write_table(table, checked, compression="zstd")
+    with published(folder / f"part-{number:05d}-{checked.checksums.digest}.parquet") as temporary:
+        temporary.write_bytes(content.getbuffer())
+
+
+def own_files(claim: Path) -> list[Path]:
+    """The result files that a claim itself has written, in order."""
+    return sorted(claim.glob("part-*.parquet"))
+
+
+def damage(path: Path) -> str | None:
+    """Why a result file is not what its name says; None: it is."""
+    try:
+        digest = file_checksums(path).digest
+    except DamagedFileError as error:
+        return error.reason
+    return None if path.stem.rpartition("-")[2] == digest else "its bytes are not those that were written"
+
+
+def sound_files(run: RunDir, files: list[Path]) -> list[Path]:
+    """Those of these result files that are whole; the others are set aside, and their rows are to be computed again."""
+    sound = []
+    for path in files:
+        reason = damage(path)
+        if reason is None:
+            sound.append(path)
+        elif not set_aside(run, path, reason):
+            note(f"warning: {path} is missing; its rows are computed again")
+    return sound
+
+
+def result_keys(path: Path) -> list[RequestKey]:
+    """The requests whose results a result file has."""
+    with own_file(path):
+        table = pq.read_table(path, columns=["shard", "row", "sample"])
+    return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]

@@ -1,0 +1,111 @@
+"""Everything a run folder vouches for, read and compared; nothing in it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.config import load_job
+from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.result_files import damage
+from batchinfer.data.parquet import own_file
+from batchinfer.manifest import Manifest
+from batchinfer.progress import Progress
+from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.rundir import RunDir, plan_again, read_json, read_state
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """A file that is not what was written, and what to do."""
+
+    file: str  # below the run folder
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was compared."""
+
+    files: int
+    damaged: list[DamagedFile]
+
+
+Check = tuple[Path, Callable[[], object], str]  # a file, what raises when it is damaged, what to do then
+
+
+def verify_run(run: RunDir) -> Verified:
+    """Check every file of a run folder that a plan, a mark or an output of it depends on.
+
+    Raises:
+        ConfigError: it is not a run folder.
+    """
+    checks = list(_checks(run))
+    if not checks:
+        raise ConfigError(f"{run.root} is not a run folder of batchinfer; give a job's output.dir")
+    damaged = []
+    with Progress("verify", len(checks), "files") as progress:
+        for path, check, remedy in checks:
+            try:
+                check()
+            except DamagedFileError as error:
+                damaged.append(DamagedFile(path.relative_to(run.root).as_posix(), error.reason, remedy))
+            except ConfigError as error:  # of job.toml
+                damaged.append(DamagedFile(path.name, str(error), remedy))
+            progress.advance(1)
+    return Verified(len(checks), damaged)
+
+
+def _checks(run: RunDir) -> Iterator[Check]:
+    manifest = Manifest(run.root)
+    if run.run_json.exists() or run.job.exists():
+        yield run.run_json, partial(read_state, run), plan_again(run.root)
+        yield run.job, partial(load_job, run.job), "`batchinfer plan` with the job's own .toml file writes it again"
+        with suppress(DamagedFileError):  # found by the check above
+            manifest = Manifest(run.root, read_state(run).get("files"))
+    write_again = f"`batchinfer finish {run.root}` writes all outputs again"
+    for path in manifest:
+        remedy = write_again if path.is_relative_to(run.outputs) else plan_again(run.root)
+        yield path, partial(manifest.check, path), remedy
+    yield from _unit_checks(run)
+    for path in sorted(run.stats.rglob("*.parquet")):
+        yield path, partial(_read_through, path), "delete it: statistics do without it"
+    for path in [*sorted(run.slurm.glob("[0-9]*.json")), *run.root.glob(run.published.name)]:
+        yield path, partial(read_json, path), "delete it"
+
+
+def _unit_checks(run: RunDir) -> Iterator[Check]:
+    repair = f"`batchinfer finish {run.root}` sets it aside, and `batchinfer work` computes what is gone"
+    for folder in sorted(folder for folder in run.unit_folders.glob("*") if folder.name.isdecimal()):
+        unit = int(folder.name)
+        mark = None
+        try:
+            mark = done_mark(run, unit)
+        except DamagedFileError:
+            yield run.done(unit), partial(done_mark, run, unit), repair
+        claim = last_claim(run, unit)
+        files = list(mark.files) if mark is not None else [] if claim is None else result_files(claim)
+        for path in files:
+            yield path, partial(_compare, path), repair
+        if mark is None and claim is not None:
+            for path in (claim / "lease.json", claim / "claim.json"):
+                yield path, partial(read_json, path), "the next `batchinfer work` does without it"
+
+
+def _compare(path: Path) -> None:
+    reason = damage(path)
+    if reason is not None:
+        raise DamagedFileError(path, reason)
+
+
+def _read_through(path: Path) -> None:
+    with own_file(path), pq.ParquetFile(pa.OSFile(str(path)), page_checksum_verification=True) as file:
+        for _ in file.iter_batches():
+            pass

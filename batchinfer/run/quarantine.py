@@ -1,0 +1,35 @@
+"""Damaged files are set aside under quarantine/, by the path that they had: nobody reads them, nothing is deleted."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from batchinfer.progress import note
+from batchinfer.rundir import RunDir, cannot_write, sync_folder
+
+
+def set_aside(run: RunDir, path: Path, reason: str) -> bool:
+    """Move a damaged file of the run folder away and say so.
+
+    Returns:
+        False when it is not there, or somebody else was quicker.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    target = run.quarantine / path.relative_to(run.root)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            if not target.exists():
+                break
+            target = target.with_name(f"{path.name}.{number}")
+        path.rename(target)
+        sync_folder(path.parent)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise cannot_write(target, error) from None
+    note(f"warning: {path} is set aside as {target}: {reason}")
+    return True
