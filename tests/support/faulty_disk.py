@@ -93,7 +93,8 @@ def disturb(disk: FaultyDisk, folder: Path, deed: str, at: int) -> str:
         touched = [Path(line[1]) for line in lines if Path(line[1]).is_file() and Path(line[1]).stat().st_size]
         if touched:
             flip_bit(touched[-1], random.Random(at))
-    story = [f"{deed} at {at}: {' '.join(lines[-1][:2]) if lines else ''}, exit {ended.returncode}"]
+    said = ended.stderr.strip().splitlines()[-1:] if ended.returncode > 0 else []
+    story = [f"{deed} at {at}: {' '.join(lines[-1][:2]) if lines else ''}, exit {ended.returncode}", *said]
     for _ in range(MOST_COMMANDS):
         again = batchinfer("run", disk.job, "--set", f"output.dir={run}")
         _expect_no_traceback(again.err)
@@ -149,11 +150,13 @@ def _undo(line: Sequence[str]) -> None:
         shutil.rmtree(path)
     elif what == "create":
         path.unlink(missing_ok=True)
+    elif not path.parent.is_dir():  # what was in a folder that is gone is gone
+        return
     elif what == "remove folder":
         path.mkdir(exist_ok=True)
-    elif what == "remove" and line[2] and path.parent.is_dir():
+    elif what == "remove" and line[2]:
         os.link(line[2], path)
-    elif what == "rename" and os.path.exists(line[2]) and path.parent.is_dir():
+    elif what == "rename" and os.path.exists(line[2]):
         os.rename(line[2], path)
         if line[3]:
             os.link(line[3], line[2])
