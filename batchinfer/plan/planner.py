@@ -23,6 +23,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
@@ -38,6 +39,7 @@ from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.publish import claim_place
 from batchinfer.run.session import Session
+from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, refuse_bad_rows
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
@@ -79,7 +81,7 @@ def plan_job(
     run = RunDir(Path(job.output.dir))
     if can_run_here is not None:
         can_run_here()
-    with _locked(run):
+    with _locked(run, job):
         claim_place(job, fingerprint)
         state = _open_run(run, job, fingerprint, shards)
         session.attach(run)
@@ -221,10 +223,13 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 
 @contextmanager
-def _locked(run: RunDir) -> Iterator[None]:
-    """Only one plan at a time in a run folder, which holds nothing else and can hold a run."""
+def _locked(run: RunDir, job: JobConfig) -> Iterator[None]:
+    """Only one plan at a time in a run folder, which holds nothing else, can hold a run and is nobody else's."""
+    gid = group_id(job.output.shared_group, "output.shared_group")
     try:
-        run.root.mkdir(parents=True, exist_ok=True)
+        run.root.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(run.root, gid)
+        trust_run(run, job)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if foreign and not run.run_json.exists():
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")

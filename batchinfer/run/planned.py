@@ -7,6 +7,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_json
 
 
@@ -14,7 +15,7 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
     """The run folder and job behind a job file or a run folder.
 
     Raises:
-        ConfigError: there is no such file or folder, or the job has no plan yet.
+        ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
         RunMismatchError: the job's settings are not those of the plan.
     """
     if target.is_dir():
@@ -28,7 +29,11 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
     else:
         job = load_job(target, overrides)
         run = RunDir(Path(job.output.dir))
-    if not run.run_json.exists() or read_json(run.run_json)["state"] == "planning":
+    has_plan = run.run_json.exists()
+    if has_plan:
+        trust_run(run, job)
+        has_plan = read_json(run.run_json)["state"] != "planning"
+    if not has_plan:
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
     check_same(read_json(run.run_json)["fingerprint"], settings_fingerprint(job), run.root)
     return run, job

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, cannot_write
+from batchinfer.rundir import TEMPORARY, RunDir, cannot_write, remove_leftovers
 
 REMEDY = (
     "choose a folder on a local disk or a shared file system (NFS, Lustre, CephFS), and use output.publish for s3://"
@@ -23,17 +23,18 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def check_file_system(run: RunDir) -> None:
-    """Try what a run folder needs, in a small folder of its own that is gone afterwards.
+    """Try what a run folder needs, in a small folder of its own that is gone afterwards; old left-over ones go, too.
 
     Raises:
         ConfigError: the folder cannot be written, or something is missing; the message says what.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".probe-", dir=run.root))
+        folder = Path(tempfile.mkdtemp(prefix=".probe-", suffix=TEMPORARY, dir=run.root))
     except OSError as error:
         raise ConfigError(
             f"cannot write output.dir {run.root}: {error.strerror or error}; choose another folder"
         ) from None
+    remove_leftovers(run.root)
     try:
         _create_once(folder)
         _rename_over(folder)
