@@ -34,8 +34,8 @@ def group_id(name: str | None, setting: str) -> int | None:
     if name is None:
         return None
     try:
-        gid = int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
-    except (KeyError, ValueError):
+        gid = int(name) if name.isdecimal() and len(name) < 10 else grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):  # ValueError: a NUL in it
         raise ConfigError(f"{setting} is {name!r}, but this machine knows no such group; see `id`") from None
     if os.geteuid() != 0 and gid not in (os.getegid(), *os.getgroups()):
         raise ConfigError(f"{setting} is {name!r}, but {user_name(os.geteuid())} is no member of it; see `id`")
