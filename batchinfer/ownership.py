@@ -144,8 +144,8 @@ def _is_private_group(uid: int, gid: int) -> bool:
     try:
         group = grp.getgrgid(gid)
         return uid == gid and group.gr_name == pwd.getpwuid(uid).pw_name and not group.gr_mem
-    except KeyError:
-        return False
+    except KeyError:  # containers often have no names for their host's users
+        return uid == gid
 
 
 def _group_name(gid: int) -> str:

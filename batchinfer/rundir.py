@@ -304,5 +304,5 @@ def sync_folder(folder: Path) -> None:
 
 def _create_beside(target: Path, folder: Path, mode: int) -> tuple[int, Path]:
     """A new file for what is to become `target`, with this mode less the umask."""
-    path = folder / f".{target.name}.{secrets.token_hex(6)}{TEMPORARY}"
+    path = folder / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path

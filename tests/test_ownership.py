@@ -69,6 +69,20 @@ def test_a_users_own_group_of_one_counts_as_the_user(tmp_path, monkeypatch):
         check_folder(tmp_path, None, setting="output.dir")
 
 
+@pytest.mark.parametrize(("uid", "gid", "is_private"), [(54321, 54321, True), (54321, 54322, False)])
+def test_a_user_without_a_name_has_a_group_of_the_same_number(tmp_path, uid, gid, is_private):
+    """As root in a container sees a folder of its host's user."""
+    if os.getuid() != 0:
+        pytest.skip("NOT TESTED: only root can give a folder away")
+    os.chown(tmp_path, uid, gid)
+    tmp_path.chmod(0o775)
+    if is_private:
+        assert "belongs to user 54321" in (check_folder(tmp_path, None, setting="output.dir") or "")
+    else:
+        with pytest.raises(ConfigError, match="can be written by group 54322"):
+            check_folder(tmp_path, None, setting="output.dir")
+
+
 def test_root_runs_no_other_users_code(tmp_path):
     if os.getuid() != 0:
         pytest.skip("NOT TESTED: only root can give a folder away")

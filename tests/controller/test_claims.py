@@ -36,6 +36,7 @@ with UnitClaims(RunDir(Path(sys.argv[1]))) as claims:
     print(claims.try_claim(0) is not None)
 """
 NEW_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+WITH_OLD_PROC = ["unshare", "--pid", "--fork", "--kill-child"]  # where /proc has other numbers than getpid()
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,19 @@ def can_claim(folder, *before):
 
 
 @pytest.mark.usefixtures("unshare")
-@pytest.mark.parametrize("where", ["holder", "asker", "both"])
-def test_a_worker_in_another_pid_namespace_is_not_taken_for_dead(tmp_path, where):
-    around = {"holder": (NEW_NAMESPACE, []), "asker": ([], NEW_NAMESPACE), "both": (NEW_NAMESPACE, NEW_NAMESPACE)}
-    of_holder, of_asker = around[where]
+@pytest.mark.parametrize(
+    ("of_holder", "of_asker"),
+    [
+        (NEW_NAMESPACE, []),
+        ([], NEW_NAMESPACE),
+        (NEW_NAMESPACE, NEW_NAMESPACE),
+        (WITH_OLD_PROC, []),
+        ([], WITH_OLD_PROC),
+        (WITH_OLD_PROC, WITH_OLD_PROC),
+    ],
+    ids=["holder", "asker", "both", "holder, old proc", "asker, old proc", "both, old proc"],
+)
+def test_a_worker_in_another_pid_namespace_is_not_taken_for_dead(tmp_path, of_holder, of_asker):
     holder = process(HOLD, tmp_path, *of_holder)
     try:
         assert holder.stdout.readline().strip() == "True"
