@@ -270,15 +270,11 @@ def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
     """
     now_s = file_system_s(folder)
     for root, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
+        for name in (name for name in [*folders, *files] if name.startswith(".") and name.endswith(TEMPORARY)):
             path = Path(root, name)
             try:
-                if (
-                    not (name.startswith(".") and name.endswith(TEMPORARY))
-                    or now_s - path.lstat().st_mtime < LEFTOVER_S
-                ):
-                    continue
-                shutil.rmtree(path) if name in folders else path.unlink()
+                if now_s - path.lstat().st_mtime >= LEFTOVER_S:
+                    shutil.rmtree(path) if name in folders else path.unlink()
             except FileNotFoundError:  # it has just got its name
                 continue
             except OSError as error:

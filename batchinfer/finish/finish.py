@@ -100,6 +100,7 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
             yield
             if is_last:
                 shutil.rmtree(run.work, ignore_errors=True)
+                remove_leftovers(run.root)
                 for folder in (run.requests.parent, run.tokens(0).parent, run.unit_folders, run.done_marks, run.stats):
                     remove_leftovers(folder, deep=True)
         finally:
