@@ -90,6 +90,10 @@ def main(spare: SpareRank | None = None) -> None:
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
+    except PermissionError as error:
+        where = f"cannot open {error.filename}: {error.strerror}; run this as the user who owns it"
+        click.echo(f"error: {sanitize(where)}", err=True)
+        sys.exit(ExitCode.BAD_JOB)
     except OSError as error:
         click.echo(f"error: {sanitize(str(error))}", err=True)
         sys.exit(ExitCode.INTERNAL)

@@ -74,6 +74,9 @@ class OutputConfig(_Part):
     publish: Text | None = Field(
         None, description="URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"
     )
+    shared_group: Text | None = Field(
+        None, description="group whose members may all work in the run folder; unset: only this user enters it"
+    )
 
     @field_validator("dir")
     @classmethod
@@ -213,6 +216,9 @@ class KvConfig(_Part):
     """The KV store on disk: prompt prefixes that this or an earlier job has computed are read instead."""
 
     dir: Text | None = Field(None, description="folder of the store; unset: no store")
+    shared_group: Text | None = Field(
+        None, description="group whose members all use the store and trust each other; unset: only this user does"
+    )
     max_bytes: Count | None = Field(None, description="size bound of the store")
     block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
     persist: Literal["shared", "all", "none"] = Field(

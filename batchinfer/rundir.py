@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, InputError
 
 CHECKSUM = "xxh3"  # key of a JSON document's own checksum
+
+TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
+NAME_BYTES = 100  # of what it is to become, in its name
+LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a process that has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +177,21 @@ def published(target: Path, scratch: Path | None = None, *, mode: int = 0o666) -
     try:
         for folder in {target.parent, scratch or target.parent}:
             folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=scratch or target.parent)
+        handle, temporary = _create_beside(target, scratch or target.parent, mode)
     except OSError as error:
         raise cannot_write(target, error) from None
     os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, mode & ~_umask())
         sync_file(temporary)
         temporary.rename(target)
         sync_folder(target.parent)
-    except OSError as error:
-        raise cannot_write(target, error) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # a disk that fails: `remove_leftovers` comes later
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(target, error) from None
+        raise
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
@@ -265,30 +272,31 @@ def refuse_bad_rows(run: RunDir) -> None:
         )
 
 
-def create_exclusively(path: Path, text: str) -> bool:
+def create_exclusively(path: Path, text: str, *, mode: int = 0o666) -> bool:
     """Create `path` with `text` in it unless it exists; True for the one process that did.
 
     The content is complete when the name appears: it is written beside and linked (link fails when the name is taken).
+    `mode` is as in `published`.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, temporary = _create_beside(path, path.parent, mode)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(name, path)
+                os.link(temporary, path)
             except FileExistsError:
                 return False
             sync_folder(path.parent)
             return True
         finally:
-            os.unlink(name)
+            os.unlink(temporary)
     except OSError as error:
         raise cannot_write(path, error) from None
 
@@ -302,6 +310,27 @@ def file_system_s(folder: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()  # the folder can only be read
+
+
+def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
+    """Delete the temporary files and folders in a folder that dead processes left there, LEFTOVER_S ago or longer.
+
+    Args:
+        deep: in all folders below it, too.
+    """
+    now_s = file_system_s(folder)
+    for root, folders, files in os.walk(folder):
+        for name in (name for name in [*folders, *files] if name.startswith(".") and name.endswith(TEMPORARY)):
+            path = Path(root, name)
+            try:
+                if now_s - path.lstat().st_mtime >= LEFTOVER_S:
+                    shutil.rmtree(path) if name in folders else path.unlink()
+            except FileNotFoundError:  # it has just got its name
+                continue
+            except OSError as error:
+                note(f"warning: cannot delete {path}, which nobody needs: {error.strerror or error}")
+        if not deep:
+            break
 
 
 def sync_file(path: Path) -> None:
@@ -319,8 +348,8 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _umask() -> int:
-    # the only way to read the umask is to set it
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+def _create_beside(target: Path, folder: Path, mode: int) -> tuple[int, Path]:
+    """A new file for what is to become `target`, with this mode less the umask."""
+    start = os.fsdecode(os.fsencode(target.name)[:NAME_BYTES])  # the whole is no longer than a long name of a target
+    path = folder / f".{start}.{secrets.token_hex(4)}{TEMPORARY}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path

@@ -27,6 +27,7 @@ from batchinfer.launch import rank_watcher
 from support import rank_forge
 from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
+from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
@@ -46,6 +47,13 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     """A KV store in tmp_path / "kv"."""
     with closing(open_store(tmp_path / "kv")) as store:
         yield store
+
+
+@pytest.fixture
+def everyones_folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    with open_folder() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from numba import njit
+
+from batchinfer.ownership import check_folder
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,6 +21,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     are in the same file.
     """
     try:
-        return njit(function, cache=True, nogil=True)
+        kept = njit(function, cache=True, nogil=True)
     except RuntimeError:  # neither __pycache__ nor the user's cache folder can be written
         return njit(function, nogil=True)
+    # nothing is kept when numba is switched off (NUMBA_DISABLE_JIT)
+    folder = kept.stats.cache_path if hasattr(kept, "stats") else None
+    source = Path(function.__code__.co_filename).parent
+    return (
+        kept if folder is None or Path(folder).parent == source or _is_trusted(folder) else njit(function, nogil=True)
+    )
+
+
+@functools.cache
+def _is_trusted(folder: str) -> bool:
+    """Whether nobody else can have put code into the user's cache folder; beside the source they could change that."""
+    try:
+        check_folder(Path(folder), None, setting="NUMBA_CACHE_DIR", holds_code=True)
+    except ConfigError as error:
+        note(f"warning: functions are compiled anew each time: {error}")
+        return False
+    return True

@@ -15,9 +15,9 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import secrets
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +29,16 @@ from batchinfer.controller.result_files import own_files, sound_files
 from batchinfer.host_info import node_name, slurm_restarts, slurm_task
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, cannot_write, create_exclusively, json_text, publish_json, read_json
+from batchinfer.rundir import (
+    TEMPORARY,
+    RunDir,
+    cannot_write,
+    create_exclusively,
+    json_text,
+    publish_json,
+    read_json,
+    remove_leftovers,
+)
 
 HEARTBEAT_S = 5.0
 LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
@@ -109,7 +118,6 @@ class UnitClaims:
         # whole before anybody sees them: the folder gets its name afterwards
         _write(made / "lease.json", _lease(released=False))
         _write(made / "claim.json", {"inherited": names})
-        made.chmod(0o755)
         if not _put(made, target):
             return None
         return Claim(unit, target, tuple(inherited))
@@ -199,7 +207,6 @@ def offer_again(run: RunDir, unit: int, *, inherited: list[Path], fill: Callable
     _write(made / "lease.json", _lease(released=True))
     _write(made / "claim.json", {"inherited": [str(path.relative_to(run.root)) for path in inherited]})
     fill(made)
-    made.chmod(0o755)
     return _put(made, run.claim(unit, name))
 
 
@@ -227,16 +234,34 @@ def _lease(*, released: bool) -> dict[str, Any]:
 
 
 def _new_folder(unit: Path) -> Path:
-    """A claim folder without a name yet.
+    """A claim folder without a name yet; those that dead processes left in a unit claimed before are deleted.
 
     Raises:
         ConfigError: the disk is full or read only.
     """
+    made = unit / f".claim-{secrets.token_hex(6)}{TEMPORARY}"
     try:
-        unit.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".claim-", dir=unit))
+        try:
+            unit.mkdir(parents=True)
+        except FileExistsError:
+            _remove_nameless(unit)
+        made.mkdir()
     except OSError as error:
         raise cannot_write(unit, error) from None
+    return made
+
+
+def _remove_nameless(unit: Path) -> None:
+    """Delete claim folders that never got a name: those of the known dead at once, others when they are old."""
+    nameless = list(unit.glob(f".claim-*{TEMPORARY}"))
+    for made in nameless:
+        try:
+            if _is_dead(read_json(made / "lease.json")):
+                shutil.rmtree(made)
+        except (ConfigError, FileNotFoundError):  # not written that far, or deleted by another process
+            continue
+    if nameless:
+        remove_leftovers(unit)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -292,27 +317,45 @@ def _claim_folders(unit: Path) -> list[Path]:
 
 
 def _is_dead(lease: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host that has ended; of other hosts' processes nothing is known here."""
-    boot, holder = _boot(), lease["process"]
-    is_here = lease["host"] == socket.gethostname() and boot is not None and str(holder).startswith(boot)
-    return is_here and _process_identity(lease["pid"]) != holder
+    """Whether the holder, a process that this one would see in /proc, has ended; of others nothing is known here."""
+    numbering, holder = _process_numbering(), str(lease["process"])
+    is_visible = lease["host"] == socket.gethostname() and numbering is not None and holder.startswith(f"{numbering}:")
+    return is_visible and not _exists(lease["pid"], holder)
 
 
 @functools.cache
-def _boot() -> str | None:
-    """Names this start of this host's kernel: hosts of one name are told apart by it."""
+def _process_numbering() -> str | None:
+    """Names what gives this process its number: this start of the host's kernel, and the PID namespace in it.
+
+    Containers on one host may have the same host name and boot, but other processes under the same numbers. None where
+    /proc does not say, or is that of another namespace.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace, own_number = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self")
     except OSError:
         return None
+    return f"{boot}:{namespace}" if own_number == str(os.getpid()) else None
 
 
 def _process_identity(pid: int) -> str | None:
-    """Names one process for ever, also after its number is used again: boot and start time; None when it is gone."""
-    boot = _boot()
+    """Names one process for ever, also after its number is used again; None when it has ended or cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     # a zombie has ended already: it only waits to be collected
-    return None if fields[0] in ("Z", "X") else f"{boot}:{fields[19]}"
+    return None if fields[0] in ("Z", "X") else f"{_process_numbering()}:{fields[19]}"
+
+
+def _exists(pid: int, identity: str) -> bool:
+    """Whether a process is still there; one of another user may be hidden in /proc."""
+    if Path(f"/proc/{pid}").exists():
+        return _process_identity(pid) == identity
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is there
+        pass
+    return True

@@ -20,7 +20,7 @@ from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
 from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.rundir import RunDir, publish_json, read_state, remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,9 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
             yield
             if is_last:
                 shutil.rmtree(run.work, ignore_errors=True)
+                remove_leftovers(run.root)
+                for folder in (run.requests.parent, run.tokens(0).parent, run.unit_folders, run.done_marks, run.stats):
+                    remove_leftovers(folder, deep=True)
         finally:
             shutil.rmtree(run.finish_scratch, ignore_errors=True)
             with suppress(OSError):  # others have something in it

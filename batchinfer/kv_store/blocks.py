@@ -19,7 +19,7 @@ import numpy as np
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES
 from batchinfer.records import ConfigError
 
-LAYOUT_VERSION = 1  # of block files and of the order of values in them
+LAYOUT_VERSION = 2  # of block files and of the order of values in them
 NAME_BYTES = 32
 SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
 MAX_LABEL = 64  # characters of the readable words, so that a header has room for them

@@ -16,7 +16,7 @@ from batchinfer.kv_store.file_writer import FileWriter
 from batchinfer.kv_store.index import BlockIndex, FileSpan
 from batchinfer.kv_store.next_uses import LEASE_SECONDS, BlockClaims
 from batchinfer.kv_store.session import StoreSession, publish_history
-from batchinfer.kv_store.store_dir import StoreDir, create_store
+from batchinfer.kv_store.store_dir import StoreDir, add_model, create_store, read_key
 from batchinfer.records import ConfigError
 
 TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
@@ -32,10 +32,13 @@ class DiskStore:
         folder: of the store; made when it is not there.
         identity: of the blocks that this process reads and writes.
         max_bytes: bound of all files in the folder; None: none.
+        gid: the group that shares the store; None: it is this user's alone.
     """
 
-    def __init__(self, folder: Path, identity: KvIdentity, *, max_bytes: int | None = None) -> None:
-        self.session = StoreSession(StoreDir(Path(folder)), identity)
+    def __init__(
+        self, folder: Path, identity: KvIdentity, *, max_bytes: int | None = None, gid: int | None = None
+    ) -> None:
+        self.session = StoreSession(StoreDir(Path(folder), gid), identity)
         self.store, self.identity, self.counters = self.session.store, identity, self.session.counters
         self._index = BlockIndex(self.store.model(identity))
         self._claims = BlockClaims(self.store, self.session.name)
@@ -104,7 +107,11 @@ class DiskStore:
 
     def _open(self) -> None:
         try:
-            create_store(self.store, self.identity)
+            warning = create_store(self.store)
+            if warning is not None:
+                self.session.problems.append(warning)
+            self.session.key = read_key(self.store)
+            add_model(self.store, self.identity)
             self._tell()
         except ConfigError as error:
             self.session.is_readable = self.session.is_writable = False

@@ -59,6 +59,7 @@ class FileReader:
             read_blocks(
                 descriptor,
                 parsed_name(span.file),
+                key=self._session.key,
                 identity=self._session.identity.digest,
                 block_bytes=self._session.identity.block_bytes,
                 wanted=blocks,

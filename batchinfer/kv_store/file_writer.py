@@ -17,7 +17,8 @@ from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.space_ledger import LockTimeoutError
 from batchinfer.kv_store.space_manager import SpaceManager
-from batchinfer.kv_store.store_dir import StoredFile
+from batchinfer.kv_store.store_dir import StoredFile, remove_temporary_files
+from batchinfer.ownership import make_folder
 
 FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
 
@@ -62,8 +63,10 @@ class FileWriter:
         return num_written
 
     def count_again(self) -> None:
-        """Free the space that killed processes had booked, and keep a bound that is lower than it was before."""
+        """Delete what killed processes left, free what they had booked, and keep a bound that is lower than before."""
         try:
+            if self._session.is_writable:
+                remove_temporary_files(self._session.store)
             with self._space_lock:
                 if self._session.is_writable and not self._space.is_within_bound():
                     self._space.shrink()
@@ -90,7 +93,7 @@ class FileWriter:
     def _write_file(self, blocks: Sequence[bytes], start: int, stop: int, content: np.ndarray) -> bool:
         name = FileName.of(blocks, start, stop)
         try:
-            header = make_header(self._session.identity, blocks, start, content)
+            header = make_header(self._session.identity, blocks, start, content, self._session.key)
             with self._space_lock:
                 ancestors = self._index.ancestors(name.parent)
                 booked = self._space.book(name, file_bytes(stop - start, self._session.identity.block_bytes), ancestors)
@@ -113,7 +116,7 @@ class FileWriter:
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:  # the first file in its folder
-                Path(path).parent.mkdir(0o700, exist_ok=True)
+                make_folder(Path(path).parent, self._session.store.gid)
                 os.rename(temporary, path)
         except OSError:
             # its space stays booked until files are counted again: whatever failed here may fail there too

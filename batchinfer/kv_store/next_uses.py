@@ -67,7 +67,7 @@ class BlockClaims:
         records = np.empty(len(own), _RECORD)
         records["block"] = np.fromiter((int.from_bytes(block, "little") for block in own), np.uint64, len(own))
         records["next_use"] = np.fromiter(own.values(), np.int64, len(own))
-        publish_private(self._store.claims / self._session, records.tobytes())
+        publish_private(self._store, self._store.claims / self._session, records.tobytes())
 
     def read_others(self) -> None:
         """Learn what other runs need; files that nobody renews any more are deleted."""

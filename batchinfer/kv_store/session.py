@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass, field, fields
-from itertools import count
 from typing import Any
 
 from batchinfer.kv_store.blocks import KvIdentity
@@ -30,11 +29,11 @@ _REMEDIES = {
     errno.ENOLCK: "mount the file system with locks or choose another kv.dir",
     errno.EOPNOTSUPP: "mount the file system with locks or choose another kv.dir",
 }
-_numbers = count()
 
 
 def _new_name() -> str:
-    return f"{int(time.time() * 1000):013d}-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+    # not by the number of this process: another container on this host may have one of the same number
+    return f"{int(time.time() * 1000):013d}-{socket.gethostname()}-{secrets.token_hex(6)}"
 
 
 @dataclass(slots=True)
@@ -78,6 +77,7 @@ class StoreSession:
     name: str = field(default_factory=_new_name)
     started_s: float = field(default_factory=time.time)
     counters: Counters = field(default_factory=Counters)
+    key: bytes = b""  # known once the store is open
     is_readable: bool = True
     is_writable: bool = True
     problems: list[str] = field(default_factory=list)  # sentences for the user that nobody has taken yet
@@ -115,7 +115,7 @@ def publish_history(session: StoreSession) -> None:
         "written_tokens": counts["written_blocks"] * identity.block_tokens,
         **counts,
     }
-    publish_private(store.history / f"{session.name}.json", document)
+    publish_private(store, store.history / f"{session.name}.json", document)
     # names begin with the time: the oldest come first
     finished = [name for name in list_folder(store.history) if not name.startswith(".")]
     for name in finished[:-MAX_SESSIONS]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batchinfer.kv_store.store_dir import StoreDir, list_folder, quarantined_files, stored_files
+from batchinfer.ownership import share_file
 
 LOCK_SECONDS = 10.0
 _POLL_SECONDS = 0.001
@@ -42,6 +43,7 @@ class SpaceLedger:
         """
         path = f"{self._store.writing}/{num_bytes}.{session}.tmp"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        share_file(descriptor, self._store.gid)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.add(num_bytes)
         return descriptor, path
@@ -82,7 +84,11 @@ def open_ledger(store: StoreDir) -> Iterator[SpaceLedger]:
         LockTimeoutError: not to be had within LOCK_SECONDS.
         OSError: the store is gone or cannot be written, or its file system has no locks.
     """
-    descriptor = os.open(store.used_bytes, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(store.used_bytes, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        share_file(descriptor, store.gid)
+    except FileExistsError:
+        descriptor = os.open(store.used_bytes, os.O_RDWR | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _try_lock(descriptor):

@@ -1,6 +1,7 @@
-"""Where things are in a KV store's folder, all of them readable by their owner only.
+"""Where things are in a KV store's folder, all of it for its owner only, or for the one group that shares the store.
 
 store.json                        what makes a folder a store
+key                               drawn with the store; whoever reads it can write blocks that are believed
 models/<digest>-<block bytes>/    identity.json, and <00 .. 63>/<name>.kv: the blocks (block_file.py)
 writing/<bytes>.<session>.tmp     files being written, each locked by its writer
 quarantine/                       damaged files, the latest few
@@ -13,25 +14,30 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.kv_store.block_file import FileName, file_bytes
+from batchinfer.kv_store.block_file import KEY_BYTES, FileName, file_bytes
 from batchinfer.kv_store.blocks import KvIdentity
+from batchinfer.ownership import check_folder, make_folder, share_file
 from batchinfer.records import ConfigError
+from batchinfer.rundir import TEMPORARY, create_exclusively, remove_leftovers
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 QUARANTINED_FILES = 16  # kept for a look at what happened
 
 
 class StoreDir:
-    """The paths of a store."""
+    """The paths of a store, and the group that shares it, if any."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, gid: int | None = None) -> None:
+        self.root, self.gid = root, gid
+        self.key = root / "key"
         self.marker = root / "store.json"
         self.models = root / "models"
         self.writing = root / "writing"
@@ -55,30 +61,77 @@ class StoredFile:
     model: str = ""  # folder of its model
 
 
-def create_store(store: StoreDir, identity: KvIdentity) -> None:
-    """Make a store of a new or empty folder, and room for a model in it; what is there already stays.
+def create_store(store: StoreDir) -> str | None:
+    """Make a store of a new or empty folder; one that is there already stays.
+
+    Returns:
+        A warning about who owns it, if any.
 
     Raises:
-        ConfigError: the folder holds other things, or a store of a newer version.
+        ConfigError: the folder holds other things, or a store of another version; or others may write in it.
         OSError: it cannot be written.
     """
-    make_folder(store.root)
+    store.root.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(store.root, store.gid)
+    warning = check_folder(store.root, store.gid, setting="kv.dir")
     if not store.marker.exists():
-        others = [name for name in os.listdir(store.root) if not name.startswith(".") and name != store.marker.name]
+        own = {store.marker.name, store.key.name}
+        others = [name for name in os.listdir(store.root) if not name.startswith(".") and name not in own]
         if others:
             raise ConfigError(f"{store.root} is not empty and no KV store (it holds {others[0]}); name another folder")
-        publish_private(store.marker, {"format": "batchinfer KV store", "version": STORE_VERSION})
-    check_store(store)
+        _make_key(store)
+        publish_private(store, store.marker, {"format": "batchinfer KV store", "version": STORE_VERSION})
+    check_version(store)
+    return warning
+
+
+def add_model(store: StoreDir, identity: KvIdentity) -> None:
+    """Make room for a model's blocks.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
     for folder in (store.models, store.writing, store.quarantine, store.claims, store.history, store.model(identity)):
-        make_folder(folder)
+        make_folder(folder, store.gid)
     label = store.model(identity) / "identity.json"
     if not label.exists():
-        publish_private(label, {"digest": identity.digest.hex(), **identity.describe()})
+        publish_private(store, label, {"digest": identity.digest.hex(), **identity.describe()})
 
 
-def check_store(store: StoreDir) -> None:
+def _make_key(store: StoreDir) -> None:
+    """Draw the store's key; of several processes that do, one wins."""
+    if create_exclusively(store.key, secrets.token_hex(KEY_BYTES), mode=0o600) and store.gid is not None:
+        store.key.chmod(0o640)
+
+
+def read_key(store: StoreDir) -> bytes:
+    """The key that checksums of blocks are made with.
+
+    Raises:
+        ConfigError: it is lost or damaged, or others may read it.
+        OSError: it cannot be read.
+    """
+    remedy = f"delete the folder {store.root} or name another: its blocks can be computed again"
+    try:
+        descriptor = os.open(store.key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ConfigError(f"the KV store {store.root} has lost its key; {remedy}") from None
+    with open(descriptor, "rb") as file:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & (0o077 if store.gid is None else 0o007):
+            raise ConfigError(f"others can read {store.key}, and with it forge blocks; {remedy}")
+        text = file.read(2 * KEY_BYTES + 1)
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"the KV store {store.root} has a damaged key; {remedy}")
+    return key
+
+
+def check_version(store: StoreDir) -> None:
     """Raises:
-    ConfigError: the folder is no store, or one of a newer version.
+    ConfigError: the folder is no store, or one of another version.
     """
     try:
         version = json.loads(store.marker.read_bytes())["version"]
@@ -89,20 +142,22 @@ def check_store(store: StoreDir) -> None:
         ) from None
     if version != STORE_VERSION:
         raise ConfigError(
-            f"the KV store {store.root} has version {version} and this program knows {STORE_VERSION}; "
-            "use the newer program or another folder"
+            f"the KV store {store.root} has version {version} and this program knows {STORE_VERSION}; use the program "
+            "that wrote it, or delete the folder or name another: its blocks can be computed again"
         )
 
 
-def make_folder(folder: Path) -> None:
-    """A folder for its owner only; one that exists stays as it is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def remove_temporary_files(store: StoreDir) -> None:
+    """Delete what killed processes left of small files; what they left of blocks is found by its lock."""
+    for folder in (store.root, store.claims, store.history, *map(store.models.joinpath, list_folder(store.models))):
+        remove_leftovers(folder)
 
 
-def publish_private(target: Path, document: Any) -> None:
-    """Write a small file (JSON, or bytes as they are) so that it is whole or absent, readable by its owner only."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+def publish_private(store: StoreDir, target: Path, document: Any) -> None:
+    """Write a small file (JSON, or bytes as they are) so that it is whole or absent, for the store's users only."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=TEMPORARY, dir=target.parent)
     try:
+        share_file(handle, store.gid)
         with open(handle, "wb") as file:
             file.write(document if isinstance(document, bytes) else json.dumps(document, indent=1).encode() + b"\n")
         os.rename(name, target)

@@ -17,7 +17,18 @@ from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.session import Counters, read_history
 from batchinfer.kv_store.space_ledger import LockTimeoutError, open_ledger
 from batchinfer.kv_store.space_manager import SpaceManager
-from batchinfer.kv_store.store_dir import StoredFile, StoreDir, check_store, quarantine, quarantined_files, stored_files
+from batchinfer.kv_store.store_dir import (
+    StoredFile,
+    StoreDir,
+    check_version,
+    quarantine,
+    quarantined_files,
+    read_key,
+    remove_temporary_files,
+    stored_files,
+)
+from batchinfer.ownership import check_folder, group_id, shared_with
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 
 VERIFY_THREADS = 4
@@ -45,16 +56,19 @@ def open_kv_store(target: Path) -> StoreDir:
     """The store in a folder, or the one that a job file (*.toml) names.
 
     Raises:
-        ConfigError: the folder is no store, or the job has none.
+        ConfigError: the folder is no store, others may write in it, or the job has none.
     """
-    folder = target
+    folder, gid = target, None
     if target.suffix == ".toml" and not target.is_dir():
         job = load_job(target)
         if job.kv.dir is None:
             raise ConfigError(f"the job {target} has no KV store; set kv.dir in it or name the store's folder")
-        folder = Path(job.kv.dir)
-    store = StoreDir(folder)
-    check_store(store)
+        folder, gid = Path(job.kv.dir), group_id(job.kv.shared_group, "kv.shared_group")
+    check_version(StoreDir(folder))
+    store = StoreDir(folder, shared_with(folder) if gid is None else gid)
+    warning = check_folder(folder, store.gid, setting="kv.dir")
+    if warning is not None:
+        note(warning)
     return store
 
 
@@ -88,10 +102,14 @@ def describe_store(store: StoreDir) -> dict[str, Any]:
 
 
 def verify_store(store: StoreDir) -> dict[str, Any]:
-    """Read every block and check it; damaged files are moved to quarantine where that is allowed."""
-    files = list(stored_files(store))
+    """Read every block and check it; damaged files are moved to quarantine where that is allowed.
+
+    Raises:
+        ConfigError: the store's key is lost, damaged or known to others.
+    """
+    files, key = list(stored_files(store)), _key_of(store)
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:
-        reasons = list(threads.map(_problem_of, files))
+        reasons = list(threads.map(lambda file: _problem_of(file, key), files))
     found = [(file, reason) for file, reason in zip(files, reasons, strict=True) if reason is not None]
     damaged = []
     for file, reason in found:
@@ -119,12 +137,13 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
     """
     counters = Counters()
 
-    def note(file: StoredFile) -> None:
+    def count(file: StoredFile) -> None:
         counters.add(evicted_files=1, evicted_bytes=file.num_bytes)
 
     session = f"gc-{os.getpid()}-{int(time.time() * 1000)}"
-    space = SpaceManager(store, BlockClaims(store, session), session, max_bytes, note)
+    space = SpaceManager(store, BlockClaims(store, session), session, max_bytes, count)
     try:
+        remove_temporary_files(store)
         with open_ledger(store) as ledger:
             before = ledger.count_again()
         space.shrink()
@@ -160,9 +179,9 @@ def find_block(store: StoreDir, text: str) -> Path:
         raise ConfigError(
             f"{text!r} is no block: give its name in hex, {2 * SHORT_BYTES} to {2 * NAME_BYTES} digits of it"
         )
-    short = bytes.fromhex(text[: 2 * SHORT_BYTES])
+    short, key = bytes.fromhex(text[: 2 * SHORT_BYTES]), _key_of(store)
     for file in stored_files(store):
-        if file.name is not None and short in file.name.blocks and _holds(file.path, text.lower()):
+        if file.name is not None and short in file.name.blocks and _holds(file.path, text.lower(), key):
             return Path(file.path)
     raise ConfigError(f"the KV store {store.root} holds no block {text}")
 
@@ -194,20 +213,27 @@ def format_description(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _holds(path: str, text: str) -> bool:
+def _key_of(store: StoreDir) -> bytes:
+    try:
+        return read_key(store)
+    except OSError as error:
+        raise ConfigError(f"cannot read {store.key}: {error.strerror}; run this as the user who owns it") from None
+
+
+def _holds(path: str, text: str, key: bytes) -> bool:
     """Whether the header of a file names a block that begins like this; a damaged one names none."""
     try:
         with open(path, "rb") as file:
-            return any(block.startswith(text) for block in parse_header(file.read(HEADER_BYTES)).blocks)
+            return any(block.hex().startswith(text) for block in parse_header(file.read(HEADER_BYTES), key).blocks)
     except (FileNotFoundError, DamagedFileError):
         return False
 
 
-def _problem_of(file: StoredFile) -> str | None:
+def _problem_of(file: StoredFile, key: bytes) -> str | None:
     assert file.name is not None
     identity_start, _, block_bytes = file.model.rpartition("-")
     try:
-        check_file(file.path, file.name, identity_start=identity_start, block_bytes=int(block_bytes))
+        check_file(file.path, file.name, key=key, identity_start=identity_start, block_bytes=int(block_bytes))
     except FileNotFoundError:  # evicted meanwhile
         return None
     except DamagedFileError as error:

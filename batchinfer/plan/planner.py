@@ -5,6 +5,7 @@ No model is loaded. Every file is published whole, so that an interrupted plan g
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
@@ -40,6 +42,7 @@ from batchinfer.run.probe import check_file_system
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
+from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
 
 PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
@@ -84,7 +87,8 @@ def plan_job(
     run = RunDir(Path(job.output.dir))
     if can_run_here is not None:
         can_run_here()
-    with _locked(run, again=again is not None):
+    with _locked(run, job, again=again is not None):
+        _check_names(run, shards)
         claim_place(job, fingerprint)
         state = _open_run(run, job, fingerprint, shards, again=again is not None)
         session.attach(run)
@@ -253,10 +257,13 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 
 @contextmanager
-def _locked(run: RunDir, *, again: bool) -> Iterator[None]:
-    """Only one plan at a time in a run folder, which holds nothing else and can hold a run."""
+def _locked(run: RunDir, job: JobConfig, *, again: bool) -> Iterator[None]:
+    """Only one plan at a time in a run folder, which holds nothing else, can hold a run and is nobody else's."""
+    gid = group_id(job.output.shared_group, "output.shared_group")
     try:
-        run.root.mkdir(parents=True, exist_ok=True)
+        run.root.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(run.root, gid)
+        trust_run(run, job)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if foreign and not run.run_json.exists() and not (again and run.job.exists()):
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
@@ -278,6 +285,18 @@ def _remove_leftovers(run: RunDir) -> None:
     for table in (run.tokens(0), run.requests):
         for path in table.parent.glob(".*.parquet.*.tmp"):
             path.unlink(missing_ok=True)
+
+
+def _check_names(run: RunDir, shards: list[Shard]) -> None:
+    """Refuse shards whose outputs could not be written for the length of their names: objects may have longer ones."""
+    most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
+    for shard in shards:
+        target = run.output(shard.name)
+        if len(os.fsencode(target)) >= most_path or any(len(os.fsencode(part)) > most_name for part in target.parts):
+            raise ConfigError(
+                f"the output of {shard.path} would have a longer name than the {most_name} bytes of a name and "
+                f"{most_path} of a path that {run.root} takes; rename the shard or choose a shorter output.dir"
+            )
 
 
 def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:

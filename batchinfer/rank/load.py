@@ -16,6 +16,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
+from batchinfer.ownership import group_id
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -173,7 +174,12 @@ def _open_prefixes(
         latent_dim=latent_dim,
     )
     return StoredPrefixes(
-        DiskStore(Path(job.kv.dir), identity, max_bytes=job.kv.max_bytes),
+        DiskStore(
+            Path(job.kv.dir),
+            identity,
+            max_bytes=job.kv.max_bytes,
+            gid=group_id(job.kv.shared_group, "kv.shared_group"),
+        ),
         pages,
         persist=job.kv.persist,
         reuse=job.kv.reuse,

@@ -7,6 +7,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
 
@@ -14,12 +15,15 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
     """The run folder and job behind a job file or a run folder.
 
     Raises:
-        ConfigError: there is no such file or folder, or the job has no plan yet.
+        ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
     run = RunDir(Path(job.output.dir))
-    state = read_state(run) if run.run_json.exists() else None
+    state = None
+    if run.run_json.exists():
+        trust_run(run, job)
+        state = read_state(run)
     if state is None or state["state"] == "planning":
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
     check_same(state["fingerprint"], settings_fingerprint(job), run.root)

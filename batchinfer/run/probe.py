@@ -14,26 +14,27 @@ import tempfile
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, cannot_write
+from batchinfer.rundir import TEMPORARY, RunDir, cannot_write, remove_leftovers
 
 REMEDY = (
     "choose a folder on a local disk or a shared file system (NFS, Lustre, CephFS), and use output.publish for s3://"
 )
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_FAULT_OF_IT = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def check_file_system(run: RunDir) -> None:
-    """Try what a run folder needs, in a small folder of its own that is gone afterwards.
+    """Try what a run folder needs, in a small folder of its own that is gone afterwards; old left-over ones go, too.
 
     Raises:
         ConfigError: the folder cannot be written, or something is missing; the message says what.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".probe-", dir=run.root))
+        folder = Path(tempfile.mkdtemp(prefix=".probe-", suffix=TEMPORARY, dir=run.root))
     except OSError as error:
         raise ConfigError(
             f"cannot write output.dir {run.root}: {error.strerror or error}; choose another folder"
         ) from None
+    remove_leftovers(run.root)
     try:
         _create_once(folder)
         _rename_over(folder)
@@ -51,8 +52,8 @@ class _MissingError(Exception):
 
 
 def _missing(what: str, error: OSError) -> Exception:
-    """What the file system lacks; a full disk lacks room only."""
-    return error if error.errno in _NO_ROOM else _MissingError(f"{what} ({error.strerror or error})")
+    """What the file system lacks; a full or failing disk lacks nothing."""
+    return error if error.errno in _NO_FAULT_OF_IT else _MissingError(f"{what} ({error.strerror or error})")
 
 
 def _create_once(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,8 @@ class Session:
         self.node = node_name()
         # the first session of a process began with it: starting Python and importing count as well
         self.start_s = time.time() if Session._sessions else process_start_s()
-        self.name = f"{int(time.time() * 1000):013d}-{self.node}-{os.getpid()}-{Session._sessions}"
+        # not by the number of this process: another container on this node may have one of the same number
+        self.name = f"{int(time.time() * 1000):013d}-{self.node}-{secrets.token_hex(4)}"
         Session._sessions += 1
         self._cluster: ClusterConfig | None = None
         self._num_ranks = 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
+from batchinfer.ownership import check_folder, make_folder
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, ModelError
 from batchinfer.rundir import publish_json
@@ -32,9 +33,12 @@ def whole_weights_digest(folder: Path, cache: Path) -> str:
 
     Raises:
         ModelError: a file cannot be read.
+        ConfigError: others may write in the cache.
     """
     paths = sorted(folder.absolute().glob("*.safetensors"))
     remembered_in = cache / f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"
+    if cache.is_dir():
+        check_folder(cache, None, setting="XDG_CACHE_HOME")
     known = _read_cache(remembered_in)
     try:
         keys = {path.name: _key(path) for path in paths}
@@ -49,7 +53,9 @@ def whole_weights_digest(folder: Path, cache: Path) -> str:
     found = {name: [key, digests.get(name) or known[name][1]] for name, key in keys.items()}
     if digests:
         # with no place to remember them they are hashed again next time
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(cache, None)
             publish_json(remembered_in, found)
     return hashlib.blake2b(
         json.dumps({name: found[name][1] for name in sorted(found)}).encode(), digest_size=16

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.kv_store.block_file import FileName
+from batchinfer.kv_store.block_file import KEY_BYTES, FileName, checksum
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.reader import Reader
@@ -114,6 +114,8 @@ def compare(identity: KvIdentity, folder: Path, num_bytes: int, rounds: int) -> 
     # the first round only warms up
     medians = {name: statistics.median(values[1:]) for name, values in taken.items()}
     print(f"{content.nbytes / 2**20:,.0f} MiB in blocks of {identity.block_bytes:,} bytes, {num_files:,} files")
+    hashed_s = min(seconds(lambda: [checksum(block.data, bytes(KEY_BYTES)) for block in content]) for _ in range(5))
+    print(f"  checksums {content.nbytes / hashed_s / 1e9:.2f} GB/s on one core")
     for name in ("write", "read"):
         rates = [content.nbytes / medians[which] / 1e9 for which in (name, f"plain {name}")]
         slowest, fastest = (

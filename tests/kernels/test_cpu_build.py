@@ -236,3 +236,46 @@ def test_a_damaged_library_is_built_again(tmp_path):
     assert last == built.read_bytes()
     assert num_calls(tmp_path) == NUM_COMMANDS
     assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
+
+
+@pytest.mark.usefixtures("supported")
+def test_the_library_and_its_folder_are_for_this_user_only(tmp_path):
+    previous = os.umask(0)
+    try:
+        path = Path(answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))))
+    finally:
+        os.umask(previous)
+    assert [item.stat().st_mode & 0o077 for item in (path, path.parent)] == [0, 0]
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+@pytest.mark.parametrize("spoil", ["every user", "another user"])
+def test_no_library_is_loaded_from_a_folder_that_others_may_write(tmp_path, spoil):
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    shutil.copy(built, folder / built.name)
+    if spoil == "every user":
+        folder.chmod(0o1777)
+    elif os.getuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        pytest.skip("NOT TESTED: only root can give a folder away")
+    said = answer(start(ASK, tmp_path))
+    assert f"the cache folder {folder}" in said
+    assert f"chmod go-w {folder}" in said
+    assert "XDG_CACHE_HOME" in said
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_library_that_others_may_write_is_built_again(tmp_path):
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    (folder / built.name).write_bytes(b"anything")
+    (folder / built.name).chmod(0o666)
+    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, f"cp {built} $out")))
+    assert "it can be written by others" in said
+    assert "building it again" in said
+    assert (folder / built.name).read_bytes() == built.read_bytes()
+    assert (folder / built.name).stat().st_mode & 0o022 == 0

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_128_digest
 
 from batchinfer.kv_store import block_file, store_dir
 from batchinfer.kv_store.block_file import HEADER_BYTES
@@ -86,23 +85,23 @@ def test_what_is_no_file_at_all_is_never_served(tmp_path, store, kind):
     assert store.take_problem() is None
 
 
-def with_header(content, **changes):
-    """A file's content with other values in its header and a checksum that matches them."""
+def with_header(content, key, **changes):
+    """A file's content with other values in its header and a checksum by this key that matches them."""
     magic, version, length, _ = block_file._PREFIX.unpack_from(content)
     fields = {"magic": magic, "version": version, "json": content[block_file._PREFIX.size :][:length]} | changes
     parts = fields["magic"], fields["version"], len(fields["json"])
     unsigned = (struct.pack("<8sII16s", *parts, bytes(16)) + fields["json"]).ljust(HEADER_BYTES, b"\0")
-    return struct.pack("<8sII16s", *parts, xxh3_128_digest(unsigned)) + unsigned[32:] + content[HEADER_BYTES:]
+    return struct.pack("<8sII16s", *parts, block_file._sign(unsigned, key)) + unsigned[32:] + content[HEADER_BYTES:]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"version": 2}, {"magic": b"SOMEELSE"}, {"json": b"[]"}, {"json": b"{"}, {}], ids=str
+    "changes", [{"version": 3}, {"magic": b"SOMEELSE"}, {"json": b"[]"}, {"json": b"{"}, {}], ids=str
 )
 def test_a_header_of_another_version_or_kind_is_never_served(tmp_path, store, changes):
     chain = chain_of("a")
     write_chain(store, chain)
     (path,) = block_files(tmp_path / "kv")
-    path.write_bytes(with_header(path.read_bytes(), **changes))
+    path.write_bytes(with_header(path.read_bytes(), store.session.key, **changes))
     assert read_intact(store, chain) == (0 if changes else 1)
     assert quarantined(tmp_path / "kv") == ([path.name] if changes else [])
 

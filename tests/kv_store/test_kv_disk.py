@@ -190,7 +190,7 @@ def test_the_longest_header_fits():
     worst = replace(worst, block_tokens=2**20 * 64, num_layers=10**4, latent_dim=10**4)
     chain = [bytes(32)] * 10**6
     content = np.zeros((MAX_BLOCKS, 8), np.uint8)
-    assert len(make_header(worst, chain, 10**6 - MAX_BLOCKS, content)) == HEADER_BYTES
+    assert len(make_header(worst, chain, 10**6 - MAX_BLOCKS, content, bytes(32))) == HEADER_BYTES
     assert len(str(FileName.of(chain, 10**6 - MAX_BLOCKS, 10**6))) <= 255
 
 
@@ -213,12 +213,14 @@ def test_opening_a_store_leaves_other_peoples_files_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_store_of_a_newer_version_is_left_alone(tmp_path, store):
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_store_of_another_version_is_left_alone(tmp_path, store, version):
     write_chain(store, chain_of("a"))
     marker = tmp_path / "kv" / "store.json"
-    marker.write_text(marker.read_text().replace('"version": 1', '"version": 2'))
+    marker.write_text(marker.read_text().replace('"version": 2', f'"version": {version}'))
     with closing(disk.DiskStore(tmp_path / "kv", IDENTITY)) as other:
         problem = other.take_problem()
-        assert "version 2" in problem
+        assert f"version {version}" in problem
+        assert "delete the folder or name another" in problem
         assert "goes on without" in problem
         assert other.find(chain_of("a")) == 0

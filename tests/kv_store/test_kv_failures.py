@@ -3,11 +3,9 @@
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.reader import Reader
 from batchinfer.kv_store.writer import Writer
 from support.kv_stores import BIG, IDENTITY, block_files, chain_of, content_of, open_store, read_intact, write_chain
-
-NOBODY = 65534
+from support.other_user import NOBODY, as_user, give_away
 
 
 @contextmanager
@@ -49,23 +46,6 @@ def sentence(store, *words):
     for word in (str(store.store.root), *words):
         assert word in problem, problem
     return problem
-
-
-def as_nobody(function):
-    """Run a function in a child process of another user; returns its exit status, 0 when all asserts held."""
-    if os.getuid() != 0:
-        pytest.skip("NOT TESTED: only root can become another user")
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            function()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]
 
 
 def test_a_full_disk_ends_writing_and_leaves_reading_on(tmp_path):
@@ -172,16 +152,8 @@ def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first)
         assert not (tmp_path / "kv" / "models").exists()
 
 
-@pytest.fixture
-def open_folder():
-    """A folder that every user may enter, which those that pytest makes are not."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
-
-
-def test_files_that_may_not_be_read(open_folder):
-    folder = open_folder / "kv"
+def test_files_that_may_not_be_read(everyones_folder):
+    folder = everyones_folder / "kv"
     with closing(open_store(folder)) as store:
         write_chain(store, chain_of("a"))
 
@@ -192,12 +164,10 @@ def test_files_that_may_not_be_read(open_folder):
             assert read_intact(store, chain_of("a")) == 0
             assert write_chain(store, chain_of("b")) == 0
 
-    assert as_nobody(check) == 0
+    assert as_user(check) == 0
     # one file alone
-    folder.chmod(0o777)
-    for path in folder.rglob("*"):
-        path.chmod(0o777 if path.is_dir() else 0o666)
-    block_files(folder)[0].chmod(0o600)
+    give_away(folder, NOBODY)
+    block_files(folder)[0].chmod(0)
 
     def check_file():
         with closing(open_store(folder)) as store, closing(Reader(store)) as reader:
@@ -207,7 +177,7 @@ def test_files_that_may_not_be_read(open_folder):
             sentence(store, "Permission denied", "cannot read", block_files(folder)[0].name)
             assert store.find(chain_of("a")) == 0
 
-    assert as_nobody(check_file) == 0
+    assert as_user(check_file) == 0
 
 
 @pytest.mark.parametrize("what", ["a file", "a file above"])

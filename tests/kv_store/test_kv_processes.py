@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchinfer.kv_store.space_ledger import open_ledger
-from batchinfer.kv_store.store_dir import StoreDir, create_store
+from batchinfer.kv_store.store_dir import StoreDir
 from batchinfer.kv_store.upkeep import shrink_store, verify_store
 from support.kv_stores import BLOCK_BYTES, FILE_BYTES, IDENTITY, open_store, total_bytes
 
@@ -97,7 +97,7 @@ def finish(process, *, is_killed):
 
 def test_a_process_killed_in_the_middle_of_a_file_leaves_room_that_is_found_again(tmp_path):
     folder, max_bytes = tmp_path / "kv", 3 * FILE_BYTES
-    create_store(StoreDir(folder), IDENTITY)
+    open_store(folder).close()
     child = os.fork()
     if child == 0:
         with open_ledger(StoreDir(folder)) as ledger:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from batchinfer.records import ModelError
+from batchinfer.records import ConfigError, ModelError
 from batchinfer.run.weights_digest import whole_weights_digest
 
 
@@ -61,3 +61,14 @@ def test_what_cannot_be_read_is_named(model, tmp_path):
     (model / "b.safetensors").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"cannot read the weights .*b.safetensors: No such file"):
         whole_weights_digest(model, tmp_path / "cache")
+
+
+def test_the_cache_is_private_and_one_that_others_may_write_is_refused(model, tmp_path):
+    cache = tmp_path / "deep" / "cache"
+    digest = whole_weights_digest(model, cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"can be written by every user.*chmod go-w"):
+        whole_weights_digest(model, cache)
+    cache.chmod(0o755)
+    assert whole_weights_digest(model, cache) == digest

@@ -43,6 +43,7 @@ from batchinfer_kernels.cpu.instructions import (
     may_use_tiles,
     processor_features,
 )
+from batchinfer_kernels.cpu.trust import refuse_shared, why_not_trusted
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILE_SECONDS = 300
@@ -119,16 +120,19 @@ def library() -> Path:
     """The built library, made first where it is not yet in the cache; many processes may ask at once.
 
     Raises:
-        BuildError: no processor for it, no compiler, no cache folder that can be written, or the compiler failed.
+        BuildError: no processor for it, no compiler, no cache folder that this user alone can write, or the compiler
+            failed.
     """
     started = time.time()
     folder = _cache_folder()
     path = folder / f"{_digest(instructions())}.so"
+    if folder.is_dir():
+        refuse_shared(folder)
     if path.exists():
         return path
     compiler = _compiler()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
                 _raise_if_failed_since(started, path.with_suffix(".failed"))
@@ -147,6 +151,9 @@ def _load() -> None:
     path = library()
     loaded = path.stat().st_ino
     try:
+        reason = why_not_trusted(path)
+        if reason is not None:
+            raise OSError(f"it {reason}")
         torch.ops.load_library(str(path))
     except OSError as error:
         print(f"{path} cannot be loaded ({error}); building it again", file=sys.stderr, flush=True)
@@ -253,6 +260,7 @@ def _build(compiler: list[str], path: Path) -> None:
         built = _compile_known(compiler, folder)
         if instructions().tiles:
             _check_tiles(built)
+        built.chmod(0o700)
         _sync(built)
         os.replace(built, path)
         _sync(path.parent)

@@ -1,0 +1,180 @@
+"""Leases: who is known to be dead, in this namespace of processes and in others; and what the dead leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.controller import claims
+from batchinfer.controller.claims import UnitClaims, last_claim
+from batchinfer.rundir import RunDir
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchinfer.controller.claims import UnitClaims
+from batchinfer.rundir import RunDir
+with UnitClaims(RunDir(Path(sys.argv[1]))) as claims:
+    print(claims.try_claim(0) is not None, flush=True)
+    time.sleep(600)
+"""
+TRY = """
+import sys
+from pathlib import Path
+from batchinfer.controller.claims import UnitClaims
+from batchinfer.rundir import RunDir
+with UnitClaims(RunDir(Path(sys.argv[1]))) as claims:
+    print(claims.try_claim(0) is not None)
+"""
+NEW_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+WITH_OLD_PROC = ["unshare", "--pid", "--fork", "--kill-child"]  # where /proc has other numbers than getpid()
+
+
+@pytest.fixture(scope="module")
+def unshare():
+    """Skips where no PID namespace can be made."""
+    if shutil.which("unshare") is None or subprocess.run([*NEW_NAMESPACE, "true"], check=False).returncode:
+        pytest.skip("NOT TESTED: no PID namespace can be made here (that needs root and `unshare`)")
+
+
+def process(code, folder, *before):
+    return subprocess.Popen([*before, sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def can_claim(folder, *before):
+    asking = process(TRY, folder, *before)
+    answer, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 0
+    return answer.strip() == "True"
+
+
+@pytest.mark.usefixtures("unshare")
+@pytest.mark.parametrize(
+    ("of_holder", "of_asker"),
+    [
+        (NEW_NAMESPACE, []),
+        ([], NEW_NAMESPACE),
+        (NEW_NAMESPACE, NEW_NAMESPACE),
+        (WITH_OLD_PROC, []),
+        ([], WITH_OLD_PROC),
+        (WITH_OLD_PROC, WITH_OLD_PROC),
+    ],
+    ids=["holder", "asker", "both", "holder, old proc", "asker, old proc", "both, old proc"],
+)
+def test_a_worker_in_another_pid_namespace_is_not_taken_for_dead(tmp_path, of_holder, of_asker):
+    holder = process(HOLD, tmp_path, *of_holder)
+    try:
+        assert holder.stdout.readline().strip() == "True"
+        assert not can_claim(tmp_path, *of_asker)
+    finally:
+        holder.kill()
+        holder.wait()
+    # dead now; but only its lease says so to others
+    assert not can_claim(tmp_path, *of_asker)
+
+
+@pytest.mark.parametrize("before", [[], ["unshare", "--pid", "--fork", "--mount-proc"]], ids=["here", "namespace"])
+def test_a_dead_worker_of_ones_own_namespace_is_seen_at_once(tmp_path, before, request):
+    if before:
+        request.getfixturevalue("unshare")
+    script = f"""
+import subprocess, sys
+run = [sys.executable, "-c"]
+holder = subprocess.Popen([*run, {HOLD!r}, sys.argv[1]], stdout=subprocess.PIPE, text=True)
+print(holder.stdout.readline().strip())
+ask = [*run, {TRY!r}, sys.argv[1]]
+print(subprocess.check_output(ask, text=True).strip())
+holder.kill()
+holder.wait()
+print(subprocess.check_output(ask, text=True).strip())
+"""
+    answers, _ = process(script, tmp_path, *before).communicate(timeout=60)
+    assert answers.split() == ["True", "False", "True"]
+
+
+def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path, monkeypatch):
+    """With hidepid only one's own processes are in /proc; a run may be shared with users of other ones."""
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as holder, UnitClaims(run) as watcher:
+        assert holder.try_claim(0) is not None
+        lease = last_claim(run, 0) / "lease.json"
+        content = json.loads(lease.read_text())
+        lease.write_text(json.dumps({**content, "pid": os.getppid(), "process": f"{claims._process_numbering()}:1"}))
+        monkeypatch.setattr(Path, "exists", lambda path, plain=Path.exists: "/proc/" not in str(path) and plain(path))
+        assert watcher.try_claim(0) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "elsewhere"},
+        {"process": "another boot:pid:[1]:5"},
+        {"process": f"{claims._process_numbering()}0:5"},
+        {"process": None},
+    ],
+    ids=["host", "boot", "namespace", "unknown"],
+)
+def test_of_processes_elsewhere_nothing_but_their_lease_counts(tmp_path, monkeypatch, change):
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as watcher:
+        assert UnitClaims(run).try_claim(0) is not None
+        lease = last_claim(run, 0) / "lease.json"
+        dead = {**json.loads(lease.read_text()), "pid": 2**22 + 1, **change}
+        lease.write_text(json.dumps(dead))
+        assert watcher.try_claim(0) is None
+        monkeypatch.setattr(claims, "LEASE_S", 0.0)
+        assert watcher.try_claim(0) is not None
+
+
+def nameless(run, holder, *, age_s=0.0):
+    """A claim folder as a process leaves it that is killed before it could give it its name."""
+    made = claims._new_folder(run.unit(0))
+    if holder is not None:
+        (made / "lease.json").write_text(json.dumps(holder))
+    os.utime(made, (time.time() - age_s, time.time() - age_s))
+    return made
+
+
+def test_nameless_claims_of_the_dead_are_deleted_by_the_next_claim(tmp_path):
+    run = RunDir(tmp_path)
+    child = subprocess.Popen(["sleep", "60"])
+    mine = {"host": socket.gethostname(), "pid": child.pid, "process": claims._process_identity(child.pid)}
+    other = {**mine, "host": "elsewhere"}
+    try:
+        live, foreign, half = nameless(run, mine), nameless(run, other), nameless(run, None)
+        old = nameless(run, other, age_s=7200)
+        with UnitClaims(run) as held:
+            held.release(held.try_claim(0))
+            assert [path.exists() for path in (live, foreign, half, old)] == [True, True, True, False]
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            assert held.try_claim(0) is not None
+            assert [path.exists() for path in (live, foreign, half)] == [False, True, True]
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o007, 0o770, 0o660), (0o077, 0o700, 0o600)]
+)
+def test_claims_leases_and_done_marks_follow_the_umask(tmp_path, umask, folder, file):
+    before = os.umask(umask)
+    try:
+        run = RunDir(tmp_path / "run")
+        with UnitClaims(run) as mine:
+            mine.complete(mine.try_claim(0))
+    finally:
+        os.umask(before)
+    for path in run.root.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (folder if path.is_dir() else file), path
+    assert run.done(0).exists()

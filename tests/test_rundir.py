@@ -1,0 +1,80 @@
+"""Files of a run folder: their modes, and what dead processes left."""
+
+import os
+import time
+
+import pytest
+
+from batchinfer.rundir import create_exclusively, publish_text, remove_leftovers
+from support.jobs import answers, batchinfer, write_job, write_questions
+
+OLD_S = 7200
+
+
+def leave(path, *, age_s=OLD_S):
+    """What a killed process leaves: a temporary file, or a folder with something in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.startswith((".claim-", ".probe-")):
+        path.mkdir()
+        (path / "part-00000.parquet").write_text("half")
+    else:
+        path.write_text("half")
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o027, 0o077])
+def test_published_files_follow_the_umask_and_secrets_do_not(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        publish_text(tmp_path / "plain", "text")
+        create_exclusively(tmp_path / "mark", "text")
+        publish_text(tmp_path / "secret", "text", mode=0o600)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"plain": 0o666 & ~umask, "mark": 0o666 & ~umask, "secret": 0o600}
+
+
+def test_only_old_temporary_names_are_left_over(tmp_path):
+    old, folder = leave(tmp_path / ".run.json.x.tmp"), leave(tmp_path / ".probe-x.tmp")
+    kept = [
+        leave(tmp_path / ".young.x.tmp", age_s=60),
+        leave(tmp_path / "report.tmp"),
+        leave(tmp_path / ".hidden"),
+        leave(tmp_path / "deep" / ".below.tmp"),
+    ]
+    remove_leftovers(tmp_path)
+    assert [path.exists() for path in (old, folder, *kept)] == [False, False, True, True, True, True]
+    remove_leftovers(tmp_path, deep=True)
+    assert [path.exists() for path in kept] == [True, True, True, False]
+    remove_leftovers(tmp_path / "nowhere", deep=True)
+
+
+def test_a_run_ends_without_what_killed_processes_left_in_it(tmp_path):
+    write_questions(tmp_path / "prompts", (4,))
+    job = write_job(tmp_path)
+    run = tmp_path / "run"
+    assert batchinfer("plan", job).code == 0
+    left = [
+        leave(run / name)
+        for name in (
+            ".run.json.x.tmp",
+            ".probe-x.tmp",
+            "plan/.units.parquet.x.tmp",
+            "tokens/.00000.parquet.x.tmp",
+            "units/000000/.claim-x.tmp",
+            "units/000000/0000/.part-00000.parquet.x.tmp",
+            "done/.000000.x.tmp",
+            "stats/steps/.s.parquet.x.tmp",
+        )
+    ]
+    (run / "units/000000/0000/.part-00000.parquet.x.tmp").unlink()
+    (run / "units/000000/0000").rmdir()
+    assert batchinfer("work", job).code == 0
+    leave(run / "units/000000/0000/.part-00000.parquet.x.tmp")
+    young = leave(run / "stats/steps/.t.parquet.x.tmp", age_s=0)
+    assert batchinfer("finish", job).code == 0
+    assert [path for path in left if path.exists()] == []
+    assert young.exists()
+    assert len(answers(run)) == 4
