@@ -1,4 +1,4 @@
-"""The connection between a controller and a rank: messages over TCP, once both ends have shown that they know a token.
+"""The connection between a controller and a rank: messages over a stream whose other end is known to be the right one.
 
 Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
 which makes the bytes while the model computes.
@@ -7,26 +7,23 @@ which makes the bytes while the model computes.
 from __future__ import annotations
 
 import queue
-import socket
+import struct
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
-from batchinfer.protocol.handshake import (
-    ChannelClosedError,
-    deadline,
-    open_connection,
-    own_host,
-    show_token,
-    shut_down,
-)
+from batchinfer.net.stream import Stream
 from batchinfer.protocol.messages import MalformedMessageError, Message, encode
 
 ReceivedT = TypeVar("ReceivedT")
 
+_LENGTH = struct.Struct("!I")  # before each message, in bytes
 _MAX_BYTES = 1 << 30
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone."""
 
 
 class Channel(Generic[ReceivedT]):
@@ -36,35 +33,18 @@ class Channel(Generic[ReceivedT]):
         decode: makes a message of its bytes, or raises MalformedMessageError.
     """
 
-    def __init__(self, connection: Connection, decode: Callable[[bytes], ReceivedT]) -> None:
-        self._connection = connection
+    def __init__(self, stream: Stream, decode: Callable[[bytes | bytearray], ReceivedT]) -> None:
+        self._stream = stream
         self._decode = decode
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
         self._sender: threading.Thread | None = None
         self._is_ending = False
 
-    @classmethod
-    def connect(
-        cls, host: str, port: int, token: str, decode: Callable[[bytes], ReceivedT], timeout_s: float
-    ) -> Channel[ReceivedT]:
-        """Call the other end.
-
-        Raises:
-            OSError: nobody answers there.
-            ChannelClosedError: who answers does not know the token.
-        """
-        end = socket.create_connection((host, port), timeout=timeout_s)
-        end.settimeout(None)
-        connection = open_connection(end)
-        with deadline(connection, timeout_s):
-            show_token(connection, token, is_caller=True)
-        return cls(connection, decode)
-
     @property
-    def own_host(self) -> str:
-        """This end's address, as the other end sees it."""
-        return own_host(self._connection)
+    def peer_address(self) -> str:
+        """The other end's address; "" of a socket pair."""
+        return self._stream.peer_address
 
     def send(self, message: Message) -> None:
         """Hand a message over; after `send_on` nothing in it may be changed any more.
@@ -113,7 +93,7 @@ class Channel(Generic[ReceivedT]):
         content = encode(message)
         try:
             with self._lock:
-                self._connection.send_bytes(content)
+                self._stream.send(_LENGTH.pack(len(content)) + content)
         except OSError:
             raise ChannelClosedError from None
 
@@ -121,12 +101,15 @@ class Channel(Generic[ReceivedT]):
         """The next message; waits for it.
 
         Raises:
-            ChannelClosedError: the other end is gone, or sent something else than frames.
+            ChannelClosedError: the other end is gone, or announced more than 1 GB.
             MalformedMessageError: it sent something else than messages.
         """
         try:
-            content = self._connection.recv_bytes(_MAX_BYTES)
-        except (EOFError, OSError):
+            (num_bytes,) = _LENGTH.unpack(self._stream.receive(_LENGTH.size))
+            if num_bytes > _MAX_BYTES:
+                raise ChannelClosedError
+            content = self._stream.receive(num_bytes)
+        except OSError:
             raise ChannelClosedError from None
         return self._decode(content)
 
@@ -157,4 +140,4 @@ class Channel(Generic[ReceivedT]):
         if self._sender is not None:
             self._outgoing.put(None)
             self._sender.join()
-        shut_down(self._connection)
+        self._stream.shut_down()
