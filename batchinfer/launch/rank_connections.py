@@ -86,6 +86,8 @@ class RankConnections:
             # another node has started its ranks once more: the latest one counts
             self._connected[rank].channel.close()
         self._connected[rank] = _Connected(channel, hello.host)
+        # whatever a rank does, its controller never waits for it to take a message
+        channel.send_on(lambda error: self._incoming.put((rank, channel, Failed(str(error)))), encodes_first=True)
         channel.read_on(
             lambda message: self._take(rank, channel, message),
             at_end=lambda reason: self._incoming.put((rank, channel, _last_word(reason))),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.host_info import matrix_library_settings
-from batchinfer.net.stream import Stream, call
+from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
 
 _PREFIX = "BATCHINFER_RANK_"
@@ -81,6 +81,8 @@ class RankEnvironment:
         """
         if self.socket is not None:
             return Stream(socket.socket(fileno=self.socket))
+        from batchinfer.net.tls import call  # most runs are on one host
+
         return call(self.host, self.port, self.credentials, timeout_s)
 
     @staticmethod

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from batchinfer.net.credentials import tls_context
-from batchinfer.net.stream import TlsStream
+from batchinfer.net.tls import TlsStream
 
 HANDSHAKE_S = 3.0  # for a caller to show the credentials; one that is sent away may call again
 MOST_STRANGERS = 64  # callers at a time that have not shown them yet

@@ -1,4 +1,4 @@
-"""Rows between ranks of several hosts, on CPUs: encrypted, over a connection for each pair of ranks (net/stream.py).
+"""Rows between ranks of several hosts, on CPUs: encrypted, over a connection for each pair of ranks (net/tls.py).
 
 Each connection has a thread that sends and one that receives, so that rows travel while the caller computes. The end of
 a rank ends its connections, which the others notice at once.
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from batchinfer.net.listener import Listener
-from batchinfer.net.stream import Stream, call
+from batchinfer.net.stream import Stream
+from batchinfer.net.tls import call
 from batchinfer.parallel.exchange import Counts, ReceivedRows
 from batchinfer.records import PeerLostError
 

@@ -20,6 +20,7 @@ ReceivedT = TypeVar("ReceivedT")
 
 _LENGTH = struct.Struct("!I")  # before each message, in bytes
 _MAX_BYTES = 1 << 30
+CLOSE_S = 30.0
 
 
 class ChannelClosedError(Exception):
@@ -37,7 +38,9 @@ class Channel(Generic[ReceivedT]):
         self._stream = stream
         self._decode = decode
         self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
+        # for the sending thread; None ends it
+        self._outgoing: queue.SimpleQueue[Message | bytes | None] = queue.SimpleQueue()
+        self._encodes_first = False
         self._sender: threading.Thread | None = None
         self._is_ending = False
 
@@ -47,7 +50,7 @@ class Channel(Generic[ReceivedT]):
         return self._stream.peer_address
 
     def send(self, message: Message) -> None:
-        """Hand a message over; after `send_on` nothing in it may be changed any more.
+        """Hand a message over; after `send_on` nothing in it may be changed any more, unless it encodes first.
 
         Raises:
             ChannelClosedError: the other end is gone.
@@ -55,7 +58,7 @@ class Channel(Generic[ReceivedT]):
         if self._sender is None:
             self.send_now(message)
         elif self._sender.is_alive():
-            self._outgoing.put(message)
+            self._outgoing.put(encode(message) if self._encodes_first else message)
         else:
             raise ChannelClosedError
 
@@ -64,17 +67,19 @@ class Channel(Generic[ReceivedT]):
         self._is_ending = True
         self.send(message)
 
-    def send_on(self, at_fault: Callable[[Exception], None]) -> None:
-        """Start a thread that sends what `send` takes from now on, in this order.
+    def send_on(self, at_fault: Callable[[Exception], None], *, encodes_first: bool = False) -> None:
+        """Start a thread that sends what `send` takes from now on, in this order; `send` never waits any more.
 
         Args:
             at_fault: called in that thread when a message cannot be put into bytes.
+            encodes_first: whether `send` makes the bytes itself.
         """
+        self._encodes_first = encodes_first
 
         def send() -> None:
             try:
-                while (message := self._outgoing.get()) is not None:
-                    self.send_now(message)
+                while (item := self._outgoing.get()) is not None:
+                    self._write(item if isinstance(item, bytes) else encode(item))
             except ChannelClosedError:
                 pass  # as the next `send` says
             except Exception as error:
@@ -90,12 +95,7 @@ class Channel(Generic[ReceivedT]):
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        content = encode(message)
-        try:
-            with self._lock:
-                self._stream.send(_LENGTH.pack(len(content)) + content)
-        except OSError:
-            raise ChannelClosedError from None
+        self._write(encode(message))
 
     def receive(self) -> ReceivedT:
         """The next message; waits for it.
@@ -135,9 +135,16 @@ class Channel(Generic[ReceivedT]):
         threading.Thread(target=read, name="channel", daemon=True).start()
 
     def close(self) -> None:
-        """End the connection, once all is sent; the other end's reading ends."""
+        """End the connection, once all is sent or not taken for CLOSE_S; the other end's reading ends."""
         self._is_ending = True
         if self._sender is not None:
             self._outgoing.put(None)
-            self._sender.join()
+            self._sender.join(CLOSE_S)
         self._stream.shut_down()
+
+    def _write(self, content: bytes) -> None:
+        try:
+            with self._lock:
+                self._stream.send(_LENGTH.pack(len(content)) + content)
+        except OSError:
+            raise ChannelClosedError from None

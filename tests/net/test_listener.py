@@ -18,7 +18,8 @@ import pytest
 from batchinfer.net import listener as listener_module
 from batchinfer.net.credentials import make_credentials, tls_context
 from batchinfer.net.listener import MOST_STRANGERS, Listener
-from batchinfer.net.stream import CHUNK_BYTES, MOST_HANDSHAKE_BYTES, Stream, call
+from batchinfer.net.stream import Stream
+from batchinfer.net.tls import CHUNK_BYTES, MOST_HANDSHAKE_BYTES, call
 
 HOST = "127.0.0.1"
 DEADLINE_S = 30.0

@@ -137,6 +137,18 @@ def test_a_message_that_cannot_be_sent_is_told(ends, capsys):
     assert "TypeError: a message cannot hold a object" in capsys.readouterr().err
 
 
+def test_who_does_not_read_keeps_nobody_waiting_and_gets_what_was_sent(ends):
+    near, far = ends
+    near.send_on(at_fault=pytest.fail, encodes_first=True)
+    words = ["x" * (1 << 20)]
+    report = KvRead([KEY])
+    for _ in range(16):  # more than the system takes
+        near.send(Failed(words[0]))
+    near.send(report)
+    report.keys.clear()  # it is in bytes already
+    assert [far.receive() for _ in range(17)] == [Failed(words[0])] * 16 + [KvRead([KEY])]
+
+
 def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
     near, far = ends
     told = queue.SimpleQueue()
