@@ -152,9 +152,9 @@ class ClusterConfig(_Part):
         description="kernels; `batchinfer doctor` says which run here; cpu: C++; sdpa: as auto, but "
         "PyTorch's own attention for prefill, on GPUs",
     )
-    exchange: Literal["auto", "shared", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
+    exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",
-        description="how expert rows travel; auto: shared memory on one host, else gloo; nccl on GPUs; "
+        description="how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; "
         "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
     collective_seconds: float = Field(

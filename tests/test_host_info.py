@@ -50,7 +50,7 @@ def test_a_host_that_says_nothing_has_a_name_all_the_same(tmp_path, monkeypatch)
 
 
 def ranks_variables():
-    return rank_variables(RankEnvironment(0, "127.0.0.1", 1, ""), num_ranks=1, one_host=True)
+    return rank_variables(RankEnvironment(0), num_ranks=1)
 
 
 @pytest.mark.parametrize(("maker", "expected"), [("GenuineIntel", "AVX2,STRICT"), ("AuthenticAMD", None)])

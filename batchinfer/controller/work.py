@@ -103,12 +103,13 @@ def _ranks(
     ranks_ahead: RankLoader | None,
     spare: SpareRank | None,
 ) -> Iterator[RankLoader]:
-    """The job's ranks, of which this process starts its own share; on one host they call by the loopback interface."""
-    host = "127.0.0.1" if node.is_one_host else own_address()
-    ranks = ranks_ahead or open_ranks(job, node.ranks, host, stop, one_host=node.is_one_host, spare=spare)
-    listener = ranks.group.listener
-    point = MeetingPoint(host, listener.port, listener.token, session.name)
-    announced = announce(run, node, point) if node.count > 1 else None
+    """The job's ranks, of which this process starts its own share; those of other processes call."""
+    host = None if node.count == 1 else "127.0.0.1" if node.is_one_host else own_address()
+    ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host, spare=spare)
+    connections, announced = ranks.group.connections, None
+    if connections.listener is not None:
+        called_at, port = connections.listener.host, connections.listener.port
+        announced = announce(run, node, MeetingPoint(called_at, port, connections.credentials, session.name))
     try:
         yield ranks
     finally:

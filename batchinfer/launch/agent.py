@@ -30,7 +30,7 @@ def serve_node(run: RunDir, session: Session, stop: StopSignal, node: NodeShare)
     point = find_meeting_point(run, node, stop)
     if point is None:
         raise InterruptedRunError("stopped by a signal before the group had met")
-    ranks = LocalRanks(node.ranks, point.host, point.port, point.token, one_host=node.is_one_host)
+    ranks = LocalRanks(node.ranks, controller=point, one_host=node.is_one_host)
     try:
         _keep_running(ranks, run, node, stop)
     finally:

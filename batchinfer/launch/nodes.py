@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchinfer.records import ConfigError
@@ -39,11 +39,11 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where the controller of a group listens; the token shows that a caller belongs to it."""
+    """Where the controller of a group listens; the credentials show who belongs to the group."""
 
     host: str
     port: int
-    token: str
+    credentials: str
     session: str  # of the controller
 
 
@@ -110,8 +110,7 @@ def own_address() -> str:
 def announce(run: RunDir, node: NodeShare, point: MeetingPoint) -> Path:
     """Tell the other processes where to meet; returns the file, to be removed at the end."""
     path = run.meeting(node.name)
-    told = {"host": point.host, "port": point.port, "token": point.token, "session": point.session}
-    publish_json(path, told, mode=0o600)  # nobody else ever reads the token
+    publish_json(path, asdict(point), mode=0o600)  # nobody else ever reads the credentials
     return path
 
 
@@ -119,13 +118,17 @@ def find_meeting_point(run: RunDir, node: NodeShare, stop: StopSignal) -> Meetin
     """Where the controller listens; waits for it to say so. None when a signal came meanwhile.
 
     Raises:
-        ConfigError: it did not come.
+        ConfigError: it did not come, or somebody else wrote the file.
     """
+    path = run.meeting(node.name)
     deadline = time.monotonic() + MEET_S
-    while not run.meeting(node.name).exists():
+    while not path.exists():
         if stop.requested:
             return None
         if time.monotonic() > deadline:
             raise ConfigError(f"the first process of this group did not announce itself in {run.root} for {MEET_S:g} s")
         time.sleep(LOOK_S)
-    return MeetingPoint(**read_json(run.meeting(node.name)))
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")
+    return MeetingPoint(**read_json(path))

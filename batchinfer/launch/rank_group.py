@@ -7,16 +7,15 @@ lost the others cannot go on: all are ended and all start anew.
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from dataclasses import dataclass
 from typing import NoReturn
 
-from batchinfer.launch.rank_listener import RankListener
+from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.parallel.layout import RankPlace
-from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.handshake import ChannelClosedError
-from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, MalformedMessageError, Message
+from batchinfer.protocol.channel import ChannelClosedError
+from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, Message
 from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError
 
 CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks say about it
@@ -36,31 +35,25 @@ class RanksDiedError(Exception):
         self.has_reason = has_reason
 
 
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    channel: Channel[FromRank]
-    host: str
-
-
 class RankGroup:
     """See module docstring.
 
     Args:
         places: all ranks.
         local: those that this process starts itself.
-        listener: where ranks call.
+        host: the address of this process at which ranks of other nodes call; None: there are none.
     """
 
-    def __init__(self, places: list[RankPlace], local: LocalRanks, listener: RankListener) -> None:
-        self.places, self.local, self.listener = places, local, listener
-        self._connected: dict[int, _Connected] = {}
-        # a channel may be that of a rank which has called again since
-        self._incoming: queue.Queue[tuple[int, Channel[FromRank], FromRank | None]] = queue.Queue()
+    def __init__(self, places: list[RankPlace], local: LocalRanks, host: str | None) -> None:
+        self.places, self.local = places, local
+        self.connections = RankConnections(places, host)
 
-    @property
-    def hosts(self) -> dict[int, str]:
-        """Where each rank runs that has called."""
-        return {rank: connected.host for rank, connected in self._connected.items()}
+    def start(self) -> float:
+        """See LocalRanks.start; those of other nodes are started there."""
+        started_s = self.local.start()
+        for stream in self.local.streams:
+            threading.Thread(target=self.connections.greet, args=(stream,), name="rank greeting", daemon=True).start()
+        return started_s
 
     def let_in(self) -> None:
         """Take a rank that has called; waits a moment for one.
@@ -69,23 +62,10 @@ class RankGroup:
             RanksDiedError: a rank of this process has ended.
         """
         try:
-            channel, hello = self.listener.callers.get(timeout=POLL_S)
+            self.connections.let_in(self.local.may_be, POLL_S)
         except queue.Empty:
             if self.local.ended():
                 raise self._died() from None
-            return
-        rank = hello.rank
-        if not 0 <= rank < len(self.places) or not self.local.may_be(rank, hello.pid):
-            channel.close()  # of an earlier start, ended meanwhile
-            return
-        if rank in self._connected:
-            # another node has started its ranks once more: the latest one counts
-            self._connected[rank].channel.close()
-        self._connected[rank] = _Connected(channel, hello.host)
-        channel.read_on(
-            lambda message: self._incoming.put((rank, channel, message)),
-            at_end=lambda reason: self._incoming.put((rank, channel, _last_word(reason))),
-        )
 
     def send(self, rank: int, message: Message) -> None:
         """Send to one rank.
@@ -94,7 +74,7 @@ class RankGroup:
             RanksDiedError: it is gone.
         """
         try:
-            self._connected[rank].channel.send(message)
+            self.connections.send(rank, message)
         except ChannelClosedError:
             raise self._died() from None
 
@@ -112,16 +92,16 @@ class RankGroup:
         """
         messages: list[tuple[int, FromRank]] = []
         try:
-            rank, message = self._next(POLL_S)
+            rank, message = self.connections.next(POLL_S)
             while message is not None and not isinstance(message, Failed):
                 messages.append((rank, message))
-                rank, message = self._next(0.0)
+                rank, message = self.connections.next(0.0)
         except queue.Empty:  # everything that has come is taken
             if not messages and self.local.ended():
                 raise self._died() from None
             return messages
         # what came before it is used first
-        self._incoming.put((rank, self._connected[rank].channel, message))
+        self.connections.put_back(rank, message)
         if messages:
             return messages
         raise self._died()
@@ -144,7 +124,7 @@ class RankGroup:
             gone: set[int] = set()
             while len(gone) < len(self.places) and time.monotonic() < deadline:
                 try:
-                    rank, message = self._next(POLL_S)
+                    rank, message = self.connections.next(POLL_S)
                 except queue.Empty:
                     continue
                 if message is None or isinstance(message, Bye | Failed):
@@ -159,20 +139,12 @@ class RankGroup:
     def end(self) -> None:
         """End all ranks at once: those of other nodes notice that their connection is closed."""
         self.local.kill()
-        for connected in self._connected.values():
-            connected.channel.close()
-        self._connected.clear()
+        self.connections.end()
 
-    def _next(self, wait_s: float) -> tuple[int, FromRank | None]:
-        """A rank's next message; None: it is gone.
-
-        Raises:
-            queue.Empty: there is none.
-        """
-        while True:
-            rank, channel, message = self._incoming.get(wait_s > 0, wait_s)
-            if rank in self._connected and self._connected[rank].channel is channel:
-                return rank, message
+    def close(self) -> None:
+        """End all ranks and answer no calls any more."""
+        self.local.kill()
+        self.connections.close()
 
     def _died(self) -> Exception:
         """End all ranks; the exception to raise, which names the rank that was lost first and why."""
@@ -180,7 +152,7 @@ class RankGroup:
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
             try:
-                rank, message = self._next(POLL_S)
+                rank, message = self.connections.next(POLL_S)
             except queue.Empty:
                 if self.local.ended():
                     break
@@ -188,14 +160,9 @@ class RankGroup:
             if isinstance(message, Failed):
                 said.setdefault(rank, message)
         ended = self.local.ended()
-        silent = [rank for rank in self._connected if rank not in said]
+        silent = [rank for rank in self.connections.hosts if rank not in said]
         self.end()
         return _cause(said, ended, silent)
-
-
-def _last_word(reason: Exception) -> Failed | None:
-    """What the end of a connection says of the rank behind it; None: nothing, it is gone."""
-    return Failed(str(reason)) if isinstance(reason, MalformedMessageError) else None
 
 
 def _cause(said: dict[int, Failed], ended: dict[int, str], silent: list[int]) -> Exception:

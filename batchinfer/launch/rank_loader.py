@@ -7,32 +7,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
-from batchinfer.launch.rank_listener import RankListener
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
-from batchinfer.protocol.messages import CanRun, ExpertSlots, FromRank, Join, OpenStore, Ready, StoreOpened
+from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Ready
 from batchinfer.records import InterruptedRunError, ModelError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
-
-AnswerT = TypeVar("AnswerT", bound=FromRank)
 
 
 class RankLoader:
@@ -96,23 +92,18 @@ class RankLoader:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.exception()  # it ends soon, and what went wrong matters no more
-        self.group.end()
-        self.group.listener.close()
+        self.group.close()
 
     def _load(self, join: Join) -> list[Ready]:
         group, places = self.group, self.group.places
         self._deadline = time.monotonic() + START_S
-        self.started_s = group.local.start()
-        while len(group.hosts) < len(places):
+        self.started_s = group.start()
+        while len(group.connections.hosts) < len(places):
             self._check_start()
             group.let_in()
-        leaders = {place.leader for place in places if place.group_size > 1}
-        for leader in leaders:
-            group.send(leader, OpenStore())
-        stores = self._answers(leaders, StoreOpened)
         for place in places:
-            group.send(place.rank, self._joining(join, place, stores))
-        ready = self._answers((place.rank for place in places), Ready)
+            group.send(place.rank, self._joining(join, place))
+        ready = self._ready()
         self.loaded_s = time.time()
         return [ready[place.rank] for place in places]
 
@@ -122,25 +113,25 @@ class RankLoader:
         if time.monotonic() > self._deadline:
             self.group.give_up(f"the ranks were not ready within {START_S:,.0f} s")
 
-    def _joining(self, join: Join, place: RankPlace, stores: dict[int, StoreOpened]) -> Join:
-        """With where a rank finds the others of its group, and which of them share its host."""
-        hosts = self.group.hosts
+    def _joining(self, join: Join, place: RankPlace) -> Join:
+        """With where other ranks reach this one, and which of them share its host."""
+        connections = self.group.connections
+        hosts = connections.hosts
         group = [hosts[other.rank] for other in self.group.places if other.leader == place.leader]
-        store = stores.get(place.leader)
         return replace(
             join,
-            store_host=store and store.host,
-            store_port=store and store.port,
+            host=connections.address(place.rank),
+            credentials=connections.credentials,
             num_local_ranks=list(hosts.values()).count(hosts[place.rank]),
             group_on_one_host=len(set(group)) == 1,
             all_on_one_host=len(set(hosts.values())) == 1,
         )
 
-    def _answers(self, ranks: Iterable[int], kind: type[AnswerT]) -> dict[int, AnswerT]:
-        """The next message of each of these ranks, all of this kind; nothing else but CanRun can come before Start."""
-        answers: dict[int, AnswerT] = {}
-        missing, unable = set(ranks), {place.rank for place in self.group.places}
-        while missing:
+    def _ready(self) -> dict[int, Ready]:
+        """What each rank says when it has loaded; nothing else but CanRun can come before."""
+        ready: dict[int, Ready] = {}
+        unable = {place.rank for place in self.group.places}
+        while len(ready) < len(self.group.places):
             self._check_start()
             for rank, message in self.group.receive():
                 if isinstance(message, CanRun):
@@ -148,39 +139,35 @@ class RankLoader:
                     if not unable:
                         self._can_run.set()
                     continue
-                assert isinstance(message, kind), f"rank {rank} sent {message}"
-                missing.discard(rank)
-                answers[rank] = message
-        return answers
+                assert isinstance(message, Ready), f"rank {rank} sent {message}"
+                ready[rank] = message
+        return ready
 
 
 def open_ranks(
-    job: JobConfig, ranks: range, host: str, stop: StopSignal, *, one_host: bool, spare: SpareRank | None = None
+    job: JobConfig,
+    ranks: range,
+    stop: StopSignal,
+    *,
+    host: str | None = None,
+    one_host: bool = True,
+    spare: SpareRank | None = None,
 ) -> RankLoader:
     """The job's ranks, none of them started yet.
 
     Args:
         ranks: those that this process starts.
-        host: the address of this process at which they call.
-        one_host: whether there are no others.
+        host: the address of this process at which those of other processes call; None: there are none.
+        one_host: whether all ranks of the job are on this host.
         spare: see LocalRanks.
     """
-    listener = RankListener(host)
-    local = LocalRanks(
-        ranks,
-        host,
-        listener.port,
-        listener.token,
-        one_host=one_host,
-        weight_bytes=_weight_bytes(job),
-        spare=spare,
-    )
-    return RankLoader(RankGroup(rank_places(job.cluster), local, listener), stop)
+    local = LocalRanks(ranks, one_host=one_host, weight_bytes=_weight_bytes(job), spare=spare)
+    return RankLoader(RankGroup(rank_places(job.cluster), local, host), stop)
 
 
 def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) -> RankLoader:
     """The ranks of a job of which all run on this host, none of them started yet."""
-    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, "127.0.0.1", stop, one_host=True, spare=spare)
+    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, stop, spare=spare)
 
 
 @contextmanager
@@ -208,7 +195,7 @@ def ranks_ahead(
 
 
 def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
-    """What ranks have to know to load their models; where their group meets is added when they have called."""
+    """What ranks have to know to load their models; which of them share a host is added when they have called."""
     return Join(job.model_dump_json(), slots_of_role)
 
 

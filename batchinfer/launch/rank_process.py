@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.host_info import matrix_library_settings
+from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
 
 _PREFIX = "BATCHINFER_RANK_"
 _SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
+_SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
 _MALLOC = (
@@ -26,23 +28,26 @@ _MALLOC = (
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """How a rank process finds its controller and its cores; the token shows that it belongs there.
+    """How a rank process finds its controller and its cores.
 
     index: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
     weight_bytes: memory for weights to touch before they are loaded, 0: none.
+    host, port, credentials: where the controller listens, if it is another process than the one that starts this rank.
+    socket: else the number of this process's end of a socket pair.
     """
 
     rank: int
-    host: str
-    port: int
-    token: str
     index: int = 0
     weight_bytes: int = 0
+    host: str = ""
+    port: int = 0
+    credentials: str = ""
+    socket: int | None = None
 
     def variables(self, cores: list[int]) -> dict[str, str]:
         """As environment variables, which only the same user can read."""
-        values = {"NUMBER": self.rank, "HOST": self.host, "PORT": self.port, "TOKEN": self.token}
-        values |= {"INDEX": self.index, "WEIGHT_BYTES": self.weight_bytes}
+        values: dict[str, str | int] = {"NUMBER": self.rank, "INDEX": self.index, "WEIGHT_BYTES": self.weight_bytes}
+        values |= {"HOST": self.host, "PORT": self.port, "CREDENTIALS": self.credentials}
         values["CORES"] = ",".join(map(str, cores))
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
@@ -59,11 +64,26 @@ class RankEnvironment:
                 sys.exit()
             os.environ.update(json.loads(line))
         try:
-            names = ("NUMBER", "HOST", "PORT", "TOKEN", "INDEX", "WEIGHT_BYTES")
-            number, host, port, token, index, weight_bytes = (os.environ[_PREFIX + name] for name in names)
+            names = ("NUMBER", "INDEX", "WEIGHT_BYTES", "HOST", "PORT", "CREDENTIALS")
+            number, index, weight_bytes, host, port, credentials = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
-        return cls(int(number), host, int(port), token, int(index), int(weight_bytes))
+        end = int(os.environ[_SOCKET]) if _SOCKET in os.environ else None
+        if end is not None:
+            os.set_inheritable(end, False)  # the controller is to see at once that this process has ended
+        return cls(int(number), int(index), int(weight_bytes), host, int(port), credentials, end)
+
+    def connect(self, timeout_s: float) -> Stream:
+        """The connection to the controller.
+
+        Raises:
+            OSError: it cannot be reached, or who answers there does not have the credentials.
+        """
+        if self.socket is not None:
+            return Stream(socket.socket(fileno=self.socket))
+        from batchinfer.net.tls import call  # most runs are on one host
+
+        return call(self.host, self.port, self.credentials, timeout_s)
 
     @staticmethod
     def take_cores() -> None:
@@ -73,12 +93,11 @@ class RankEnvironment:
             os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
-def rank_variables(environment: RankEnvironment, *, num_ranks: int, one_host: bool) -> dict[str, str]:
+def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str, str]:
     """All environment variables of a rank; what the user has set goes before the settings here.
 
     Args:
         num_ranks: of this process: each gets cores of its own where there are enough, else all of them share all.
-        one_host: whether there are no others: then they talk over the loopback interface only.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // num_ranks
@@ -88,17 +107,23 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int, one_host: bo
     # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
     settings = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     settings |= thread_settings(max(1, share)) | matrix_library_settings()
-    if one_host:
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        settings["GLOO_SOCKET_IFNAME"] = loopback
     return {**settings, **os.environ, **environment.variables(cores)}
 
 
-def start_rank(variables: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """A rank with these environment variables."""
-    # standard output stays the command's own: what a rank's libraries print is for people
+def start_rank(
+    variables: dict[str, str], end: socket.socket | None, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """A rank with these environment variables.
+
+    Args:
+        end: of a socket pair, for the rank; None: it calls its controller.
+    """
     command = [sys.executable, "-m", "batchinfer.rank.main"]
-    return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2)
+    inherited = [] if end is None else [end.fileno()]
+    if end is not None:
+        variables = {**variables, _SOCKET: str(end.fileno())}
+    # standard output stays the command's own: what a rank's libraries print is for people
+    return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2, pass_fds=inherited)
 
 
 class SpareRank:
@@ -108,14 +133,18 @@ class SpareRank:
     """
 
     def __init__(self) -> None:
-        self._variables = rank_variables(RankEnvironment(0, "", 0, ""), num_ranks=1, one_host=True)
+        self._variables = rank_variables(RankEnvironment(0), num_ranks=1)
         self._process: subprocess.Popen[bytes] | None = None  # None: taken, ended, or never started
         self.started_s = time.time()
-        with suppress(OSError):  # too many processes, say; the rank is started when it is needed, and then this is told
-            self._process = start_rank({**self._variables, _SPARE: "1"}, subprocess.PIPE)
+        self._end, end = socket.socketpair()
+        with suppress(OSError), end:  # too many processes, say; the rank is started when it is needed, and this is told
+            self._process = start_rank({**self._variables, _SPARE: "1"}, end, subprocess.PIPE)
 
-    def take(self, variables: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """Hand the process over with its task; ends it if it was started with other settings than are wanted now."""
+    def take(self, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket] | None:
+        """Hand over the process with its task, and this end of the connection to it.
+
+        Ends it if it was started with other settings than are wanted now.
+        """
         process = self._process
         if process is None or _settings(self._variables) != _settings(variables):
             self.end()
@@ -129,11 +158,12 @@ class SpareRank:
         except BrokenPipeError:  # somebody has killed it
             process.wait()
             return None
-        return process
+        return process, self._end
 
     def end(self) -> None:
         """End the process unless somebody took it."""
         if self._process is not None:
+            self._end.close()
             self._process.kill()
             self._process.wait()
             self._process = None

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import time
 
+from batchinfer.launch.nodes import MeetingPoint
 from batchinfer.launch.rank_process import RankEnvironment, SpareRank, rank_variables, start_rank
+from batchinfer.net.stream import Stream
 
 
 class LocalRanks:
@@ -16,7 +18,8 @@ class LocalRanks:
 
     Args:
         ranks: their numbers.
-        one_host: whether there are no others: then they talk over the loopback interface only.
+        controller: where they call; None: this process, by socket pairs.
+        one_host: whether all ranks of the job are on this host.
         weight_bytes: see RankEnvironment.
         spare: taken for a lone rank if it fits.
     """
@@ -24,20 +27,21 @@ class LocalRanks:
     def __init__(
         self,
         ranks: range,
-        host: str,
-        port: int,
-        token: str,
         *,
-        one_host: bool,
+        controller: MeetingPoint | None = None,
+        one_host: bool = True,
         weight_bytes: int = 0,
         spare: SpareRank | None = None,
     ) -> None:
         # torchrun starts several of these on a host, with one rank each
         first = int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        call = () if controller is None else (controller.host, controller.port, controller.credentials)
         self._environments = [
-            RankEnvironment(rank, host, port, token, index, weight_bytes) for index, rank in enumerate(ranks, first)
+            RankEnvironment(rank, index, weight_bytes, *call) for index, rank in enumerate(ranks, first)
         ]
+        self._controller = controller
         self.one_host = one_host
+        self.streams: list[Stream] = []  # to each, unless they call another process
         self._spare = spare
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -51,11 +55,11 @@ class LocalRanks:
         started_s = time.time()
         spare, self._spare = self._spare, None
         for environment in self._environments:
-            variables = rank_variables(environment, num_ranks=self.num_ranks, one_host=self.one_host)
+            variables = rank_variables(environment, num_ranks=self.num_ranks)
             taken = spare and spare.take(variables)
             if spare is not None and taken is not None:
                 started_s = spare.started_s
-            self._processes[environment.rank] = taken or start_rank(variables)
+            self._add(environment.rank, *(taken or self._start(variables)))
         return started_s
 
     def may_be(self, rank: int, pid: int) -> bool:
@@ -82,9 +86,9 @@ class LocalRanks:
 
     def can_reach_controller(self) -> bool:
         """Whether anybody listens where the ranks are sent."""
-        environment = self._environments[0]
+        assert self._controller is not None
         try:
-            socket.create_connection((environment.host, environment.port), timeout=10).close()
+            socket.create_connection((self._controller.host, self._controller.port), timeout=10).close()
         except OSError:
             return False
         return True
@@ -96,6 +100,19 @@ class LocalRanks:
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
+        self.streams.clear()
+
+    def _start(self, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket | None]:
+        if self._controller is not None:
+            return start_rank(variables, None), None
+        near, far = socket.socketpair()
+        with far:
+            return start_rank(variables, far), near
+
+    def _add(self, rank: int, process: subprocess.Popen[bytes], end: socket.socket | None) -> None:
+        self._processes[rank] = process
+        if end is not None:
+            self.streams.append(Stream(end))
 
 
 def _describe(code: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.records import ConfigError
 
-ON_CPUS = ("shared", "gloo")
+ON_CPUS = ("shared", "tls", "gloo")
 # what DeepEP's kernels ask of a row: whole warps of 16-byte loads (version 2), whole FP8 scales, four of them per load
 _HIDDEN_MULTIPLE = {"deepep": 256, "deepep-v1": 128, "deepep-low-latency": 128}
 _LOW_LATENCY_FP8_HIDDEN_MULTIPLE = 512

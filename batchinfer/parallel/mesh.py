@@ -6,6 +6,7 @@ A job's ranks form one group (colocated), or one for prefill and one for decode,
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.exchange import DistributedExchange, Exchange
-from batchinfer.parallel.exchange_rules import DEEPEP, check_device
+from batchinfer.parallel.exchange_rules import DEEPEP, ON_GPUS, check_device
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange, can_share_memory
+from batchinfer.parallel.tls_exchange import Meeting, TlsExchange
 from batchinfer.records import ConfigError, PeerLostError
 
 
@@ -34,21 +36,7 @@ class Seat:
     exchange: str  # cluster.exchange of the job
     one_host: bool  # whether all ranks of the group are on this host
     timeout_s: float
-
-
-def open_store(host: str) -> dist.TCPStore:
-    """A meeting point on a free port of this host's address `host`; the first rank of a group opens it."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(4096)
-    # the store closes the descriptor; bound here so that only this address listens
-    port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def find_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The meeting point that another rank opened."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    meeting: Meeting | None = None  # with ranks of other hosts; None: there are none
 
 
 class Mesh:
@@ -89,25 +77,22 @@ class Mesh:
         if seat.size == 1:
             return cls.alone()
         kind = _choose(seat, device)
-        if kind == "shared":
-            exchange: Exchange = SharedMemoryExchange(store, seat.rank, seat.size, timeout_s=seat.timeout_s)
-            return cls(seat.rank, seat.size, exchange, kind=kind)
-        try:
-            dist.init_process_group(
-                "gloo" if kind == "gloo" else "cpu:gloo,cuda:nccl",
-                store=store,
-                rank=seat.rank,
-                world_size=seat.size,
-                timeout=timedelta(seconds=seat.timeout_s),
-            )
-        except RuntimeError as error:
-            raise PeerLostError(f"the group's ranks did not meet within {seat.timeout_s:g} s: {error}") from error
-        group = dist.group.WORLD
-        assert group is not None
-        rows_device = device if kind == "nccl" else torch.device("cpu")
-        exchange = DistributedExchange(group, rows_device)
-        agreements = DistributedExchange(group) if rows_device.type == "cuda" else exchange
-        return cls(seat.rank, seat.size, exchange, agreements=agreements, kind=kind, group=group, device=device)
+        group = None
+        if kind == "gloo" or kind in ON_GPUS:
+            group = _open_group("gloo" if kind == "gloo" else "nccl", seat, store)
+        if kind == "gloo":
+            assert group is not None
+            on_host: Exchange = DistributedExchange(group)
+        elif seat.one_host and can_share_memory():
+            on_host = SharedMemoryExchange(store, seat.rank, seat.size, timeout_s=seat.timeout_s)
+        else:
+            assert seat.meeting is not None
+            on_host = TlsExchange(store, seat.rank, seat.size, seat.meeting, timeout_s=seat.timeout_s)
+        exchange = on_host
+        if kind == "nccl":
+            assert group is not None
+            exchange = DistributedExchange(group, device)
+        return cls(seat.rank, seat.size, exchange, agreements=on_host, kind=kind, group=group, device=device)
 
     def agree(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank; each rank gives the same number of them.
@@ -160,20 +145,50 @@ def explain_exchanges() -> dict[str, str | None]:
         no_gpu = "no GPU that this torch can use"
     return {
         "shared": None if can_share_memory() else "shared memory between ranks needs Linux",
+        "tls": None,
         "gloo": None,
         "nccl": no_gpu,
         **{kind: why_not(kind) for kind in DEEPEP},
     }
 
 
+def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGroup:
+    """The group in torch."""
+    if seat.one_host:
+        _stay_on_loopback()
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=seat.rank,
+            world_size=seat.size,
+            timeout=timedelta(seconds=seat.timeout_s),
+        )
+    except RuntimeError as error:
+        raise PeerLostError(f"the group's ranks did not meet within {seat.timeout_s:g} s: {error}") from error
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _stay_on_loopback() -> None:
+    """Have gloo and NCCL listen on the loopback interface alone, unless the user has named another one."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
 def _choose(seat: Seat, device: torch.device) -> str:
     """The exchange to use: the one asked for, or the fastest that can run."""
     can_share = seat.one_host and can_share_memory()
     if seat.exchange == "auto":
-        return "nccl" if device.type == "cuda" else "shared" if can_share else "gloo"
+        between_hosts = "gloo" if seat.meeting is None else "tls"
+        return "nccl" if device.type == "cuda" else "shared" if can_share else between_hosts
     if seat.exchange == "shared" and not can_share:
         raise ConfigError(
             "cluster.exchange is 'shared', but the ranks are on several hosts (or not on Linux); use 'auto'"
         )
+    if seat.exchange == "tls" and seat.meeting is None:
+        raise ConfigError("cluster.exchange is 'tls', but all ranks are started by one process; use 'auto'")
     check_device(seat.exchange, device.type)
     return seat.exchange

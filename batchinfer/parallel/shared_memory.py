@@ -208,7 +208,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
             for lower in range(rank):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 connection.settimeout(timeout_s)
-                connection.connect("\0" + store.get(f"shared_memory/{lower}").decode())
+                _call(connection, "\0" + store.get(f"shared_memory/{lower}").decode(), timeout_s)
                 connection.send(_HELLO.pack(rank))
                 peers[lower] = _Peer(connection)
             while len(peers) < size - 1:
@@ -224,6 +224,19 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
                 f"{size - 1 - len(peers)} ranks of the group did not connect within {timeout_s:g} s: {error}"
             ) from error
     return peers
+
+
+def _call(connection: socket.socket, address: str, timeout_s: float) -> None:
+    """Connect; while others fill the queue of those who call there, which the listener sends away, wait."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(0.01)
 
 
 def _caller(connection: socket.socket) -> int | None:

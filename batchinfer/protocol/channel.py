@@ -1,4 +1,4 @@
-"""The connection between a controller and a rank: messages over TCP, once both ends have shown that they know a token.
+"""The connection between a controller and a rank: messages over a stream whose other end is known to be the right one.
 
 Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
 which makes the bytes while the model computes.
@@ -7,26 +7,24 @@ which makes the bytes while the model computes.
 from __future__ import annotations
 
 import queue
-import socket
+import struct
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
-from batchinfer.protocol.handshake import (
-    ChannelClosedError,
-    deadline,
-    open_connection,
-    own_host,
-    show_token,
-    shut_down,
-)
+from batchinfer.net.stream import Stream
 from batchinfer.protocol.messages import MalformedMessageError, Message, encode
 
 ReceivedT = TypeVar("ReceivedT")
 
+_LENGTH = struct.Struct("!I")  # before each message, in bytes
 _MAX_BYTES = 1 << 30
+CLOSE_S = 30.0
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone."""
 
 
 class Channel(Generic[ReceivedT]):
@@ -36,38 +34,23 @@ class Channel(Generic[ReceivedT]):
         decode: makes a message of its bytes, or raises MalformedMessageError.
     """
 
-    def __init__(self, connection: Connection, decode: Callable[[bytes], ReceivedT]) -> None:
-        self._connection = connection
+    def __init__(self, stream: Stream, decode: Callable[[bytes | bytearray], ReceivedT]) -> None:
+        self._stream = stream
         self._decode = decode
         self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # for the sending thread; None ends it
+        # for the sending thread; None ends it
+        self._outgoing: queue.SimpleQueue[Message | bytes | None] = queue.SimpleQueue()
+        self._encodes_first = False
         self._sender: threading.Thread | None = None
         self._is_ending = False
 
-    @classmethod
-    def connect(
-        cls, host: str, port: int, token: str, decode: Callable[[bytes], ReceivedT], timeout_s: float
-    ) -> Channel[ReceivedT]:
-        """Call the other end.
-
-        Raises:
-            OSError: nobody answers there.
-            ChannelClosedError: who answers does not know the token.
-        """
-        end = socket.create_connection((host, port), timeout=timeout_s)
-        end.settimeout(None)
-        connection = open_connection(end)
-        with deadline(connection, timeout_s):
-            show_token(connection, token, is_caller=True)
-        return cls(connection, decode)
-
     @property
-    def own_host(self) -> str:
-        """This end's address, as the other end sees it."""
-        return own_host(self._connection)
+    def peer_address(self) -> str:
+        """The other end's address; "" of a socket pair."""
+        return self._stream.peer_address
 
     def send(self, message: Message) -> None:
-        """Hand a message over; after `send_on` nothing in it may be changed any more.
+        """Hand a message over; after `send_on` nothing in it may be changed any more, unless it encodes first.
 
         Raises:
             ChannelClosedError: the other end is gone.
@@ -75,7 +58,7 @@ class Channel(Generic[ReceivedT]):
         if self._sender is None:
             self.send_now(message)
         elif self._sender.is_alive():
-            self._outgoing.put(message)
+            self._outgoing.put(encode(message) if self._encodes_first else message)
         else:
             raise ChannelClosedError
 
@@ -84,17 +67,19 @@ class Channel(Generic[ReceivedT]):
         self._is_ending = True
         self.send(message)
 
-    def send_on(self, at_fault: Callable[[Exception], None]) -> None:
-        """Start a thread that sends what `send` takes from now on, in this order.
+    def send_on(self, at_fault: Callable[[Exception], None], *, encodes_first: bool = False) -> None:
+        """Start a thread that sends what `send` takes from now on, in this order; `send` never waits any more.
 
         Args:
             at_fault: called in that thread when a message cannot be put into bytes.
+            encodes_first: whether `send` makes the bytes itself.
         """
+        self._encodes_first = encodes_first
 
         def send() -> None:
             try:
-                while (message := self._outgoing.get()) is not None:
-                    self.send_now(message)
+                while (item := self._outgoing.get()) is not None:
+                    self._write(item if isinstance(item, bytes) else encode(item))
             except ChannelClosedError:
                 pass  # as the next `send` says
             except Exception as error:
@@ -110,23 +95,21 @@ class Channel(Generic[ReceivedT]):
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        content = encode(message)
-        try:
-            with self._lock:
-                self._connection.send_bytes(content)
-        except OSError:
-            raise ChannelClosedError from None
+        self._write(encode(message))
 
     def receive(self) -> ReceivedT:
         """The next message; waits for it.
 
         Raises:
-            ChannelClosedError: the other end is gone, or sent something else than frames.
+            ChannelClosedError: the other end is gone, or announced more than 1 GB.
             MalformedMessageError: it sent something else than messages.
         """
         try:
-            content = self._connection.recv_bytes(_MAX_BYTES)
-        except (EOFError, OSError):
+            (num_bytes,) = _LENGTH.unpack(self._stream.receive(_LENGTH.size))
+            if num_bytes > _MAX_BYTES:
+                raise ChannelClosedError
+            content = self._stream.receive(num_bytes)
+        except OSError:
             raise ChannelClosedError from None
         return self._decode(content)
 
@@ -152,9 +135,16 @@ class Channel(Generic[ReceivedT]):
         threading.Thread(target=read, name="channel", daemon=True).start()
 
     def close(self) -> None:
-        """End the connection, once all is sent; the other end's reading ends."""
+        """End the connection, once all is sent or not taken for CLOSE_S; the other end's reading ends."""
         self._is_ending = True
         if self._sender is not None:
             self._outgoing.put(None)
-            self._sender.join()
-        shut_down(self._connection)
+            self._sender.join(CLOSE_S)
+        self._stream.shut_down()
+
+    def _write(self, content: bytes) -> None:
+        try:
+            with self._lock:
+                self._stream.send(_LENGTH.pack(len(content)) + content)
+        except OSError:
+            raise ChannelClosedError from None

@@ -90,6 +90,16 @@ class ExpertSlots(Struct, frozen=True):
     share_of_slot: list[list[float]]
 
 
+# in both directions
+
+
+class SharedValue(Message, frozen=True):
+    """What one rank tells all others of its group by way of the controller: where it can be met, for example."""
+
+    key: str
+    value: bytes
+
+
 # from a rank: while it starts
 
 
@@ -99,13 +109,6 @@ class Hello(Message, frozen=True):
     rank: int
     pid: int
     host: str
-
-
-class StoreOpened(Message, frozen=True):
-    """Where the other ranks of the group find the store by which they meet."""
-
-    host: str
-    port: int
 
 
 class CanRun(Message, frozen=True):
@@ -172,23 +175,19 @@ class Bye(Message, frozen=True):
 # from the controller: while ranks start
 
 
-class OpenStore(Message, frozen=True):
-    """To the first rank of a group: open the store by which the others meet."""
-
-
 class Join(Message, frozen=True):
     """What a rank has to know to load its model.
 
     job: the JobConfig as JSON.
     slots_of_role: where experts are; missing or None: in order.
-    store_host, store_port: where the rank finds the others of its group; None: it is alone, or has opened it itself.
+    host, credentials: where it may listen for ranks of other hosts, and what they show each other; "": there are none.
     num_local_ranks: ranks on its host.
     """
 
     job: str
     slots_of_role: dict[str, ExpertSlots | None]
-    store_host: str | None = None
-    store_port: int | None = None
+    host: str = ""
+    credentials: str = ""
     num_local_ranks: int = 1
     group_on_one_host: bool = True
     all_on_one_host: bool = True
@@ -254,10 +253,10 @@ class Leave(Message, frozen=True):
 
 
 FromRank = (
-    Hello | StoreOpened | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertTokens | StoreCounts
+    Hello | SharedValue | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertTokens | StoreCounts
 ) | (Failed | Bye)
 FromController = (
-    OpenStore | Join | Start | Requests | Adopt | FreeKv | GiveAway | CountExperts | PlaceExperts | Wake | Leave
+    SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | CountExperts | PlaceExperts | Wake | Leave
 )
 
 
@@ -267,10 +266,10 @@ def _plain_number(value: Any) -> object:
     raise TypeError(f"a message cannot hold a {type(value).__name__}")
 
 
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
+def _decoder(kind: Any) -> Callable[[bytes | bytearray], Any]:
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def decode_message(content: bytes) -> Any:
+    def decode_message(content: bytes | bytearray) -> Any:
         try:
             return decode(content)
         except msgspec.DecodeError as error:
@@ -280,5 +279,5 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
-decode_from_rank: Callable[[bytes], FromRank] = _decoder(FromRank)
-decode_from_controller: Callable[[bytes], FromController] = _decoder(FromController)
+decode_from_rank: Callable[[bytes | bytearray], FromRank] = _decoder(FromRank)
+decode_from_controller: Callable[[bytes | bytearray], FromController] = _decoder(FromController)

@@ -28,6 +28,7 @@ import sys
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,13 +38,20 @@ from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
+from batchinfer.parallel.group_store import GroupStore
 from batchinfer.parallel.layout import RankPlace, rank_places
-from batchinfer.parallel.mesh import Mesh, Seat, find_store, open_store
+from batchinfer.parallel.mesh import Mesh, Seat
+from batchinfer.parallel.tls_exchange import Meeting
 from batchinfer.protocol import messages
-from batchinfer.protocol.channel import Channel
+from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.feed import Feed
-from batchinfer.protocol.handshake import ChannelClosedError
-from batchinfer.protocol.messages import Failed, FromController, MalformedMessageError, decode_from_controller
+from batchinfer.protocol.messages import (
+    Failed,
+    FromController,
+    MalformedMessageError,
+    SharedValue,
+    decode_from_controller,
+)
 from batchinfer.rank.bit_equality import equal_rows
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
@@ -65,17 +73,23 @@ def main(task: Future[RankTask]) -> NoReturn:
     environment, memory = task.result()
     environment.take_cores()
     try:
-        channel = Channel.connect(
-            environment.host, environment.port, environment.token, decode_from_controller, CONNECT_S
-        )
-    except (OSError, ChannelClosedError) as error:
+        channel = Channel(environment.connect(CONNECT_S), decode_from_controller)
+    except OSError as error:
         print(f"rank {environment.rank}: no controller at {environment.host}: {error}", file=sys.stderr)
         _end(ExitCode.INTERRUPTED)
     received: queue.SimpleQueue[FromController] = queue.SimpleQueue()
-    channel.read_on(received.put, at_end=lambda reason: _controller_ended(channel, reason))
+    store = GroupStore(lambda key, value: channel.send(SharedValue(key, value)))
+
+    def take(message: FromController) -> None:
+        if isinstance(message, SharedValue):
+            store.learn(message.key, message.value)
+        else:
+            received.put(message)
+
+    channel.read_on(take, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
     channel.send(messages.Hello(environment.rank, os.getpid(), socket.gethostname()))
-    code = _run(channel, received, environment, memory)
+    code = _run(channel, received, store, environment, memory)
     channel.close()
     _end(code)
 
@@ -83,12 +97,13 @@ def main(task: Future[RankTask]) -> NoReturn:
 def _run(
     channel: RankChannel,
     received: queue.SimpleQueue[FromController],
+    store: GroupStore,
     environment: RankEnvironment,
     memory: FreshMemory | None,
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, received, environment, memory)
+        feed = _work(channel, received, store, environment, memory)
         feed.send_experts()
         channel.send_last(messages.Bye())
         return ExitCode.OK
@@ -104,41 +119,35 @@ def _run(
 
 
 def _join(
-    channel: RankChannel, received: queue.SimpleQueue[FromController], environment: RankEnvironment
+    received: queue.SimpleQueue[FromController], store: GroupStore, environment: RankEnvironment
 ) -> tuple[messages.Join, JobConfig, RankPlace, torch.device, Mesh]:
     """Meet the other ranks of the group; returns the controller's message, and what follows from it."""
     join = received.get()
-    store = None
-    if isinstance(join, messages.OpenStore):
-        store = open_store(channel.own_host)
-        channel.send(messages.StoreOpened(channel.own_host, store.port))
-        join = received.get()
     assert isinstance(join, messages.Join), join
     job = JobConfig.model_validate_json(join.job)
     place = rank_places(job.cluster)[environment.rank]
-    if store is None and place.group_size > 1:
-        assert join.store_host is not None
-        assert join.store_port is not None
-        store = find_store(join.store_host, join.store_port, job.cluster.collective_seconds)
     seat = Seat(
         rank=place.group_rank,
         size=place.group_size,
         exchange=place.exchange(job.cluster),
         one_host=join.group_on_one_host,
         timeout_s=job.cluster.collective_seconds,
+        meeting=Meeting(join.host, join.credentials) if join.credentials else None,
     )
     device = rank_device(job.cluster.backend, environment.index)
-    return join, job, place, device, Mesh.alone() if store is None else Mesh.join(seat, store, device)
+    store.set_timeout(timedelta(seconds=seat.timeout_s))
+    return join, job, place, device, Mesh.join(seat, store, device)
 
 
 def _work(
     channel: RankChannel,
     received: queue.SimpleQueue[FromController],
+    store: GroupStore,
     environment: RankEnvironment,
     memory: FreshMemory | None,
 ) -> Feed:
     """Load the model, say so, and step until the end."""
-    join, job, place, device, mesh = _join(channel, received, environment)
+    join, job, place, device, mesh = _join(received, store, environment)
     model = load_model(
         job,
         mesh,

@@ -131,7 +131,7 @@ def test_torchrun_starts_the_ranks(reference):
     assert output_bytes(run) == reference[1]
 
 
-def test_nobody_else_ever_reads_the_token_of_a_meeting(tmp_path, monkeypatch):
+def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
     modes, publish = [], Path.rename
 
     def rename(path, target):
@@ -139,10 +139,25 @@ def test_nobody_else_ever_reads_the_token_of_a_meeting(tmp_path, monkeypatch):
         return publish(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    point = nodes.MeetingPoint(host="127.0.0.1", port=1, token="secret", session="one")
+    point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
     told = nodes.announce(RunDir(tmp_path), nodes.NodeShare(0, 2, "group", range(1), is_one_host=True), point)
     assert modes == [0o600]
     assert told.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner"), [(0o640, None), (0o602, None), pytest.param(0o600, 65534, marks=NEEDS_ROOT)]
+)
+def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, mode, owner):
+    node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
+    point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
+    path = nodes.announce(RunDir(tmp_path), node, point)
+    assert nodes.find_meeting_point(RunDir(tmp_path), node, None) == point
+    path.chmod(mode)
+    if owner is not None:
+        os.chown(path, owner, owner)
+    with pytest.raises(ConfigError, match="is not this user's alone; remove it"):
+        nodes.find_meeting_point(RunDir(tmp_path), node, None)
 
 
 def test_shares_of_nodes(monkeypatch):

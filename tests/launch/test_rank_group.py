@@ -8,11 +8,20 @@ import pytest
 
 from batchinfer.launch import rank_group
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
-from batchinfer.launch.rank_listener import RankListener
 from batchinfer.launch.rank_watcher import LocalRanks
+from batchinfer.net.tls import call
 from batchinfer.parallel.layout import RankPlace
-from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.messages import Bye, Failed, Hello, Leave, NeedsRequests, decode_from_controller
+from batchinfer.protocol.channel import Channel, ChannelClosedError
+from batchinfer.protocol.messages import (
+    Bye,
+    Failed,
+    FromController,
+    Hello,
+    Leave,
+    NeedsRequests,
+    SharedValue,
+    decode_from_controller,
+)
 from batchinfer.records import ModelError
 
 PLACE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
@@ -22,16 +31,21 @@ PLACE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 def ends(monkeypatch):
     """A rank's end, and the group that has let it in."""
     monkeypatch.setattr(rank_group, "CAUSE_S", 0.3)
-    listener = RankListener("127.0.0.1")
-    local = LocalRanks(range(1), "127.0.0.1", listener.port, listener.token, one_host=True)
-    group = RankGroup([PLACE], local, listener)
-    rank = Channel.connect("127.0.0.1", listener.port, listener.token, decode_from_controller, 5.0)
-    rank.send(Hello(0, 1, "host"))
-    while not group.hosts:
+    group = RankGroup([PLACE], LocalRanks(range(1)), "127.0.0.1")
+    yield called(group, Hello(0, 1, "host")), group
+    group.close()
+
+
+def called(group: RankGroup, hello: Hello) -> Channel[FromController]:
+    """The channel of a rank that was let in."""
+    connections = group.connections
+    assert connections.listener is not None
+    stream = call("127.0.0.1", connections.listener.port, connections.credentials, 5.0)
+    rank = Channel(stream, decode_from_controller)
+    rank.send(hello)
+    while connections.hosts.get(hello.rank) != hello.host:
         group.let_in()
-    yield rank, group
-    group.end()
-    listener.close()
+    return rank
 
 
 def all_that_comes(group):
@@ -41,7 +55,7 @@ def all_that_comes(group):
 
 def test_a_malformed_message_is_told_with_the_rank_that_sent_it(ends):
     rank, group = ends
-    rank._connection.send_bytes(b"\xc1")
+    rank._stream.send(b"\0\0\0\1\xc1")
     with pytest.raises(RanksDiedError, match=r"rank 0 failed: malformed message: .*invalid") as death:
         all_that_comes(group)
     assert death.value.has_reason
@@ -68,11 +82,31 @@ def test_what_no_rank_can_run_is_refused(ends):
 def test_the_latest_call_of_a_rank_counts(ends):
     rank, group = ends
     rank.send(NeedsRequests())
-    again = Channel.connect("127.0.0.1", group.listener.port, group.listener.token, decode_from_controller, 5.0)
-    again.send(Hello(0, 2, "other"))
-    while group.hosts != {0: "other"}:
-        group.let_in()
+    again = called(group, Hello(0, 2, "other"))
     again.send(NeedsRequests())
     assert group.receive() == [(0, NeedsRequests())]
     again.read_on(lambda message: again.send(Bye()) if message == Leave() else None, at_end=lambda reason: None)
     assert group.leave() == []
+
+
+def test_what_a_rank_tells_reaches_its_group_alone():
+    places = [RankPlace(rank, "both", rank % 2, 2) for rank in range(4)]  # 0 and 1, 2 and 3
+    group = RankGroup(places, LocalRanks(range(0)), "127.0.0.1")
+    try:
+        ranks = [called(group, Hello(rank, 1, f"host {rank}")) for rank in range(4)]
+        ranks[1].send(SharedValue("from 1", b"\xff"))
+        ranks[2].send(SharedValue("from 2", b""))
+        assert ranks[0].receive() == SharedValue("from 1", b"\xff")
+        assert ranks[3].receive() == SharedValue("from 2", b"")
+        group.send_to_all(Leave())
+        assert [rank.receive() for rank in ranks] == [Leave()] * 4
+    finally:
+        group.close()
+
+
+def test_a_rank_that_says_nothing_of_itself_is_sent_away(ends):
+    _, group = ends
+    rank = Channel(call("127.0.0.1", group.connections.listener.port, group.connections.credentials, 5.0), bytes)
+    rank.send(Bye())
+    with pytest.raises(ChannelClosedError):
+        rank.receive()

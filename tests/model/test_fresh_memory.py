@@ -123,7 +123,7 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
 
 def test_a_lone_rank_is_told_how_much_its_weights_take(tmp_path):
     def told(path: Path, **cluster: int) -> list[int]:
-        ranks = open_ranks(job_of(path, tmp_path, **cluster), range(1), "127.0.0.1", StopSignal(), one_host=True)
+        ranks = open_ranks(job_of(path, tmp_path, **cluster), range(1), StopSignal())
         ranks.close()
         return [environment.weight_bytes for environment in ranks.group.local._environments]
 
@@ -133,7 +133,7 @@ def test_a_lone_rank_is_told_how_much_its_weights_take(tmp_path):
 
 
 def test_memory_that_is_not_there_is_left_to_the_loader(monkeypatch):
-    for variable, value in RankEnvironment(0, "host", 1, "token", weight_bytes=30 * MB).variables([0]).items():
+    for variable, value in RankEnvironment(0, weight_bytes=30 * MB).variables([0]).items():
         monkeypatch.setenv(variable, value)
     _, memory = read_task().result()
     assert len(memory.take(30 * MB)) == 30 * MB

@@ -31,9 +31,9 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
 from batchinfer.records import ConfigError, PeerLostError
-from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, open_exchange, shared_memory_group
+from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, meeting, open_exchange, shared_memory_group
 
-KINDS = ("shared", "gloo")
+KINDS = ("shared", "tls", "gloo")
 NUM_ROUNDS = 40
 MUCH_LATER_S = 600.0  # a deadline that no test waits for
 
@@ -223,10 +223,10 @@ def test_a_rank_that_cannot_connect_leaves_nothing_open():
 def rounds_until_the_last_rank_is_lost(rank, size, store, kind, signal_number, timeout_s):
     """Some rounds; then the last rank sends itself the signal and the others go on: what do they see?"""
     exchange = open_exchange(kind, store, rank, size, timeout_s)
-    run_rounds(exchange, seed=1, num_rounds=5)
-    if rank == size - 1:
-        os.kill(os.getpid(), signal_number)
     try:
+        run_rounds(exchange, seed=1, num_rounds=5)  # what a rank started last may die with it
+        if rank == size - 1:
+            os.kill(os.getpid(), signal_number)
         for number in range(5, 10):
             this = Round(1, number, size)
             this.check(rank, this.start(exchange).wait())
@@ -243,7 +243,8 @@ def test_when_a_rank_is_killed_the_others_notice_long_before_the_deadline(kind, 
     with RankProcesses(tmp_path, size, rounds_until_the_last_rank_is_lost, arguments) as ranks:
         messages = ranks.results(range(size - 1))
         assert ranks.exit_code(size - 1) == -signal.SIGKILL
-    says = {"shared": r"rank \d of the group has ended", "gloo": r"the exchange between ranks failed: .+"}[kind]
+    ended = r"rank \d of the group has ended"
+    says = {"shared": ended, "tls": ended, "gloo": r"the exchange between ranks failed: .+"}[kind]
     assert all(re.fullmatch(says, message) for message in messages), messages
 
 
@@ -255,6 +256,7 @@ def test_when_a_rank_is_stopped_the_others_give_up_at_the_deadline(kind, size, t
         messages = ranks.results(range(size - 1))
     says = {
         "shared": f"rank {size - 1} of the group did not answer within 2 s",
+        "tls": f"rank {size - 1} of the group did not answer within 2 s",
         "gloo": "exchange between ranks failed",
     }
     # the first rank that gives up closes its connections; another one may see that before its own deadline
@@ -381,7 +383,8 @@ def test_nobody_can_call_once_the_group_has_met():
 
 
 def agree_in_a_mesh(rank, size, store, kind):
-    mesh = Mesh.join(Seat(rank, size, kind, one_host=True, timeout_s=DEADLINE_S), store, torch.device("cpu"))
+    seat = Seat(rank, size, kind, one_host=kind != "tls", timeout_s=DEADLINE_S, meeting=meeting(store, rank))
+    mesh = Mesh.join(seat, store, torch.device("cpu"))
     agreed = [mesh.agree([rank, 10 * rank + number, -(2**62) - rank]) for number in range(10)]
     dispatchers = mesh.dispatchers(
         [Placement.in_order(6, size)] * 2, RowFormat("float32"), max_tokens=5, hidden=8, topk=2
@@ -390,7 +393,9 @@ def agree_in_a_mesh(rank, size, store, kind):
     return mesh.rank, mesh.size, mesh.kind, agreed, [type(dispatcher).__name__ for dispatcher in dispatchers]
 
 
-@pytest.mark.parametrize(("kind", "opened"), [("auto", "shared"), ("shared", "shared"), ("gloo", "gloo")])
+@pytest.mark.parametrize(
+    ("kind", "opened"), [("auto", "shared"), ("shared", "shared"), ("tls", "tls"), ("gloo", "gloo")]
+)
 def test_a_mesh_agrees_on_what_every_rank_says(kind, opened, tmp_path):
     with RankProcesses(tmp_path, 3, agree_in_a_mesh, (kind,)) as ranks:
         results = ranks.results()
@@ -400,7 +405,8 @@ def test_a_mesh_agrees_on_what_every_rank_says(kind, opened, tmp_path):
 
 def join_a_mesh_nobody_else_comes_to(rank, size, store, kind):
     try:
-        Mesh.join(Seat(rank, 2, kind, one_host=True, timeout_s=1.0), store, torch.device("cpu"))
+        seat = Seat(rank, 2, kind, one_host=kind != "tls", timeout_s=1.0, meeting=meeting(store, rank))
+        Mesh.join(seat, store, torch.device("cpu"))
     except PeerLostError as error:
         return str(error)
     return None
@@ -429,6 +435,7 @@ def test_a_rank_alone_agrees_with_itself_and_keeps_its_rows():
 @pytest.mark.parametrize(
     ("exchange", "one_host", "message"),
     [
+        ("tls", True, r"'tls', but all ranks are started by one process; use 'auto'"),
         ("shared", False, r"'shared', but the ranks are on several hosts .*; use 'auto'"),
         ("nccl", True, r"'nccl', which needs GPUs, but the ranks compute on CPUs; use 'auto'"),
         ("deepep", False, r"'deepep', which needs GPUs, but the ranks compute on CPUs; use 'auto'"),

@@ -7,17 +7,14 @@ import queue
 import socket
 import struct
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from batchinfer.launch import rank_listener
-from batchinfer.launch.rank_listener import RankListener
+from batchinfer.net.stream import Stream
 from batchinfer.parallel.spans import Span
-from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.handshake import ChannelClosedError, open_connection, show_token
+from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Adopt,
     Adoption,
@@ -54,9 +51,8 @@ HELLO = Hello(0, 1, "host")
 @pytest.fixture
 def ends():
     """A rank's end and its controller's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = Channel(open_connection(socket.create_connection(server.getsockname())), decode_from_controller)
-        far = Channel(open_connection(server.accept()[0]), decode_from_rank)
+    near_end, far_end = socket.socketpair()
+    near, far = Channel(Stream(near_end), decode_from_controller), Channel(Stream(far_end), decode_from_rank)
     yield near, far
     near.close()
     far.close()
@@ -141,6 +137,18 @@ def test_a_message_that_cannot_be_sent_is_told(ends, capsys):
     assert "TypeError: a message cannot hold a object" in capsys.readouterr().err
 
 
+def test_who_does_not_read_keeps_nobody_waiting_and_gets_what_was_sent(ends):
+    near, far = ends
+    near.send_on(at_fault=pytest.fail, encodes_first=True)
+    words = ["x" * (1 << 20)]
+    report = KvRead([KEY])
+    for _ in range(16):  # more than the system takes
+        near.send(Failed(words[0]))
+    near.send(report)
+    report.keys.clear()  # it is in bytes already
+    assert [far.receive() for _ in range(17)] == [Failed(words[0])] * 16 + [KvRead([KEY])]
+
+
 def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
     near, far = ends
     told = queue.SimpleQueue()
@@ -184,85 +192,15 @@ def test_a_malformed_message_is_refused_by_name_and_ends_the_reading(ends, conte
     near, far = ends
     told = queue.SimpleQueue()
     far.read_on(told.put, at_end=told.put)
-    near._connection.send_bytes(content)
+    near._stream.send(struct.pack("!I", len(content)) + content)
     reason = told.get(timeout=30)
     assert isinstance(reason, MalformedMessageError)
     with pytest.raises(MalformedMessageError, match=f"malformed message: .*{what}"):
         raise reason
 
 
-@pytest.fixture
-def listener():
-    listener = RankListener("127.0.0.1")
-    yield listener
-    listener.close()
-
-
-def call(listener: RankListener, token: str | None = None) -> Channel:
-    return Channel.connect("127.0.0.1", listener.port, token or listener.token, decode_from_controller, 5.0)
-
-
-def test_who_knows_the_token_is_let_in(listener):
-    near = call(listener)
-    near.send(HELLO)
-    far, hello = listener.callers.get(timeout=30)
-    assert hello == HELLO
-    far.send(Leave())
-    assert near.receive() == Leave()
-
-
-def test_who_does_not_know_the_token_is_sent_away(listener):
+def test_more_than_a_message_can_have_ends_the_connection_before_memory_is_taken(ends):
+    near, far = ends
+    near._stream.send(struct.pack("!I", (1 << 32) - 1) + b"x" * 1000)
     with pytest.raises(ChannelClosedError):
-        call(listener, "another")
-    assert listener.callers.empty()
-
-
-def test_a_rank_that_has_nothing_to_say_of_itself_is_sent_away(listener):
-    near = call(listener)
-    near.send(Bye())
-    with pytest.raises(ChannelClosedError):
-        near.receive()
-
-
-def test_a_caller_trusts_only_who_knows_the_token():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        stranger = socket.create_connection(server.getsockname())
-        connection = open_connection(server.accept()[0])
-    stranger.sendall(struct.pack("!i", 5) + b"hello")
-    with pytest.raises(ChannelClosedError):
-        show_token(connection, "token", is_caller=True)
-    stranger.close()
-
-
-def test_no_stranger_keeps_ranks_waiting_or_is_read_from(listener):
-    """One announces 2 GB, one sends nothing; a rank is let in meanwhile."""
-    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2)]
-    strangers[0].sendall(struct.pack("!i", (1 << 31) - 1) + b"x" * 1000)
-    near = call(listener)
-    near.send(HELLO)
-    assert listener.callers.get(timeout=5)[1] == HELLO
-    strangers[0].settimeout(5)
-    with suppress(ConnectionError):  # raises TimeoutError unless the listener has ended it
-        while strangers[0].recv(1000):
-            pass
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_a_handshake_has_one_deadline_however_slowly_bytes_come(monkeypatch):
-    monkeypatch.setattr(rank_listener, "HANDSHAKE_S", 0.5)
-    listener = RankListener("127.0.0.1")
-    stranger = socket.create_connection(("127.0.0.1", listener.port))
-    begun_s = time.monotonic()
-    stranger.sendall(struct.pack("!i", 200))
-
-    def drip() -> None:
-        while time.monotonic() < begun_s + 10:
-            stranger.sendall(b"x")
-            time.sleep(0.1)
-
-    with pytest.raises(OSError):
-        drip()
-    assert time.monotonic() - begun_s < 5
-    listener.close()
-    stranger.close()
+        far.receive()

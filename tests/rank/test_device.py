@@ -155,13 +155,13 @@ def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
 
     def places():
-        return [one.index for one in LocalRanks(range(4, 6), "host", 1, "token", one_host=False)._environments]
+        return [one.index for one in LocalRanks(range(4, 6))._environments]
 
     assert places() == [0, 1]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert places()[0] == 3
-    environment = RankEnvironment(5, "host", 1, "token", 3, weight_bytes=7)
+    environment = RankEnvironment(5, 3, 7, "host", 1, "secret")
     for name, value in environment.variables([0]).items():
         monkeypatch.setenv(name, value)
     assert RankEnvironment.read() == environment

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from batchinfer.net.credentials import make_credentials
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, DistributedExchange, Exchange, ReceivedRows
-from batchinfer.parallel.mesh import find_store, open_store
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
+from batchinfer.parallel.tls_exchange import Meeting, TlsExchange
 from batchinfer.records import PeerLostError
 from support.rank_forge import fork_server
 
 DEADLINE_S = 60.0  # of every wait in here: a test that hangs fails
-LOOPBACK = "127.0.0.1"
 SPOILED = 255  # in a row of floats all NaN
 
 ResultT = TypeVar("ResultT")
@@ -153,12 +153,21 @@ def shared_memory_group(size: int, *, timeout_s: float = DEADLINE_S) -> Iterator
 
 
 def open_exchange(kind: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> Exchange:
-    """ "shared" or "gloo", as the mesh of a real rank opens it."""
+    """ "shared", "tls" or "gloo", as the mesh of a real rank opens it."""
     if kind == "shared":
         return SharedMemoryExchange(store, rank, size, timeout_s=timeout_s)
+    if kind == "tls":
+        return TlsExchange(store, rank, size, meeting(store, rank), timeout_s=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     return DistributedExchange(dist.group.WORLD)
+
+
+def meeting(store: dist.Store, rank: int) -> Meeting:
+    """Of a rank on this host; the first one makes the credentials."""
+    if rank == 0:
+        store.set("credentials", make_credentials())
+    return Meeting("127.0.0.1", store.get("credentials").decode())
 
 
 @dataclass(slots=True)
@@ -172,15 +181,13 @@ class RankProcesses:
     size: int
     work: Callable[..., Any]
     arguments: Sequence[Any] = ()
-    _store: dist.TCPStore = field(init=False)
     _processes: list[BaseProcess] = field(init=False, default_factory=list)
 
     def __enter__(self) -> RankProcesses:
-        self._store = open_store(LOOPBACK)
         # forking takes a tenth of the time of a new interpreter
         context = fork_server()
         for rank in range(self.size):
-            arguments = (self._path(rank), self._store.port, self.work, rank, self.size, *self.arguments)
+            arguments = (self._path(rank), self.work, rank, self.size, *self.arguments)
             self._processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
             self._processes[-1].start()
         return self
@@ -214,9 +221,11 @@ class RankProcesses:
         return self.folder / f"rank-{rank}.json"
 
 
-def _run_rank(path: Path, port: int, work: Callable[..., Any], rank: int, size: int, *arguments: Any) -> None:
+def _run_rank(path: Path, work: Callable[..., Any], rank: int, size: int, *arguments: Any) -> None:
     try:
-        outcome = {"result": work(rank, size, find_store(LOOPBACK, port, DEADLINE_S), *arguments)}
+        store = dist.FileStore(str(path.parent / "store"), size)
+        store.set_timeout(timedelta(seconds=DEADLINE_S))
+        outcome = {"result": work(rank, size, store, *arguments)}
     except BaseException:
         outcome = {"failure": traceback.format_exc()}
     path.write_text(json.dumps(outcome))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 from collections.abc import Mapping
 from multiprocessing import forkserver
@@ -43,8 +44,8 @@ def fork_server() -> ForkServerContext:
 class ForkedRank:
     """A rank's process, with what the rank watcher uses of subprocess.Popen."""
 
-    def __init__(self, variables: dict[str, str], trap: Path | None) -> None:
-        self._process = fork_server().Process(target=_run, args=(variables, os.getcwd(), trap), daemon=True)
+    def __init__(self, variables: dict[str, str], end: socket.socket | None, trap: Path | None) -> None:
+        self._process = fork_server().Process(target=_run, args=(variables, end, os.getcwd(), trap), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -62,23 +63,25 @@ class ForkedRank:
         return self.returncode
 
 
-def start_rank(variables: dict[str, str]) -> ForkedRank | subprocess.Popen[bytes]:
+def start_rank(variables: dict[str, str], end: socket.socket | None) -> ForkedRank | subprocess.Popen[bytes]:
     """As rank_process.start_rank; forked unless what is imported might be another thing with these variables."""
     early = _early(variables)
     folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
     trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None
     path = others if trap else variables.get("PYTHONPATH")
     early |= {"PYTHONPATH": path} if path else {}
-    return ForkedRank(variables, trap) if early == _environment else _start_rank(variables)
+    return ForkedRank(variables, end, trap) if early == _environment else _start_rank(variables, end)
 
 
 def _early(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not name.startswith(READ_LATE)}
 
 
-def _run(variables: dict[str, str], folder: str, trap: Path | None) -> None:
+def _run(variables: dict[str, str], end: socket.socket | None, folder: str, trap: Path | None) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    if end is not None:
+        os.environ["BATCHINFER_RANK_SOCKET"] = str(end.detach())
     os.chdir(folder)
     os.dup2(2, 1)
     if trap is not None:

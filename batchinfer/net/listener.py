@@ -1,0 +1,71 @@
+"""A port for the group's processes on other hosts: lets in who shows the credentials."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from batchinfer.net.credentials import tls_context
+from batchinfer.net.tls import TlsStream
+
+HANDSHAKE_S = 3.0  # for a caller to show the credentials; one that is sent away may call again
+MOST_STRANGERS = 64  # callers at a time that have not shown them yet
+ACCEPT_AGAIN_S = 0.05
+
+
+class Listener:
+    """A free port of this host. Callers are looked at on a thread each, so that none of them delays the others.
+
+    Of more than MOST_STRANGERS at a time one is sent away at once, whichever comes out of the hat: those who only hold
+    connections cannot keep out one of the group, whose handshake is over in milliseconds.
+
+    Args:
+        host: the address at which they call.
+        let_in: called, on a thread for each, with who has shown the credentials.
+    """
+
+    def __init__(self, host: str, credentials: str, let_in: Callable[[TlsStream], None]) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._context = tls_context(credentials, is_caller=False)
+        self._let_in = let_in
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []
+        self._is_closed = False
+        threading.Thread(target=self._answer, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no calls any more."""
+        self._is_closed = True
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for calls
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while not self._is_closed:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:  # closed; or a caller that has left, or too many open files: others may call yet
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
+            with self._lock:
+                self._strangers.append(caller)
+                if len(self._strangers) > MOST_STRANGERS:
+                    away = self._strangers.pop(random.randrange(len(self._strangers)))
+                    with suppress(OSError):  # it has left itself
+                        away.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            threading.Thread(target=self._meet, args=(caller,), name="handshake", daemon=True).start()
+
+    def _meet(self, caller: socket.socket) -> None:
+        try:
+            stream = TlsStream(caller, self._context, is_caller=False, timeout_s=HANDSHAKE_S)
+        except OSError:
+            return  # a stranger
+        finally:
+            with self._lock, suppress(ValueError):  # sent away meanwhile
+                self._strangers.remove(caller)
+        self._let_in(stream)

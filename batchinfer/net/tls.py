@@ -1,0 +1,105 @@
+"""What carries bytes between hosts: TLS, between two ends that have the group's credentials (credentials.py)."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from batchinfer.net.credentials import tls_context
+from batchinfer.net.stream import Stream
+
+CHUNK_BYTES = 1 << 18  # of TLS: read at once, and put into records at once
+MOST_HANDSHAKE_BYTES = 1 << 14  # read from somebody who has not shown the credentials yet; 2 KB are needed
+PAUSE_S = (0.05, 0.2)  # before another call of one that was sent away
+_WELCOME = b"\x01"  # the called one's word that it has accepted the caller, which TLS 1.3 does not say
+
+
+class TlsStream(Stream):
+    """A stream that nobody else can read or write, between two ends that have shown that they know the credentials.
+
+    OpenSSL works in memory here, under a lock: one connection of it may not be read and written at the same time.
+
+    Args:
+        context: see tls_context.
+        timeout_s: for the other end to show that it knows them, however slowly its bytes come.
+
+    Raises:
+        OSError: it did not.
+    """
+
+    def __init__(self, end: socket.socket, context: ssl.SSLContext, *, is_caller: bool, timeout_s: float) -> None:
+        super().__init__(end)
+        self._lock = threading.Lock()
+        self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._coming, self._going, server_side=not is_caller)
+        self._left_bytes = MOST_HANDSHAKE_BYTES
+        self._meet(time.monotonic() + timeout_s, is_caller)
+        self.set_timeout(None)
+
+    def send(self, content: bytes | memoryview) -> None:
+        """See Stream."""
+        view = memoryview(content)
+        for start in range(0, len(view), CHUNK_BYTES):
+            with self._lock:
+                self._tls.write(view[start : start + CHUNK_BYTES])
+                records = self._going.read()
+            self._end.sendall(records)
+
+    def receive_into(self, room: memoryview) -> int:
+        """See Stream."""
+        while True:
+            with self._lock, suppress(ssl.SSLWantReadError):
+                return int(self._tls.read(len(room), room))  # how many, with a buffer
+            records = self._end.recv(CHUNK_BYTES)
+            if not records:
+                return 0
+            with self._lock:
+                self._coming.write(records)
+
+    def _meet(self, end_s: float, is_caller: bool) -> None:
+        self._step(self._tls.do_handshake, end_s)
+        if is_caller:
+            self._step(lambda: self._tls.read(len(_WELCOME)), end_s)
+        else:
+            self._step(lambda: self._tls.write(_WELCOME), end_s)
+
+    def _step(self, act: Callable[[], object], end_s: float) -> None:
+        """Let OpenSSL act, with as much from the other end as it wants."""
+        while True:
+            try:
+                act()
+                return
+            except ssl.SSLWantReadError:
+                pass
+            finally:  # after a failure, too: an alert says why
+                self.set_timeout(max(end_s - time.monotonic(), 0.001))
+                self._end.sendall(self._going.read())
+            records = self._end.recv(self._left_bytes)
+            self._left_bytes -= len(records)
+            if not records:
+                raise ConnectionResetError("the other end left, or said too much, before it showed the credentials")
+            self._coming.write(records)
+
+
+def call(host: str, port: int, credentials: str, timeout_s: float) -> TlsStream:
+    """Call the other end, again when it sends this caller away because too many strangers call at the same time.
+
+    Raises:
+        OSError: nobody answers there, or who answers does not have the credentials.
+    """
+    context = tls_context(credentials, is_caller=True)
+    end_s = time.monotonic() + timeout_s
+    while True:
+        left_s = max(end_s - time.monotonic(), 0.001)
+        try:
+            end = socket.create_connection((host, port), timeout=left_s)
+            return TlsStream(end, context, is_caller=True, timeout_s=left_s)
+        except (ConnectionResetError, BrokenPipeError):
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(random.uniform(*PAUSE_S))

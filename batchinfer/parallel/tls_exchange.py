@@ -1,0 +1,186 @@
+"""Rows between ranks of several hosts, on CPUs: encrypted, over a connection for each pair of ranks (net/tls.py).
+
+Each connection has a thread that sends and one that receives, so that rows travel while the caller computes. The end of
+a rank ends its connections, which the others notice at once.
+"""
+
+# R ranks, C counts per rank
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from batchinfer.net.listener import Listener
+from batchinfer.net.stream import Stream
+from batchinfer.net.tls import call
+from batchinfer.parallel.exchange import Counts, ReceivedRows
+from batchinfer.records import PeerLostError
+
+CLOSE_S = 5.0
+_HELLO = struct.Struct("!q")  # the caller's rank
+_HEADER = struct.Struct("!3q")  # sequence number, row bytes, number of counts; the counts and the rows follow
+
+
+class Meeting(NamedTuple):
+    """Where a rank listens for the others, and what they show each other."""
+
+    host: str
+    credentials: str
+
+
+class _Message(NamedTuple):
+    sequence: int
+    rows: torch.Tensor
+    counts: list[int]
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The connection to another rank; None in a queue is its end."""
+
+    stream: Stream
+    outgoing: queue.SimpleQueue[tuple[bytes, torch.Tensor] | None] = field(default_factory=queue.SimpleQueue)
+    arrived: queue.SimpleQueue[_Message | None] = field(default_factory=queue.SimpleQueue)
+
+    sender: threading.Thread = field(init=False)
+
+    def start(self) -> None:
+        self.sender = threading.Thread(target=self._send, name="exchange sending", daemon=True)
+        self.sender.start()
+        threading.Thread(target=self._receive, name="exchange", daemon=True).start()
+
+    def close(self) -> None:
+        """End the connection once all is sent, or not taken by the other rank for CLOSE_S."""
+        self.outgoing.put(None)
+        self.sender.join(CLOSE_S)
+
+    def _send(self) -> None:
+        try:
+            while (item := self.outgoing.get()) is not None:
+                header, rows = item
+                self.stream.send(header)
+                self.stream.send(_bytes_of(rows))
+        except OSError:  # the other rank is gone, as what receives notices, too
+            pass
+        self.stream.shut_down()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                sequence, row_bytes, num_counts = _HEADER.unpack(self.stream.receive(_HEADER.size))
+                counts = list(struct.unpack(f"!{num_counts}q", self.stream.receive(8 * num_counts)))
+                rows = torch.empty(sum(counts), row_bytes, dtype=torch.uint8)
+                self.stream.fill(_bytes_of(rows))
+                self.arrived.put(_Message(sequence, rows, counts, time.time()))
+        except OSError:
+            self.arrived.put(None)
+
+
+class TlsExchange:
+    """See module docstring and Exchange.
+
+    Args:
+        store: shared by the group, for the ranks' addresses.
+        meeting: of this rank.
+        timeout_s: deadline of each exchange, and of the first connection.
+
+    Raises:
+        PeerLostError: a rank did not connect in time.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, meeting: Meeting, *, timeout_s: float):
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout_s
+        self._sequence = 0  # of the next exchange to start
+        self._peers = _connect(store, rank, size, meeting, timeout_s)
+
+    def buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """See Exchange."""
+        return torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+
+    def start(self, rows: torch.Tensor, counts: Counts) -> _TlsRows:
+        """See Exchange."""
+        assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel this way"
+        sequence, now_s = self._sequence, time.time()
+        self._sequence += 1
+        parts = rows.split([sum(rank_counts) for rank_counts in counts])
+        for rank, peer in self._peers.items():
+            header = _HEADER.pack(sequence, rows.shape[1], len(counts[rank]))
+            peer.outgoing.put((header + struct.pack(f"!{len(counts[rank])}q", *counts[rank]), parts[rank]))
+        return _TlsRows(self, _Message(sequence, parts[self.rank], counts[self.rank], now_s))
+
+    def receive(self, own: _Message) -> ReceivedRows:
+        """The rows of one exchange from all ranks."""
+        end_s = time.monotonic() + self._timeout_s
+        messages = [own if rank == self.rank else self._next(rank, end_s) for rank in range(self.size)]
+        assert all(message.sequence == own.sequence for message in messages), "ranks are at different exchanges"
+        arrived_s = max(message.arrived_s for message in messages)
+        return ReceivedRows([message.rows for message in messages], [message.counts for message in messages], arrived_s)
+
+    def close(self) -> None:
+        """See Exchange."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def _next(self, rank: int, end_s: float) -> _Message:
+        try:
+            message = self._peers[rank].arrived.get(timeout=max(end_s - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise PeerLostError(f"rank {rank} of the group did not answer within {self._timeout_s:g} s") from None
+        if message is None:
+            self._peers[rank].arrived.put(None)  # it stays so
+            raise PeerLostError(f"rank {rank} of the group has ended")
+        return message
+
+
+@dataclass(slots=True)
+class _TlsRows:
+    exchange: TlsExchange
+    own: _Message
+
+    def wait(self) -> ReceivedRows:
+        return self.exchange.receive(self.own)
+
+
+def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_s: float) -> dict[int, _Peer]:
+    """A connection to every other rank: to lower ones by calling them, from higher ones by being called."""
+    called: queue.SimpleQueue[tuple[int, Stream]] = queue.SimpleQueue()
+
+    def let_in(stream: Stream) -> None:
+        called.put((_HELLO.unpack(stream.receive(_HELLO.size))[0], stream))
+
+    peers: dict[int, _Peer] = {}
+    end_s = time.monotonic() + timeout_s
+    listener = Listener(meeting.host, meeting.credentials, let_in)
+    try:
+        store.set(f"tls/{rank}", f"{listener.port} {listener.host}")
+        for lower in range(rank):
+            port, _, host = store.get(f"tls/{lower}").decode().partition(" ")
+            stream: Stream = call(host, int(port), meeting.credentials, max(end_s - time.monotonic(), 0.0))
+            stream.send(_HELLO.pack(rank))
+            peers[lower] = _Peer(stream)
+        while len(peers) < size - 1:
+            higher, caller = called.get(timeout=max(end_s - time.monotonic(), 0.0))
+            peers[higher] = _Peer(caller)
+    except (OSError, RuntimeError, queue.Empty) as error:
+        raise PeerLostError(
+            f"{size - 1 - len(peers)} ranks of the group did not connect within {timeout_s:g} s: {error}"
+        ) from error
+    finally:
+        listener.close()
+    for peer in peers.values():
+        peer.start()
+    return peers
+
+
+def _bytes_of(rows: torch.Tensor) -> memoryview:
+    return rows.flatten().numpy().data
