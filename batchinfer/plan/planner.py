@@ -5,7 +5,6 @@ No model is loaded. Every file is published whole, so that an interrupted plan g
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
-from batchinfer.plan.preflight import check_job
+from batchinfer.plan.preflight import check_job, check_names
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
@@ -88,7 +87,7 @@ def plan_job(
     if can_run_here is not None:
         can_run_here()
     with _locked(run, job, again=again is not None):
-        _check_names(run, shards)
+        check_names(run, shards)
         claim_place(job, fingerprint)
         state = _open_run(run, job, fingerprint, shards, again=again is not None)
         session.attach(run)
@@ -285,18 +284,6 @@ def _remove_leftovers(run: RunDir) -> None:
     for table in (run.tokens(0), run.requests):
         for path in table.parent.glob(".*.parquet.*.tmp"):
             path.unlink(missing_ok=True)
-
-
-def _check_names(run: RunDir, shards: list[Shard]) -> None:
-    """Refuse shards whose outputs could not be written for the length of their names: objects may have longer ones."""
-    most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
-    for shard in shards:
-        target = run.output(shard.name)
-        if len(os.fsencode(target)) >= most_path or any(len(os.fsencode(part)) > most_name for part in target.parts):
-            raise ConfigError(
-                f"the output of {shard.path} would have a longer name than the {most_name} bytes of a name and "
-                f"{most_path} of a path that {run.root} takes; rename the shard or choose a shorter output.dir"
-            )
 
 
 def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:

@@ -5,6 +5,7 @@ What depends on the machine that computes (its GPU, libraries, compiler) its ran
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from batchinfer.config import ClusterConfig, JobConfig
@@ -13,7 +14,8 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_rows
 from batchinfer.parallel.layout import rank_places
-from batchinfer.records import ConfigError, slots_per_rank
+from batchinfer.records import ConfigError, Shard, slots_per_rank
+from batchinfer.rundir import RunDir
 
 # The device of ranks with these backends, wherever they are; of the others it depends on the machine.
 DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "sdpa": "cuda"}
@@ -34,6 +36,22 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
             check_device(exchange, device_type)
         if model.num_moe_layers:
             check_rows(exchange, job.model.dtype, model.hidden_size)
+
+
+def check_names(run: RunDir, shards: list[Shard]) -> None:
+    """Refuse shards whose outputs could not be written for the length of their names: objects may have longer ones.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
+    for shard in shards:
+        target = run.output(shard.name)
+        if len(os.fsencode(target)) >= most_path or any(len(os.fsencode(part)) > most_name for part in target.parts):
+            raise ConfigError(
+                f"the output of {shard.path} would have a longer name than the {most_name} bytes of a name and "
+                f"{most_path} of a path that {run.root} takes; rename the shard or choose a shorter output.dir"
+            )
 
 
 def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:

@@ -3,13 +3,16 @@
 import json
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.records import InterruptedRunError
+from batchinfer.data.shards import find_shards
+from batchinfer.plan.preflight import check_names
+from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
@@ -180,9 +183,8 @@ def test_results_that_are_gone_can_be_computed_again(tmp_path):
     part.unlink()
     told = batchinfer("finish", job)
     assert told.code == 1
-    (mark,) = (tmp_path / "run").glob("done/*")
-    assert str(mark) in told.err
-    mark.unlink()
+    assert f"{part} is missing" in told.err
+    assert f"run `batchinfer work {tmp_path / 'run'}`" in told.err
     assert batchinfer("run", job).code == 0
     assert output_bytes(tmp_path / "run") == output_bytes(tmp_path / "reference")
 
@@ -207,3 +209,19 @@ def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interru
         raise RuntimeError("Query interrupted")
     (row,) = pq.read_table(next((tmp_path / "stats" / "nodes").glob("*.parquet"))).to_pylist()
     assert row["state"] == "interrupted"
+
+
+def test_a_shard_with_the_longest_name_gets_its_output(tmp_path):
+    name = "l" * (255 - len(".parquet")) + ".parquet"
+    write_shard(tmp_path / "prompts" / name, {"prompt": [question(0)]})
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 0, ended.err
+    assert list(outputs(tmp_path / "run")) == [name]
+
+
+def test_names_too_long_for_the_run_folder_are_refused_before_a_row_is_read(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0)]})
+    shards = find_shards([str(tmp_path / "prompts" / "a.parquet")])
+    for long in ("k" * 300 + ".parquet", "/".join(["folder" * 20] * 40) + ".parquet"):
+        with pytest.raises(ConfigError, match="longer name"):
+            check_names(RunDir(tmp_path), [replace(shards[0], name=long)])
