@@ -37,6 +37,13 @@ class Stream:
         """Send all of these bytes; one thread at a time."""
         self._end.sendall(content)
 
+    def send_some(self, content: bytes) -> int:
+        """Send what can be sent without waiting; returns how many bytes that were."""
+        try:
+            return self._end.send(content, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
     def receive_into(self, room: memoryview) -> int:
         """Wait for bytes and put them there; returns how many, 0: the other end has ended the connection."""
         return self._end.recv_into(room)

@@ -38,9 +38,10 @@ class Channel(Generic[ReceivedT]):
         self._stream = stream
         self._decode = decode
         self._lock = threading.Lock()
-        # for the sending thread; None ends it
+        # for the sending thread: messages, or the bytes of some, of which it has `_num_queued`; None ends it
         self._outgoing: queue.SimpleQueue[Message | bytes | None] = queue.SimpleQueue()
         self._encodes_first = False
+        self._order, self._num_queued = threading.Lock(), 0
         self._sender: threading.Thread | None = None
         self._is_ending = False
 
@@ -57,10 +58,12 @@ class Channel(Generic[ReceivedT]):
         """
         if self._sender is None:
             self.send_now(message)
-        elif self._sender.is_alive():
-            self._outgoing.put(encode(message) if self._encodes_first else message)
-        else:
+        elif not self._sender.is_alive():
             raise ChannelClosedError
+        elif self._encodes_first:
+            self._send_or_queue(_framed(message))
+        else:
+            self._outgoing.put(message)
 
     def send_last(self, message: Message) -> None:
         """As `send`; from now on the end of the connection is no news, and what reads it calls no `at_end`."""
@@ -72,14 +75,19 @@ class Channel(Generic[ReceivedT]):
 
         Args:
             at_fault: called in that thread when a message cannot be put into bytes.
-            encodes_first: whether `send` makes the bytes itself.
+            encodes_first: whether `send` makes the bytes itself, and sends at once what the system takes at once.
         """
         self._encodes_first = encodes_first
 
         def send() -> None:
             try:
                 while (item := self._outgoing.get()) is not None:
-                    self._write(item if isinstance(item, bytes) else encode(item))
+                    if not isinstance(item, bytes):
+                        self._write(_framed(item))
+                        continue
+                    self._write(item)
+                    with self._order:
+                        self._num_queued -= 1
             except ChannelClosedError:
                 pass  # as the next `send` says
             except Exception as error:
@@ -95,7 +103,7 @@ class Channel(Generic[ReceivedT]):
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        self._write(encode(message))
+        self._write(_framed(message))
 
     def receive(self) -> ReceivedT:
         """The next message; waits for it.
@@ -142,9 +150,25 @@ class Channel(Generic[ReceivedT]):
             self._sender.join(CLOSE_S)
         self._stream.shut_down()
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, frame: bytes) -> None:
         try:
             with self._lock:
-                self._stream.send(_LENGTH.pack(len(content)) + content)
+                self._stream.send(frame)
         except OSError:
             raise ChannelClosedError from None
+
+    def _send_or_queue(self, frame: bytes) -> None:
+        with self._order:
+            if self._num_queued == 0:
+                try:
+                    frame = frame[self._stream.send_some(frame) :]
+                except OSError:
+                    raise ChannelClosedError from None
+            if frame:
+                self._num_queued += 1
+                self._outgoing.put(frame)
+
+
+def _framed(message: Message) -> bytes:
+    content = encode(message)
+    return _LENGTH.pack(len(content)) + content

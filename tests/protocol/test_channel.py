@@ -149,6 +149,23 @@ def test_who_does_not_read_keeps_nobody_waiting_and_gets_what_was_sent(ends):
     assert [far.receive() for _ in range(17)] == [Failed(words[0])] * 16 + [KvRead([KEY])]
 
 
+def test_what_is_sent_at_once_and_what_has_to_wait_stay_in_order(ends):
+    near, far = ends
+    near.send_on(at_fault=pytest.fail, encodes_first=True)
+    sizes = np.random.default_rng(0).integers(0, 100_000, 500)
+    got = []
+    far.read_on(got.append, at_end=pytest.fail)
+    for number, size in enumerate(sizes):
+        near.send(Failed("x" * int(size), str(number)))
+    end_s = time.monotonic() + 30
+    while len(got) < len(sizes) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert [(len(message.error), message.error_class) for message in got] == [
+        (size, str(number)) for number, size in enumerate(sizes)
+    ]
+    far._is_ending = True
+
+
 def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
     near, far = ends
     told = queue.SimpleQueue()
