@@ -55,8 +55,9 @@ def test_the_ranks_of_one_host_listen_at_no_port_and_send_strangers_away(folder,
 def test_strangers_at_every_port_of_a_group_of_nodes_change_nothing(folder, job, other_hosts):
     path, expected = job
     assert batchinfer("plan", path).code == 0
-    nodes = start_nodes(folder / "two", 2, other_hosts=other_hosts)
     run = folder / "two"
+    run.chmod(0o755)  # as its owner may: so that the meeting's own mode is what keeps others out
+    nodes = start_nodes(run, 2, other_hosts=other_hosts)
 
     def pids() -> list[int]:
         return [pid for node in nodes for pid in (node.pid, *descendants(node.pid))]
