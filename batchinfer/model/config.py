@@ -4,8 +4,6 @@ Two families are understood: DeepSeek-V3 (also R1, V3.1) and DeepSeek-V2 (also V
 the original release (`rope_theta`, `rope_scaling`) and by newer libraries (`rope_parameters`, `num_mtp_layers`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -10,8 +10,6 @@ latent space instead (one query per request: decode).
 # T tokens of a step, B requests, P pages, D hidden, H heads, N query/key width without position, R rotary width
 # A = N + R, C latent width, W = C + R, V value width, Z = N + V
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ The MoE is a generator: it yields while rows travel, so that a scheduler can put
 
 # T tokens, K experts per token, E routed experts, D hidden, F intermediate
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum

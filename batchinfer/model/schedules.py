@@ -6,8 +6,6 @@ graph                   decode as a recorded CUDA graph, for a lone rank on a GP
 overlapped              a step that comes in halves: one computes while the other's rows travel (parallel/overlap.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol

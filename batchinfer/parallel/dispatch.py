@@ -12,8 +12,6 @@ in float32, so that it does not depend on where the experts are.
 
 # T tokens of this rank, D hidden, K experts per token, E experts of this rank, M received (token, expert) rows
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 

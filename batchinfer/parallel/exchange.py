@@ -8,8 +8,6 @@ on one host.
 
 # R ranks, C counts per rank, M rows sent
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ A flight ends when the rows are here, whether or not the rank looks at them yet;
 a flight lies beside a computing span is hidden communication; the rest, and all sending and receiving, is not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the parts of a rank have in common: its model, its pages, its role and the size of its steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path

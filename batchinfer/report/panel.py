@@ -1,7 +1,5 @@
 """The panel of a finished run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType

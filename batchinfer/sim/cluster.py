@@ -6,8 +6,6 @@ requests one token per step; requests come in and leave every few steps. A unit 
 its nodes back.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections import deque

@@ -1,7 +1,5 @@
 """Accelerators and their links, as their makers give them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchinfer.records import ConfigError

@@ -1,7 +1,5 @@
 """What fits into a GPU's memory next to the weights."""
 
-from __future__ import annotations
-
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
 from batchinfer.sim.hardware import Accelerator

@@ -3,8 +3,6 @@
 Steady state: every unit is full. Prefill and decode are searched apart, since each is paid for by its own GPU-seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """How fast a planned job's ranks would be on GPUs that are not here, when they are full."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Seconds of one prefill step and of one decode step of a unit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The simulator's figures for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

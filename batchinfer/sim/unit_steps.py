@@ -1,7 +1,5 @@
 """Prefill of a batch of prompts on one unit: the busiest GPU, the disk or the network sets the pace."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchinfer.model.config import ModelConfig

@@ -8,8 +8,6 @@
 Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

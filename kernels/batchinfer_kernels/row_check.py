@@ -8,8 +8,6 @@ model calls, with its own weights, at the number of threads in use.
 # T rows, B batches (heads), H heads, N columns of the result (out), M depth of the sum (in), A query/key width
 # C latent width, R rotary width, W = C + R, Z key (without rotary) and value width, P pages
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 

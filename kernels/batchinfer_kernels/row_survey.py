@@ -6,8 +6,6 @@ Measured of the operations that are chosen, C++ or plain PyTorch, at typical sha
 # T rows, N columns of the result (out), M depth of the sum (in), E experts, D hidden, F intermediate
 # H heads, Z key (without rotary) and value width, C latent width
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

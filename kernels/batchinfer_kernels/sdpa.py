@@ -9,8 +9,6 @@ it does.
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
 # C latent width, X keys of a request, B requests, P pages
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

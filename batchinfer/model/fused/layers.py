@@ -6,8 +6,6 @@ of few tokens spends most of its time between operations otherwise.
 
 # T tokens, D hidden, H heads, A query/key width, E routed experts
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any

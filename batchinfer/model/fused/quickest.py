@@ -1,7 +1,5 @@
 """Which schedule is the quickest for a rank."""
 
-from __future__ import annotations
-
 from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.schedules import Schedule, plain

@@ -11,8 +11,6 @@ written here) the last bits of a sum depend on where the experts are.
 
 # T tokens of this rank, K experts per token
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

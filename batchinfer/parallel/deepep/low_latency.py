@@ -11,8 +11,6 @@ the next one receives it first. In the order of overlap.py this is the moment at
 
 # T tokens of this rank, K experts per token, S slots of this rank, C rows of room per slot, D hidden
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Only `dispatch` holds the host up, until the other ranks have said how many rows
 # T tokens of this rank, K experts per token, N tokens received, M received (token, slot) rows, S slots of this rank,
 # D hidden
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Two margins that are easily mixed up, both ratios: cost_profit_margin is the pro
 545 %), gross_margin is the profit over the revenue (0.845 means 84.5 %).
 """
 
-from __future__ import annotations
-
 TOKENS_PER_PRICE = 1_000_000  # list prices are $ per million tokens
 
 

@@ -1,7 +1,5 @@
 """Cost, revenue and margins of a job from its numbers: `batchinfer price`. From a run, from options, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

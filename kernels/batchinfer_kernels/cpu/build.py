@@ -13,8 +13,6 @@ The library is kept per user, under a name that says what it was made from and f
         <digest>.building.<random>/         a build under way, or left by one that was killed
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -6,8 +6,6 @@ The objects hold packed weights and share their memory: a weight that is packed 
 # T tokens, D hidden, H heads, N query/key width without position, R rotary width, V value width, C latent width
 # A = N + R, E experts, K experts per token
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

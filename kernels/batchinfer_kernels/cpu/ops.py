@@ -10,8 +10,6 @@ result.
 # H heads, A query/key width, R rotary width, Z key (without rotary) and value width, W latent and rotary width
 # V value width, B requests or batches, Q query tokens per request, P pages
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

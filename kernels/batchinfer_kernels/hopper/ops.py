@@ -18,8 +18,6 @@ Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the 
 # of experts, S places of rows when each expert starts at a whole tile, J blocks of depth
 # H heads, W latent and rotary width, B requests, Q query tokens per request, P pages
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

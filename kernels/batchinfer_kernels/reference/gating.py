@@ -2,8 +2,6 @@
 
 # T tokens, E experts, K experts per token, G expert groups, S experts per group
 
-from __future__ import annotations
-
 import torch
 
 from batchinfer_kernels.reference.pointwise import sigmoid

@@ -8,8 +8,6 @@ exactly nothing and a row's result does not depend on how far the pages of its n
 # C latent width, W = C + R, B requests (or heads), Q query tokens per request, L rows per batch
 # P pages, S = 64 tokens per page, X = P * S keys
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ A row's result does not depend on the rows it is computed with.
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
 # M (token, expert) entries, S rows of logits, V vocabulary
 
-from __future__ import annotations
-
 import math
 
 import torch

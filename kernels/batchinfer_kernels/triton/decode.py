@@ -7,8 +7,6 @@ the request alone. Fixed parts leave a GPU partly idle when few short requests r
 
 # B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Scores are float64 until they are rounded to float32 once, so that the choice is
 
 # T tokens, E experts, G groups of S experts, K experts per token
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ have the kernels import Triton, so they are imported by the first call of an ope
 
 # T tokens (rows), D hidden, F intermediate, E experts, M (token, expert) entries
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

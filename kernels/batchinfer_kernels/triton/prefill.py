@@ -9,8 +9,6 @@ prompt was cut does not matter.
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
 # C latent width, W = C + R, B requests, P pages, X keys (whole pages of all requests)
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ Rounded where the reference rounds; sums of a norm are float32.
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, K experts per token
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
