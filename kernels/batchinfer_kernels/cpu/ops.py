@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import packed
-from batchinfer_kernels.cpu.layers import GATE_METHODS
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
 from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 
 Weight = torch.Tensor | Packed
+
+GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")  # numbers as in csrc/kernels.h
 
 
 # ---- what they do not take
@@ -119,7 +120,7 @@ def linear(
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
     added = residual if bias is None else None
-    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, float32_out, added)
+    y = library().linear(whole_pairs(x), *weight.plain, float32_out, added)
     if bias is None:
         return y
     return y + bias if residual is None else residual + (y + bias)
@@ -128,7 +129,7 @@ def linear(
 @refusing(at(_mismatch, 0, 1))
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
-    return library().batched_linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind)
+    return library().batched_linear(whole_pairs(x), *weight.plain)
 
 
 @refusing(at(_mismatch, 0))
