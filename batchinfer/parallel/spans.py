@@ -25,11 +25,13 @@ KV = "kv"  # between ranks: a prompt's KV packed or taken in; not part of the ex
 class Arriving(Protocol[ReceivedT]):
     """Something under way that can be waited for."""
 
-    def wait(self) -> ReceivedT: ...
+    def wait(self) -> ReceivedT:
+        """It, once it is here."""
+        ...
 
     @property
     def arrived_s(self) -> float | None:
-        """Unix time when all of it was here; None where that is not known."""
+        """After `wait`: Unix time when all of it was here; None where that is not known."""
         ...
 
 
