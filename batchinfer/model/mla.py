@@ -82,18 +82,8 @@ class Attention:
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All chunks with keys and values per head: [T, H, V]."""
-        return self.ops.mla_prefill(
-            q_THA,
-            pages,
-            step.page_table,
-            step.chunk_tokens,
-            step.kv_tokens,
-            step.positions,
-            self.weights.kv_up_HZC,
-            v_dim=self.config.v_head_dim,
-            scale=self.config.softmax_scale,
-            schedule=step.schedule,
-        )
+        options = {"v_dim": self.config.v_head_dim, "scale": self.config.softmax_scale}
+        return self.ops.mla_prefill(q_THA, step.keys(pages), self.weights.kv_up_HZC, step.chunk_tokens, **options)
 
     def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All requests at once in latent space: [T, H, V].
@@ -105,13 +95,9 @@ class Attention:
         q_latent_HTC = self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN)
         out_THC = self.ops.mla_decode(
             torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1),
-            pages,
-            step.page_table,
-            step.kv_tokens,
-            step.positions,
+            step.keys(pages),
             latent_dim=config.kv_lora_rank,
             scale=config.softmax_scale,
-            schedule=step.schedule,
         )
         out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)

@@ -76,7 +76,7 @@ def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
     kv_b_HZC = _random(_ATTENTION.num_heads, 2 * _ATTENTION.value_dim, _ATTENTION.latent_dim, dtype=kind)
     kv_b = pack(kv_b_HZC)
     yield row_check.prefill_attention(
-        _ATTENTION, kv_b_HZC, lambda *tensors, **options: mla_prefill(*tensors[:-1], kv_b, **options)
+        _ATTENTION, kv_b_HZC, lambda q, keys, _, *rest, **options: mla_prefill(q, keys, kv_b, *rest, **options)
     )
 
 

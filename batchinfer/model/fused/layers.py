@@ -15,7 +15,7 @@ import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
-from batchinfer.model.moe import MoeMlp, Routing, YieldPoint
+from batchinfer.model.moe import MoeMlp, Routing, YieldPoint, gate_rule
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -121,11 +121,11 @@ def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Ten
     if not isinstance(router, PackedRouter) or held is None or not _has_whole_pairs(norm_D, len(norm_D)):
         return MoeMlp(ops, config, weights, norm_D, dispatcher)
     gate_up, down, *shared_held = (weight.plain for weight in held)
-    bias_E = weights.router_bias_E if config.topk_method == "noaux_tc" else None
-    rule = [GATE_METHODS.index(config.topk_method), config.num_experts_per_tok, config.n_group, config.topk_group]
+    method, *sizes, normalizes, scale = gate_rule(config)
+    bias_E = weights.router_bias_E if method == "noaux_tc" else None
     kernel = library().classes.Mixture(
         *(norm_D, config.rms_norm_eps, router.data_PDN, bias_E, router.num_experts),
-        *(rule, config.norm_topk_prob, config.routed_scaling_factor),
+        *([GATE_METHODS.index(method), *sizes], normalizes, scale),
         *(gate_up, down, len(held[1].data), *(shared_held or (None, None))),
     )
     return FusedMoe(ops, config, weights, norm_D, dispatcher, kernel)

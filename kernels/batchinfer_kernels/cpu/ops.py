@@ -20,6 +20,8 @@ from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, libr
 from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
 
 Weight = torch.Tensor | Packed
 
@@ -92,6 +94,11 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
     return _grouped(x, _, gate_up, down, None, scales)
 
 
+def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(q, keys.pages, *kv_b_and_more[:1])
+
+
 # ---- the operations
 
 
@@ -152,20 +159,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @refusing(_foreign)
-def gate(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    *,
-    method: str,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    bias_E = bias_E if method == "noaux_tc" else None
-    number = GATE_METHODS.index(method)
-    return library().gate(logits_TE.contiguous(), bias_E, number, topk, num_groups, topk_groups, normalize, scale)
+def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+    bias_E = bias_E if rule.method == "noaux_tc" else None
+    return library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
 
 
 @refusing(_rotation)
@@ -283,19 +279,9 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
 
-@refusing(at(_mismatch, 0, 1, 6))
+@refusing(_attention)
 def mla_prefill(
-    q_THA: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    num_tokens_B: torch.Tensor,
-    context_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    kv_b_HZC: torch.Tensor | Packed,
-    *,
-    v_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
+    q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: Weight, num_tokens_B: torch.Tensor, *, v_dim: int, scale: float
 ) -> torch.Tensor:
     """Softmax weights are rounded as in mla_decode.
 
@@ -303,28 +289,18 @@ def mla_prefill(
     """
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
     rotary = q_THA.shape[-1] - (kv_b.num_columns - v_dim)
-    lists = map(torch.Tensor.contiguous, (page_table_BP, num_tokens_B, context_tokens_B, positions_T))
-    latent_dim = pages.shape[-1] - rotary
-    return library().mla_prefill(q_THA.contiguous(), pages, *lists, kv_b.data, latent_dim, v_dim, scale)
+    lists = map(torch.Tensor.contiguous, (keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, keys.positions_T))
+    latent_dim = keys.pages.shape[-1] - rotary
+    return library().mla_prefill(q_THA.contiguous(), keys.pages, *lists, kv_b.data, latent_dim, v_dim, scale)
 
 
-@refusing(at(_mismatch, 0, 1))
-def mla_decode(
-    q_THW: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    kv_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    latent_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
-) -> torch.Tensor:
+@refusing(_attention)
+def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
 
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    tensors = map(torch.Tensor.contiguous, (q_THW, pages, page_table_BP, kv_tokens_B, positions_T))
+    tensors = map(torch.Tensor.contiguous, (q_THW, *keys[:-1]))
     return library().mla_decode(*tensors, latent_dim, scale)
 
 
