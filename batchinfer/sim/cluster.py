@@ -17,8 +17,7 @@ import numpy as np
 from batchinfer.model.config import ModelConfig
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.steps import Step, Unit, decode_step
-from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
 TURNS_PER_ANSWER = 32  # a decode unit looks for new requests so often during a mean answer

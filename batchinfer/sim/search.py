@@ -13,8 +13,7 @@ from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.routing import placement_skew, routing_skew
-from batchinfer.sim.steps import Step, Unit, decode_step
-from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
 Stage = Literal["prefill", "decode"]
