@@ -1,4 +1,4 @@
-"""The ways to run a step of the model. A rank chooses its schedule once (fused/quickest.py); steps need not know it.
+"""The ways to run a step of the model. A rank chooses its schedule once (rank/context.py); steps need not know it.
 
 operation by operation  `plain`: any step
 fused                   decode in one C++ call, for a lone rank on the CPU (fused/stack.py)
