@@ -25,6 +25,7 @@ from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
 from batchinfer.records import ConfigError
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.rows import NewKeys
 
 assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of another size"
 
@@ -57,17 +58,10 @@ class Attention:
         x_TD = queries = ops.rms_norm(hidden_TD, self.norm_D, config.rms_norm_eps)
         if weights.q_down is not None:
             queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
-        q_THA = ops.rope_and_cache(
-            ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim)),
-            ops.linear(x_TD, *weights.kv_down),
-            weights.kv_norm,
-            LATENT_NORM_EPS,
-            step.cos,
-            step.sin,
-            pages,
-            step.slots,
-            interleaved=config.rope_interleave,
-        )
+        q_THA = ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
+        places = step.cos, step.sin, pages, step.slots
+        q_THA = ops.rope_and_cache(q_THA, NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave))
         copy_latents(step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 

@@ -13,6 +13,7 @@ from published import MLA_DECODE
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 _KV_TOKENS = 4989  # mean of the published day of DeepSeek-V3/R1's service
 
@@ -126,8 +127,7 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
     pages = torch.zeros(num_pages, exact.PAGE, dims.width, dtype=torch.bfloat16, device=device)
 
     def call(function: Function, turned: torch.Tensor, rows: slice) -> torch.Tensor:
-        operands = (latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows])
-        return function(turned, *operands, interleaved=True)
+        return function(turned, NewKeys(latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows], True))
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         """Queries and latents of each token."""

@@ -11,6 +11,7 @@ from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
@@ -39,10 +40,8 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
 
     def run(function, rows):
         pages = random(4, 64, latent + rotary, seed=5, dtype=dtype)
-        turned = function(
-            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
-            interleaved=interleaved,
-        )  # fmt: skip
+        places = angles.cos()[rows], angles.sin()[rows], pages, slots[rows]
+        turned = function(q[rows].clone(), NewKeys(latents[rows], norm, 1e-6, *places, interleaved))
         return turned, pages.view(-1, latent + rotary)
 
     threads(2)

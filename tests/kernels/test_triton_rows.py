@@ -8,6 +8,7 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import ops
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
@@ -47,10 +48,8 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
 
     def run(function, rows):
         pages = random(4, 64, latent + rotary, seed=5)
-        turned = function(
-            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
-            interleaved=interleaved,
-        )  # fmt: skip
+        places = angles.cos()[rows], angles.sin()[rows], pages, slots[rows]
+        turned = function(q[rows].clone(), NewKeys(latents[rows], norm, 1e-6, *places, interleaved))
         return turned, pages.view(-1, latent + rotary)
 
     turned, pages = run(ops.rope_and_cache, slice(None))

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import decode, ops, prefill
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256
@@ -77,9 +78,8 @@ def compile_all():
     ops.rms_norm(x, of(D), 1e-6)
     ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))
     angles = of(T, 32, dtype=FLOAT)
-    ops.rope_and_cache(
-        of(T, H, 192), of(T, 576), of(512), 1e-6, angles, angles, of(1000, 64, 576), of(T, dtype=INT), interleaved=True
-    )
+    pages, slots = of(1000, 64, 576), of(T, dtype=INT)
+    ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
     for method in ("noaux_tc", "group_limited_greedy", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
     ops.sort_by_expert(of(8 * T, dtype=INT), E)

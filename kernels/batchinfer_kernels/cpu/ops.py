@@ -22,6 +22,7 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 Weight = torch.Tensor | Packed
 
@@ -76,10 +77,10 @@ def _activation(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
 
 
-def _rotation(q_THA: torch.Tensor, latents_TW: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; queries with gaps between them."""
-    pages = rest[4]
-    return _mismatch(q_THA, latents_TW, pages) or (None if q_THA.is_contiguous() else "queries are not contiguous")
+    reason = _mismatch(q_THA, new.latents_TW, new.pages)
+    return reason or (None if q_THA.is_contiguous() else "queries are not contiguous")
 
 
 def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
@@ -165,18 +166,8 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
 
 
 @refusing(_rotation)
-def rope_and_cache(
-    q_THA: torch.Tensor,
-    latents_TW: torch.Tensor,
-    norm_C: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    slots_T: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> torch.Tensor:
+def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
+    latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
     library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
     return q_THA
 

@@ -17,6 +17,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import probe
 
 Weight = torch.Tensor | BlockScaled
@@ -38,6 +39,11 @@ def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = N
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
     """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales)
+
+
+def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q_THA, new.latents_TW, new.pages)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
@@ -117,7 +123,7 @@ rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
 silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
 silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
 gate = _in("gate", "gate", _foreign)
-rope_and_cache = _in("rows", "rope_and_cache", at(_mismatch, 0, 1, 6))
+rope_and_cache = _in("rows", "rope_and_cache", _rotation)
 grouped_mlp = _in("experts", "grouped_mlp", _grouped)
 masked_mlp = _in("experts", "masked_mlp", _masked)
 sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
