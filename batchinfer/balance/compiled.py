@@ -1,7 +1,5 @@
 """Machine code for the balancers' inner loops (numba), kept on disk between runs where there is a place for it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -10,8 +10,6 @@ Ranks decode in lock-step, a step takes as long as the busiest rank, and nobody 
 
 # N requests, W waiting ones, R ranks
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable
 from dataclasses import dataclass

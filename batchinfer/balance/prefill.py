@@ -7,8 +7,6 @@ has to count against tokens. Loads are in units of the lower bounds, so 1.0 is a
 
 # N requests, I items (a request, or a prefix group that stays whole), R ranks, 2: new tokens and attention work
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ the deal whose busiest rank has least to do is taken.
 
 # N requests in the order in which they run, R ranks, 2: new tokens and attention work
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -4,8 +4,6 @@ The controller imports no torch and computes nothing: what it holds is what the 
 ranks may die at any time; it starts them again and has the unfinished requests done once more.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ then run in halves, and nothing else meanwhile, until one request alone has brou
 given up.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 

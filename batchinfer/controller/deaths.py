@@ -1,7 +1,5 @@
 """Which deaths of ranks end the run, and which request is to blame for one."""
 
-from __future__ import annotations
-
 import time
 
 from batchinfer.controller.dealer import Dealer

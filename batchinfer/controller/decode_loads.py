@@ -4,8 +4,6 @@ The controller hears which requests run where; every decode step adds a token to
 decides.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass

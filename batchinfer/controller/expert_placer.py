@@ -7,8 +7,6 @@ later. Outputs do not depend on it.
 
 # L MoE layers, E experts
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np

@@ -11,8 +11,6 @@ else is met, the controller goes on at another unit, by chance: so controllers s
 Units that others hold are tried last, a few at each look: their lease may have been given back or have run out.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -4,8 +4,6 @@ They are spread over the ranks by work (balance/). A prefix that several ranks n
 (`replicated_tokens`). A rank that has run out of requests takes over half of what another one has left.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Has the ranks load and begin, and keeps what they say of themselves."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks report of their steps, passed on to all that keep count of it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Opens units again whose requests failed: `work` then computes these and no others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 A line is handed to the operating system, not forced to disk: it outlives its process, not its machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

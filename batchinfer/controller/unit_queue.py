@@ -1,7 +1,5 @@
 """Units claimed one after the other, with what is left to do in them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchinfer.controller.claims import UnitClaims

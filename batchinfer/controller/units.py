@@ -1,7 +1,5 @@
 """What a work unit holds on disk: its requests as planned, its results as rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

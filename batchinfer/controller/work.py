@@ -1,7 +1,5 @@
 """Computes the units of a planned run: the controller and its ranks, or the ranks of one node of a larger group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

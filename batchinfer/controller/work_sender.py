@@ -1,7 +1,5 @@
 """Sends ranks their work: requests to those that ask, those that go on at another rank with their KV, and experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from batchinfer.config import ClusterConfig

@@ -7,8 +7,6 @@ several must be clearly faster to be worth it.
 
 # E experts, D hidden, F intermediate
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

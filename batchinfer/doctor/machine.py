@@ -1,7 +1,5 @@
 """What this machine can run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics

@@ -2,8 +2,6 @@
 
 # L layers, P pages of the pool, N pages of some blocks, W latent width
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """The device page pool: who holds which KV page."""
 
-from __future__ import annotations
-
 from batchinfer.config import PAGE_TOKENS
 
 

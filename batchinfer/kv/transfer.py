@@ -8,8 +8,6 @@ collide with and is gone with the sender. Between hosts it is a file in a folder
 
 # L layers, P pages of the pool, N pages of the transfer, W latent width
 
-from __future__ import annotations
-
 import json
 import os
 import struct

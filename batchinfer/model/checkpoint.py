@@ -4,8 +4,6 @@ Files are memory-mapped and only the tensors asked for are touched, so a rank th
 checkpoint reads only those.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Two families are understood: DeepSeek-V3 (also R1, V3.1) and DeepSeek-V2 (also V
 the original release (`rope_theta`, `rope_scaling`) and by newer libraries (`rope_parameters`, `num_mtp_layers`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,24 +159,26 @@ class ModelConfig:
         return self.num_hidden_layers * self.latent_dim * bytes_per_value
 
     @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention without its norms, each of which a token is multiplied with once."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        query = heads * self.qk_head_dim
+        queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)
+        latents = hidden * self.latent_dim + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + latents + heads * self.v_head_dim * hidden
+
+    @property
     def row_cost_in_kv_tokens(self) -> float:
         """What a decode row costs apart from its attention: the weights it runs through, in KV tokens attended to.
 
         Both are counted in multiplications; attention in its absorbed form, weights with the output head.
         """
         hidden, heads = self.hidden_size, self.num_attention_heads
-        query = (
-            hidden * heads * self.qk_head_dim
-            if self.q_lora_rank is None
-            else self.q_lora_rank * (hidden + heads * self.qk_head_dim)
-        )
-        absorbed = heads * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        attention = query + hidden * self.latent_dim + absorbed + heads * self.v_head_dim * hidden
         expert = 3 * hidden * self.moe_intermediate_size
         moe = expert * (self.num_experts_per_tok + self.n_shared_experts) + hidden * self.n_routed_experts
         num_dense = self.num_hidden_layers - self.num_moe_layers
         mlps = self.num_moe_layers * moe + num_dense * 3 * hidden * self.intermediate_size
-        per_row = self.num_hidden_layers * attention + mlps + self.vocab_size * hidden
+        per_row = self.num_hidden_layers * self.attention_weights + mlps + self.vocab_size * hidden
         per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
         return per_row / per_kv_token
 

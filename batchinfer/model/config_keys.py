@@ -5,8 +5,6 @@ computes, in a way that is not implemented: it is refused by name, unless its va
 it: the plan warns of it.
 """
 
-from __future__ import annotations
-
 from batchinfer.model.config_reader import ConfigReader, show
 from batchinfer.records import ModelError
 

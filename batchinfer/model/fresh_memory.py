@@ -6,8 +6,6 @@ packing the weights that go there. So threads touch the memory ahead of the load
 its job, while it still imports torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -4,8 +4,6 @@ No torch here and no weight is read: plans ask as well as ranks. Formats that ru
 are never opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 # T tokens of a step, S rows whose logits are wanted, D hidden, E routed experts
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ latent space instead (one query per request: decode).
 # T tokens of a step, B requests, P pages, D hidden, H heads, N query/key width without position, R rotary width
 # A = N + R, C latent width, W = C + R, V value width, Z = N + V
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
 from batchinfer.records import ConfigError
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.rows import NewKeys
 
 assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of another size"
 
@@ -59,17 +58,10 @@ class Attention:
         x_TD = queries = ops.rms_norm(hidden_TD, self.norm_D, config.rms_norm_eps)
         if weights.q_down is not None:
             queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
-        q_THA = ops.rope_and_cache(
-            ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim)),
-            ops.linear(x_TD, *weights.kv_down),
-            weights.kv_norm,
-            LATENT_NORM_EPS,
-            step.cos,
-            step.sin,
-            pages,
-            step.slots,
-            interleaved=config.rope_interleave,
-        )
+        q_THA = ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
+        places = step.cos, step.sin, pages, step.slots
+        q_THA = ops.rope_and_cache(q_THA, NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave))
         copy_latents(step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 
@@ -84,18 +76,8 @@ class Attention:
 
     def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All chunks with keys and values per head: [T, H, V]."""
-        return self.ops.mla_prefill(
-            q_THA,
-            pages,
-            step.page_table,
-            step.chunk_tokens,
-            step.kv_tokens,
-            step.positions,
-            self.weights.kv_up_HZC,
-            v_dim=self.config.v_head_dim,
-            scale=self.config.softmax_scale,
-            schedule=step.schedule,
-        )
+        options = {"v_dim": self.config.v_head_dim, "scale": self.config.softmax_scale}
+        return self.ops.mla_prefill(q_THA, step.keys(pages), self.weights.kv_up_HZC, step.chunk_tokens, **options)
 
     def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """All requests at once in latent space: [T, H, V].
@@ -107,13 +89,9 @@ class Attention:
         q_latent_HTC = self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN)
         out_THC = self.ops.mla_decode(
             torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1),
-            pages,
-            step.page_table,
-            step.kv_tokens,
-            step.positions,
+            step.keys(pages),
             latent_dim=config.kv_lora_rank,
             scale=config.softmax_scale,
-            schedule=step.schedule,
         )
         out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
         return out_HTV.transpose(0, 1)

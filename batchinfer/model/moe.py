@@ -6,8 +6,6 @@ The MoE is a generator: it yields while rows travel, so that a scheduler can put
 
 # T tokens, K experts per token, E routed experts, D hidden, F intermediate
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +20,7 @@ from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.gating import GateRule
 
 
 class YieldPoint(Enum):
@@ -121,16 +120,7 @@ class MoeMlp:
         """
         x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
-        ids_TK, weights_TK = self.ops.gate(
-            logits_TE,
-            self.weights.router_bias_E,
-            method=self.config.topk_method,
-            topk=self.config.num_experts_per_tok,
-            num_groups=self.config.n_group,
-            topk_groups=self.config.topk_group,
-            normalize=self.config.norm_topk_prob,
-            scale=self.config.routed_scaling_factor,
-        )
+        ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config))
         counted_M = None if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
         expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts, counted_M))
         return Routing(x_TD, ids_TK, weights_TK)
@@ -172,6 +162,18 @@ class MoeMlp:
             return None
         with spans.compute("SHARED"):
             return swiglu(self.ops, x_TD, self.weights.shared)
+
+
+def gate_rule(config: ModelConfig) -> GateRule:
+    """How this model chooses experts."""
+    return GateRule(
+        method=config.topk_method,
+        topk=config.num_experts_per_tok,
+        num_groups=config.n_group,
+        topk_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
 
 
 def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,8 +3,6 @@
 Weights that are packed for C++ or held in FP8 blocks are left out: their products add in one order by construction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,12 +1,10 @@
-"""The ways to run a step of the model. A rank chooses its schedule once (fused/quickest.py); steps need not know it.
+"""The ways to run a step of the model. A rank chooses its schedule once (rank/context.py); steps need not know it.
 
 operation by operation  `plain`: any step
 fused                   decode in one C++ call, for a lone rank on the CPU (fused/stack.py)
 graph                   decode as a recorded CUDA graph, for a lone rank on a GPU (fused/graphs.py)
 overlapped              a step that comes in halves: one computes while the other's rows travel (parallel/overlap.py)
 """
-
-from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.transfer import in_one_copy, refill
 
 _OF_DECODE = ("tokens", "positions", "slots", "logit_rows", "page_table", "kv_tokens", "is_counted")
@@ -123,6 +124,10 @@ class AttentionStep(StepTensors):
     @property
     def is_decode(self) -> bool:
         return self.chunk_tokens is None
+
+    def keys(self, pages: torch.Tensor) -> PagedKeys:
+        """What its tokens attend to in the layer of these pages."""
+        return PagedKeys(pages, self.page_table, self.kv_tokens, self.positions, self.schedule)
 
     def of_wanted_rows(self) -> AttentionStep | None:
         """The rows of a prefill step whose logits are wanted, as decode: a query per prompt, in the absorbed form.

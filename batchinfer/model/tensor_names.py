@@ -4,8 +4,6 @@ Only headers are looked at, so the check covers the whole checkpoint, also the t
 made without torch, and asks as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from batchinfer.model.config import ModelConfig

@@ -1,7 +1,5 @@
 """How much memory a model's weights take on a CPU, from its config alone: asked before any of them is read."""
 
-from __future__ import annotations
-
 from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 

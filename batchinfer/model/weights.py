@@ -13,8 +13,6 @@ up, and the columns of down, which changes no result.
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
 # C latent width, Z = N + V
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ unreduced. The token's own rank sums, in the order of the token's experts: what 
 
 # T tokens of this rank, K experts per token, M = T * K rows sent, N rows received, D hidden, S slots of one rank
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

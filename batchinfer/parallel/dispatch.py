@@ -12,8 +12,6 @@ in float32, so that it does not depend on where the experts are.
 
 # T tokens of this rank, D hidden, K experts per token, E experts of this rank, M received (token, expert) rows
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -21,6 +19,7 @@ import torch
 
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer.parallel.spans import Arriving
 from batchinfer_kernels import registry
 
 
@@ -41,33 +40,8 @@ class ExpertInput:
     tokens_M: torch.Tensor | None = None
 
 
-class DispatchHandle(Protocol):
-    """Rows on their way to the experts; also what `combine` needs to bring them back."""
-
-    def wait(self) -> ExpertInput:
-        """The rows for this rank's experts, once they are here."""
-        ...
-
-    @property
-    def arrived_s(self) -> float | None:
-        """After `wait`: Unix time when all rows were here; None where that is not known."""
-        ...
-
-
-class CombineFuture(Protocol):
-    """Results on their way back to the tokens."""
-
-    def wait(self) -> torch.Tensor:
-        """[T, D] float32, per token the sum over its experts of weight × row."""
-        ...
-
-    @property
-    def arrived_s(self) -> float | None:
-        """After `wait`: Unix time when all results were here; None where that is not known."""
-        ...
-
-
-HandleT = TypeVar("HandleT", bound=DispatchHandle)
+# rows on their way to the experts; also what `combine` needs to bring them back
+HandleT = TypeVar("HandleT", bound=Arriving[ExpertInput])
 
 
 class Dispatcher(Protocol[HandleT]):
@@ -83,8 +57,11 @@ class Dispatcher(Protocol[HandleT]):
         """
         ...
 
-    def combine(self, y: torch.Tensor, handle: HandleT) -> CombineFuture:
-        """Start sending the experts' results back; `y` has the layout that `handle.wait()` gave."""
+    def combine(self, y: torch.Tensor, handle: HandleT) -> Arriving[torch.Tensor]:
+        """Start sending the experts' results back; `y` has the layout that `handle.wait()` gave.
+
+        What comes is [T, D] float32, per token the sum over its experts of weight × row.
+        """
         ...
 
     def place(self, placement: Placement) -> None:

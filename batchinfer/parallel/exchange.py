@@ -8,11 +8,11 @@ on one host.
 
 # R ranks, C counts per rank, M rows sent
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -39,16 +39,14 @@ class ReceivedRows:
     arrived_s: float | None
 
 
-class PendingRows(Protocol):
-    """An exchange under way."""
+@dataclass(frozen=True, slots=True)
+class PendingRows:
+    """An exchange under way.
 
-    def wait(self) -> ReceivedRows:
-        """The rows from all ranks.
+    wait: gives the rows from all ranks; raises PeerLostError when one has ended or did not answer before the deadline.
+    """
 
-        Raises:
-            PeerLostError: a rank has ended, or did not answer before the deadline.
-        """
-        ...
+    wait: Callable[[], ReceivedRows]
 
 
 class Exchange(Protocol):
@@ -104,9 +102,10 @@ class DistributedExchange:
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         if self._stream is None:
-            return _FutureRows(self._lane.submit(self._all_to_all, rows, counts))
+            return PendingRows(self._lane.submit(self._all_to_all, rows, counts).result)
         ready = self._stream.depart([rows, counts] if isinstance(counts, torch.Tensor) else [rows])
-        return _StreamedRows(self._lane.submit(self._travel, self._stream, ready, rows, counts), self._stream)
+        future = self._lane.submit(self._travel, self._stream, ready, rows, counts)
+        return PendingRows(partial(_arrive, self._stream, future))
 
     def close(self) -> None:
         """See Exchange; does not wait for a collective that is stuck."""
@@ -133,22 +132,8 @@ class DistributedExchange:
         return ReceivedRows(list(received.split(sizes)), received_counts, time.time())
 
 
-@dataclass(slots=True)
-class _FutureRows:
-    future: Future[ReceivedRows] = field(repr=False)
-
-    def wait(self) -> ReceivedRows:
-        return self.future.result()
-
-
-@dataclass(slots=True)
-class _StreamedRows:
-    """Rows that are complete on the computing stream once it has passed `wait`; the host waits for counts alone."""
-
-    future: Future[tuple[ReceivedRows, torch.cuda.Event]] = field(repr=False)
-    stream: TravelStream
-
-    def wait(self) -> ReceivedRows:
-        received, arrived = self.future.result()
-        self.stream.arrive(received.rows, arrived)
-        return received
+def _arrive(stream: TravelStream, future: Future[tuple[ReceivedRows, torch.cuda.Event]]) -> ReceivedRows:
+    """Rows that are complete on the computing stream once it has passed this; the host waits for counts alone."""
+    received, arrived = future.result()
+    stream.arrive(received.rows, arrived)
+    return received

@@ -1,7 +1,5 @@
 """What cluster.exchange asks of a job: where its ranks compute, what their rows are. No torch here: plans ask, too."""
 
-from __future__ import annotations
-
 from batchinfer.records import ConfigError
 
 ON_CPUS = ("shared", "tls", "gloo")

@@ -1,7 +1,5 @@
 """Which rank does what: the roles and expert-parallel groups of a job's ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

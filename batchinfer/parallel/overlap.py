@@ -14,8 +14,6 @@ decode    computing      SHARED(0) ATTN-0(1) | MLP(0) | ATTN-1(1)    then the sa
           communication  DISPATCH(0)                  | COMBINE(0)
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any, TypeVar
 

@@ -143,22 +143,3 @@ class Placement:
         # the last slot of an expert ends exactly at the next expert, and none beyond, whatever rounding said
         next_P = (expert_P + 1).double()
         return slot_P[is_last_P], torch.where(is_last_P, next_P, torch.minimum(ends_P, next_P)), slot_P
-
-
-@dataclass
-class SlotIds:
-    """Slots in the place of expert ids, for libraries that know slots only.
-
-    Args:
-        placement: of the layer; may be exchanged between steps.
-        rank: whose tokens they are for.
-        dtype: integer type that the library was built for.
-    """
-
-    placement: Placement
-    rank: int
-    dtype: torch.dtype
-
-    def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """[T, K] slots for [T, K] expert ids."""
-        return self.placement.slots_for(topk_ids.flatten(), self.rank).view(topk_ids.shape).to(self.dtype)

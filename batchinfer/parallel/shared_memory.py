@@ -11,8 +11,6 @@ starts exchange n + 4 after it has taken in n + 2, which each peer started after
 
 # R ranks, C counts per rank
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets
@@ -21,11 +19,12 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, ReceivedRows
+from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, PendingRows, ReceivedRows
 from batchinfer.records import PeerLostError
 
 # sequence number, sender's Unix time in ns, region bytes, offset of the first row, row bytes, number of counts
@@ -102,7 +101,7 @@ class SharedMemoryExchange:
             _replace(region, max(_SMALLEST_REGION, 2 * num_rows * row_bytes))
         return region.view(0, num_rows, row_bytes)
 
-    def start(self, rows: torch.Tensor, counts: Counts) -> _SharedRows:
+    def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel through shared memory"
         sequence, row_bytes = self._sequence, rows.shape[1]
@@ -122,7 +121,7 @@ class SharedMemoryExchange:
         self._is_new_region = False
         own_counts = counts[self.rank]
         own = rows[own_row : own_row + sum(own_counts)]
-        return _SharedRows(self, sequence, own, own_counts, sent_ns / 1e9)
+        return PendingRows(partial(self._receive, sequence, own, own_counts, sent_ns / 1e9))
 
     def close(self) -> None:
         """See Exchange."""
@@ -133,7 +132,7 @@ class SharedMemoryExchange:
         for region in self._own:
             _close(region)
 
-    def receive(self, sequence: int, own: torch.Tensor, own_counts: list[int], own_sent_s: float) -> ReceivedRows:
+    def _receive(self, sequence: int, own: torch.Tensor, own_counts: list[int], own_sent_s: float) -> ReceivedRows:
         """The rows of one exchange from all ranks."""
         rows, counts, arrived_s = [], [], own_sent_s
         for rank in range(self.size):
@@ -180,18 +179,6 @@ class SharedMemoryExchange:
         if isinstance(error, TimeoutError):
             return PeerLostError(f"rank {rank} of the group did not answer within {self._timeout_s:g} s")
         return PeerLostError(f"rank {rank} of the group has ended")
-
-
-@dataclass(slots=True)
-class _SharedRows:
-    exchange: SharedMemoryExchange
-    sequence: int
-    own: torch.Tensor
-    own_counts: list[int]
-    own_sent_s: float
-
-    def wait(self) -> ReceivedRows:
-        return self.exchange.receive(self.sequence, self.own, self.own_counts, self.own_sent_s)
 
 
 def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[int, _Peer]:

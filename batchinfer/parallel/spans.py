@@ -10,8 +10,6 @@ A flight ends when the rows are here, whether or not the rank looks at them yet;
 a flight lies beside a computing span is hidden communication; the rest, and all sending and receiving, is not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +25,13 @@ KV = "kv"  # between ranks: a prompt's KV packed or taken in; not part of the ex
 class Arriving(Protocol[ReceivedT]):
     """Something under way that can be waited for."""
 
-    def wait(self) -> ReceivedT: ...
+    def wait(self) -> ReceivedT:
+        """It, once it is here."""
+        ...
 
     @property
     def arrived_s(self) -> float | None:
-        """Unix time when all of it was here; None where that is not known."""
+        """After `wait`: Unix time when all of it was here; None where that is not known."""
         ...
 
 

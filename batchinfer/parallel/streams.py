@@ -7,8 +7,6 @@ Only the GPU waits; the host goes on. Torch's cache of GPU memory has to know of
 it would hand its memory out while the other stream still works on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

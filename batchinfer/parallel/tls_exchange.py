@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from batchinfer.net.listener import Listener
 from batchinfer.net.stream import Stream
 from batchinfer.net.tls import call
-from batchinfer.parallel.exchange import Counts, ReceivedRows
+from batchinfer.parallel.exchange import Counts, PendingRows, ReceivedRows
 from batchinfer.records import PeerLostError
 
 CLOSE_S = 5.0
@@ -107,7 +108,7 @@ class TlsExchange:
         """See Exchange."""
         return torch.empty(num_rows, row_bytes, dtype=torch.uint8)
 
-    def start(self, rows: torch.Tensor, counts: Counts) -> _TlsRows:
+    def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel this way"
         sequence, now_s = self._sequence, time.time()
@@ -116,20 +117,20 @@ class TlsExchange:
         for rank, peer in self._peers.items():
             header = _HEADER.pack(sequence, rows.shape[1], len(counts[rank]))
             peer.outgoing.put((header + struct.pack(f"!{len(counts[rank])}q", *counts[rank]), parts[rank]))
-        return _TlsRows(self, _Message(sequence, parts[self.rank], counts[self.rank], now_s))
-
-    def receive(self, own: _Message) -> ReceivedRows:
-        """The rows of one exchange from all ranks."""
-        end_s = time.monotonic() + self._timeout_s
-        messages = [own if rank == self.rank else self._next(rank, end_s) for rank in range(self.size)]
-        assert all(message.sequence == own.sequence for message in messages), "ranks are at different exchanges"
-        arrived_s = max(message.arrived_s for message in messages)
-        return ReceivedRows([message.rows for message in messages], [message.counts for message in messages], arrived_s)
+        own = _Message(sequence, parts[self.rank], counts[self.rank], now_s)
+        return PendingRows(partial(self._receive, own))
 
     def close(self) -> None:
         """See Exchange."""
         for peer in self._peers.values():
             peer.close()
+
+    def _receive(self, own: _Message) -> ReceivedRows:
+        end_s = time.monotonic() + self._timeout_s
+        messages = [own if rank == self.rank else self._next(rank, end_s) for rank in range(self.size)]
+        assert all(message.sequence == own.sequence for message in messages), "ranks are at different exchanges"
+        arrived_s = max(message.arrived_s for message in messages)
+        return ReceivedRows([message.rows for message in messages], [message.counts for message in messages], arrived_s)
 
     def _next(self, rank: int, end_s: float) -> _Message:
         try:
@@ -140,15 +141,6 @@ class TlsExchange:
             self._peers[rank].arrived.put(None)  # it stays so
             raise PeerLostError(f"rank {rank} of the group has ended")
         return message
-
-
-@dataclass(slots=True)
-class _TlsRows:
-    exchange: TlsExchange
-    own: _Message
-
-    def wait(self) -> ReceivedRows:
-        return self.exchange.receive(self.own)
 
 
 def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_s: float) -> dict[int, _Peer]:

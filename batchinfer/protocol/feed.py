@@ -1,7 +1,5 @@
 """The controller as a rank sees it."""
 
-from __future__ import annotations
-
 import queue
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """When a rank wants to prefill, decode and ask for more: what it votes for before each step."""
 
-from __future__ import annotations
-
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode_table import DecodeTable
 from batchinfer.rank.migration import KvMigration

@@ -1,7 +1,5 @@
 """What goes into a model step and comes out of it: chunks of prompts as tensors, new tokens for sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -3,8 +3,6 @@
 Said once, when the model is loaded. A GPU's libraries may split sums by what else there is, so nothing is said of them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from batchinfer.host_info import matrix_library_mode, matrix_library_settings, processor_kind, processor_name

@@ -1,7 +1,5 @@
 """What the parts of a rank have in common: its model, its pages, its role and the size of its steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +7,9 @@ from pathlib import Path
 import torch
 
 from batchinfer.data.tokenizer import PromptTokenizer
-from batchinfer.model.fused.graphs import can_be_recorded
-from batchinfer.model.fused.quickest import quickest_schedule
-from batchinfer.model.schedules import Schedule
+from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
+from batchinfer.model.fused.stack import FusedDecode
+from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
@@ -47,8 +45,10 @@ class RankContext:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """How this rank's steps run."""
-        return quickest_schedule(self.model, filler_page=self.num_pages if self._has_graphs else None)
+        """The quickest way to run this rank's steps: decode as recorded graphs, else in one call, else plain."""
+        if self._has_graphs:
+            return Schedule(decode=DecodeGraphs(filler_page=self.num_pages))
+        return Schedule(decode=FusedDecode.of(self.model) or plain)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

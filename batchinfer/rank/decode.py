@@ -1,7 +1,5 @@
 """Decode steps: all running sequences take one token per step, and come and go between steps."""
 
-from __future__ import annotations
-
 import time
 
 from batchinfer.model.sampling import sample

@@ -2,8 +2,6 @@
 
 # S running sequences, P pages of the one that has most
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 import numpy as np

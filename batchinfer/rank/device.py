@@ -1,7 +1,5 @@
 """Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU."""
 
-from __future__ import annotations
-
 import torch
 
 from batchinfer.records import ConfigError

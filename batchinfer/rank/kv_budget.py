@@ -5,8 +5,6 @@ all of the GPU   | weights, libraries | KV pages           | largest step | rese
 
 # T tokens, B requests
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a rank holds: its share of the model, KV pages for the memory there is, and its view of the KV store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ steps until the controller says that this is over. Signals are the controller's 
 a job, and ends by itself when the controller is gone.
 """
 
-from __future__ import annotations
-
 import gc
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ read yet is more than its share of the decode ranks' page budget. A decode rank 
 asked to, and takes others in order, as pages come free.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 

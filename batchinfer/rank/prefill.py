@@ -1,7 +1,5 @@
 """Prefill steps: the tokens that the queue has packed run, and prompts that are complete get their first token."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

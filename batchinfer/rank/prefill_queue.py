@@ -1,7 +1,5 @@
 """Requests that wait for prefill, in the plan's order: which tokens run in the next step, and what is cut."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

@@ -1,7 +1,5 @@
 """The KV pages of running requests: which prompts share which, and what a prompt copies where it branches in a page."""
 
-from __future__ import annotations
-
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import Match, PrefixTree

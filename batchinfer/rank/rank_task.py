@@ -3,8 +3,6 @@
 A spare rank gets its task when the command has read the job, half a second before the rank's own imports are over.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 

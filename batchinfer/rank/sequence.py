@@ -1,7 +1,5 @@
 """One request on its way through prefill and decode: its pages, its tokens, and when it is finished."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from batchinfer.data.tokenizer import PromptTokenizer, TextStream

@@ -3,8 +3,6 @@
 Experts are spread over the ranks, so every rank takes part in every step, also with nothing of its own to compute.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from enum import Enum
 

@@ -7,8 +7,6 @@ them. After a step the blocks that it has completed go to the writer.
 
 # B blocks of one prompt
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a rank tells its controller about its steps: records, tokens per expert, spans, and its KV store's counts."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 

@@ -5,8 +5,6 @@ it to torch._meta_registrations, what operators make of tensors without values. 
 uses a name of theirs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader

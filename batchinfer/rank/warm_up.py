@@ -3,8 +3,6 @@
 For a rank that computes alone on the CPU, while the job is still planned.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """One rank's step loop: look at what came, agree with the other ranks, act, report."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 

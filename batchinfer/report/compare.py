@@ -1,7 +1,5 @@
 """Several runs in one table for a terminal: side by side, or two and what changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The views of run folders as Parquet files, for other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

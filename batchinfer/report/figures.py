@@ -232,6 +232,11 @@ PREDICTIONS: dict[str, tuple[str, Form]] = {
 }
 
 
+def known(*keys: str) -> tuple[Figure, ...]:
+    """The figures of these names, for a group of one's own."""
+    return tuple(FIGURES[key] for key in keys)
+
+
 def groups_of(columns: Sequence[Values], groups: Sequence[Group] = GROUPS) -> Iterator[tuple[Group, list[Figure]]]:
     """The groups that people are told of, each with its figures; with none where the group's `why_empty` is said."""
     for group in groups:

@@ -1,7 +1,5 @@
 """Figures as text: one form per kind of figure, and a dash for what is not known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Value = float | int | None

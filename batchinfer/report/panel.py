@@ -1,7 +1,5 @@
 """The panel of a finished run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
@@ -16,7 +14,6 @@ from batchinfer.report.terminal import (
     LINED_UP,
     WARNING,
     WIDTH,
-    drawn,
     figure_lines,
     figure_table,
     line,
@@ -49,11 +46,6 @@ def panel(report: Report) -> Iterator[RenderableType]:
     balance = _balance_lines(report.ranks) if several else ()
     yield table([*balance, *lines, *figure_lines(report.values, [STORE])], "lrw", min_widths=LINED_UP)
     yield from _trouble(report)
-
-
-def format_report(report: Report) -> str:
-    """The panel as plain text, at most 80 columns wide."""
-    return drawn(*panel(report))
 
 
 def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> RenderableType:

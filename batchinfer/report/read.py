@@ -1,7 +1,5 @@
 """The report of finished runs, read by queries/*.sql over their views."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

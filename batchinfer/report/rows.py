@@ -1,7 +1,5 @@
 """Rows of a query for a terminal and for JSON."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import math

@@ -3,8 +3,6 @@
 Importing rich takes 80 ms: import this where something is drawn, and while nothing else waits.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence

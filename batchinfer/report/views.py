@@ -1,7 +1,5 @@
 """DuckDB over run folders: the views, and other people's SQL on them, read only."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import uuid

@@ -6,10 +6,9 @@ node, what limits each stage, nodes over time, cost and margin. No torch, no mod
     hardware.py   accelerators and their links          kernels.py   published kernel tables, times of single operations
     layers.py     operations of a layer -> stages       exchange.py  expert rows between GPUs
     overlap.py    two micro-batches, both schedules     routing.py   expert rows of the busiest GPU
-    steps.py      seconds of a prefill or decode step   dealing.py   what the real balancers make of sampled batches
-    unit_steps.py prefill with disk and network         memory.py    weights and KV in a GPU's memory
-    spec.py       the TOML file                         workload.py  requests: described, or of a planned run
+    steps.py      seconds of a step of a unit           dealing.py   what the real balancers make of sampled batches
+    memory.py     weights and KV in a GPU's memory      workload.py  requests: described, or of a planned run
     cluster.py    events: units, queues, nodes          search.py    full units; the best EP sizes and batch
     answer.py     all of it as figures                  table.py     the figures for a terminal
-    speeds.py     full units of a job, for the plan
+    spec.py       the TOML file                         speeds.py    full units of a job, for the plan
 """

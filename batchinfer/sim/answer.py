@@ -1,7 +1,5 @@
 """From a spec to figures: `batchinfer simulate`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from math import ceil, sqrt

@@ -6,8 +6,6 @@ requests one token per step; requests come in and leave every few steps. A unit 
 its nodes back.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections import deque
@@ -19,8 +17,7 @@ import numpy as np
 from batchinfer.model.config import ModelConfig
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.steps import Step, Unit, decode_step
-from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
 TURNS_PER_ANSWER = 32  # a decode unit looks for new requests so often during a mean answer

@@ -3,8 +3,6 @@
 Parts of one prompt count like prompts: they run in steps that follow each other, which sampled batches represent.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

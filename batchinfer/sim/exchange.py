@@ -4,8 +4,6 @@ Prefill uses the kernels that send a token once to each node and spread it there
 expert straight to its GPU.
 """
 
-from __future__ import annotations
-
 from math import ceil, comb, log
 from typing import Literal, NamedTuple
 

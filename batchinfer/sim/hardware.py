@@ -1,8 +1,6 @@
 """Accelerators and their links, as their makers give them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.records import ConfigError
 
@@ -26,44 +24,34 @@ class Accelerator:
 _CONNECTX7 = 50e9  # 400 Gbit/s, one card per GPU
 
 
-def _hopper(name: str, hbm_bytes_per_s: float, hbm_bytes: float, nvlink_bytes_per_s: float, source: str) -> Accelerator:
-    return Accelerator(
-        name=name,
-        fp8_flops=1979e12,
-        bf16_flops=989e12,
-        hbm_bytes_per_s=hbm_bytes_per_s,
-        hbm_bytes=hbm_bytes,
-        num_sms=132,
-        nvlink_bytes_per_s=nvlink_bytes_per_s,
-        network_bytes_per_s=_CONNECTX7,
-        source=source,
-    )
-
-
+_H100 = Accelerator(
+    name="H100",
+    fp8_flops=1979e12,
+    bf16_flops=989e12,
+    hbm_bytes_per_s=3.35e12,
+    hbm_bytes=80e9,
+    num_sms=132,
+    nvlink_bytes_per_s=450e9,
+    network_bytes_per_s=_CONNECTX7,
+    source="NVIDIA H100 SXM data sheet; network: one ConnectX-7 of 400 Gbit/s per GPU",
+)
 ACCELERATORS = {
     gpu.name: gpu
     for gpu in (
-        _hopper(
+        replace(
+            _H100,
             name="H800",
-            hbm_bytes_per_s=3.35e12,
-            hbm_bytes=80e9,
             nvlink_bytes_per_s=200e9,
             source="NVIDIA H100 SXM data sheet with NVLink cut to 400 GB/s both ways; memory rate and BF16 peak as in "
             "FlashMLA's kernel notes (github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md); "
             "network: DeepEP's README (github.com/deepseek-ai/DeepEP)",
         ),
-        _hopper(
-            name="H100",
-            hbm_bytes_per_s=3.35e12,
-            hbm_bytes=80e9,
-            nvlink_bytes_per_s=450e9,
-            source="NVIDIA H100 SXM data sheet; network: one ConnectX-7 of 400 Gbit/s per GPU",
-        ),
-        _hopper(
+        _H100,
+        replace(
+            _H100,
             name="H200",
             hbm_bytes_per_s=4.8e12,
             hbm_bytes=141e9,
-            nvlink_bytes_per_s=450e9,
             source="NVIDIA H200 SXM data sheet; network: one ConnectX-7 of 400 Gbit/s per GPU",
         ),
         Accelerator(

@@ -6,8 +6,6 @@ the memory limit goes with the memory rate, the others with the arithmetic peak.
 
 # M rows, N x K weight, G groups (experts)
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise

@@ -5,8 +5,6 @@ and adding up expert rows): each value read and written as often as the operatio
 that multiplies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchinfer.model.config import ModelConfig

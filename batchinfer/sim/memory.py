@@ -1,7 +1,5 @@
 """What fits into a GPU's memory next to the weights."""
 
-from __future__ import annotations
-
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
 from batchinfer.sim.hardware import Accelerator
@@ -12,16 +10,12 @@ FP8, BF16 = 1, 2
 
 def weight_bytes(model: ModelConfig, unit: Unit) -> float:
     """Bytes of weights on each GPU of a unit: its experts, and all else whole; FP8, embedding and head in BF16."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query = heads * model.qk_head_dim
-    queries = hidden * query if model.q_lora_rank is None else model.q_lora_rank * (hidden + query)
-    latents = hidden * model.latent_dim + model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    attention = queries + latents + heads * model.v_head_dim * hidden
+    hidden = model.hidden_size
     expert = 3 * hidden * model.moe_intermediate_size
     moe_layer = (unit.slots_per_gpu(model) + model.n_shared_experts) * expert * FP8
     moe_layer += hidden * model.n_routed_experts * BF16
     num_dense = model.num_hidden_layers - model.num_moe_layers
-    layers = model.num_hidden_layers * attention * FP8 + model.num_moe_layers * moe_layer
+    layers = model.num_hidden_layers * model.attention_weights * FP8 + model.num_moe_layers * moe_layer
     layers += num_dense * 3 * hidden * model.intermediate_size * FP8
     return layers + (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden * BF16
 

@@ -3,8 +3,6 @@
 One lane computes, one lane moves expert rows; each is in order. The same orders as in `parallel/overlap.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchinfer.sim.exchange import ExchangeTimes

@@ -5,8 +5,6 @@ and texts of a moment ask for other experts than texts on average (drift). Both 
 slot, so that the busiest of n GPUs lies as far above the mean as the largest of n normal variables.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import sqrt
 from statistics import NormalDist

@@ -3,8 +3,6 @@
 Steady state: every unit is full. Prefill and decode are searched apart, since each is paid for by its own GPU-seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,8 +13,7 @@ from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.routing import placement_skew, routing_skew
-from batchinfer.sim.steps import Step, Unit, decode_step
-from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
 Stage = Literal["prefill", "decode"]

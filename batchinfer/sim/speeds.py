@@ -1,7 +1,5 @@
 """How fast a planned job's ranks would be on GPUs that are not here, when they are full."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 
@@ -14,8 +12,7 @@ from batchinfer.sim.hardware import accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import Rater
 from batchinfer.sim.spec import ClusterSpec
-from batchinfer.sim.steps import Unit, decode_step
-from batchinfer.sim.unit_steps import BF16
+from batchinfer.sim.steps import BF16, Unit, decode_step
 from batchinfer.sim.workload import Workload
 
 DEFAULTS = ClusterSpec(nodes=1)  # of a spec, where a job says nothing

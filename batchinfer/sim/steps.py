@@ -1,12 +1,11 @@
-"""Seconds of one prefill step and of one decode step of a unit."""
-
-from __future__ import annotations
+"""Seconds of one prefill step and of one decode step of a unit; of a prefill batch with disk and network, too."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
+from batchinfer.sim.dealing import Skews
 from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.kernels import bf16_product_s
@@ -16,6 +15,7 @@ from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
 # DeepSeek's published profile (github.com/deepseek-ai/profile-data): prefill leaves 24 of 132 SMs to communication,
 # decode none
 COMMUNICATION_SMS_SHARE = 24 / 132
+BF16 = 2  # bytes of a KV value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,17 @@ class Step:
     by_stage: dict[str, float]  # busy seconds of one GPU by stage, overlapped ones too
     exposed_s: float  # in which nothing computes
     bottleneck: str  # the stage that takes longest, or the exchange when computing waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sums over the prompts of a prefill step."""
+
+    prompts: float
+    prompt_tokens: float
+    new_tokens: float
+    attention_pairs: float
+    expanded_tokens: float  # whose keys and values are expanded, see `Workload.expanded_tokens`
 
 
 @lru_cache(maxsize=100_000)
@@ -106,6 +117,38 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
     moe = decode_stages(work, model, gpu, exchange, is_moe=True) if model.num_moe_layers else dense
     moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
+
+
+def prefill_batch(
+    batch: Batch, skews: Skews, model: ModelConfig, gpu: Accelerator, unit: Unit, disk_bytes_per_s: float
+) -> tuple[float, str, Step]:
+    """(seconds, what they are spent on, the step of the busiest GPU).
+
+    All GPUs of a unit meet in every exchange, so that the GPU with most attention holds up the others even if
+    another one has most tokens.
+
+    Args:
+        disk_bytes_per_s: of a node, for KV that is in the cache.
+    """
+    share = skews.new_tokens / unit.ep_size
+    step = prefill_step(
+        batch.new_tokens * share,
+        batch.attention_pairs * skews.attention / unit.ep_size,
+        batch.expanded_tokens * share,
+        batch.prompts * share,
+        model,
+        gpu,
+        unit,
+    )
+    kv_bytes = model.kv_bytes_per_token(BF16)
+    num_nodes = unit.ep_size / gpu.gpus_per_node
+    limits = {
+        step.bottleneck: step.seconds,
+        "disk": (batch.prompt_tokens - batch.new_tokens) * kv_bytes / (disk_bytes_per_s * num_nodes),
+        "KV to decode": batch.prompt_tokens * kv_bytes / (gpu.network_bytes_per_s * unit.ep_size),
+    }
+    limit = max(limits, key=limits.__getitem__)
+    return limits[limit], limit, step
 
 
 def _rows(tokens: float, model: ModelConfig, unit: Unit) -> float:

@@ -1,55 +1,39 @@
 """The simulator's figures for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import RenderableType
 
 from batchinfer.report import forms
-from batchinfer.report.figures import FIGURES, Figure, Group
+from batchinfer.report.figures import FIGURES, Figure, Group, known
 from batchinfer.report.terminal import HEADING, LINED_UP, figure_table, line, table, text
 
 BAR_WIDTH = 40
 MAX_HOURS = 24
 
-TOKENS = Group(
-    "Tokens",
-    (
-        FIGURES["input_tokens"],
-        FIGURES["cached_tokens"],
-        FIGURES["output_tokens"],
-        FIGURES["mean_kv_tokens_per_output_token"],
-    ),
-)
+TOKENS = Group("Tokens", known("input_tokens", "cached_tokens", "output_tokens", "mean_kv_tokens_per_output_token"))
 TIME = Group(
     "Time and nodes",
     (
         Figure("hours", "until the last request ends", forms.number, "h"),
         Figure("prefill_nodes", "nodes for prefill", forms.number),
         Figure("decode_nodes", "nodes for decode", forms.number),
-        FIGURES["peak_nodes"],
-        FIGURES["mean_nodes"],
+        *known("peak_nodes", "mean_nodes"),
         Figure("busy_share", "of the held time busy", forms.percent, "%"),
     ),
 )
 SPEED = Group(
     "Speed, while busy",
     (
-        FIGURES["prefill_tokens_per_s_per_node"],
-        FIGURES["decode_tokens_per_s_per_node"],
+        *known("prefill_tokens_per_s_per_node", "decode_tokens_per_s_per_node"),
         FIGURES["output_tokens_per_s_per_request"].called("output per request", "median"),
     ),
 )
 MONEY = Group(
     "Money",
     (
-        FIGURES["gpu_hours"],
-        FIGURES["cost_usd"],
-        FIGURES["revenue_usd"],
-        FIGURES["cost_profit_margin"],
-        FIGURES["gross_margin"],
+        *known("gpu_hours", "cost_usd", "revenue_usd", "cost_profit_margin", "gross_margin"),
         FIGURES["usd_per_million_output_tokens"].called("cost per M output tokens"),
     ),
 )

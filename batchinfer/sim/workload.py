@@ -2,8 +2,6 @@
 
 # N requests
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

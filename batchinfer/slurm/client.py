@@ -4,8 +4,6 @@ Nothing here goes through a shell: every command is a list of arguments, and wha
 arguments of its own, so that no path or name can turn into a command.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tasks of a run by time of day, so that it takes what others leave free."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How far a run is, from its folder alone: on a login node, while others work on it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's status as JSON, as lines for a terminal, and again and again."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@
 Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
 from batchinfer.slurm.client import ArraySize, Task
 
+_WHERE = ("partition", "account", "qos")
 Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
 
 
@@ -60,7 +59,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
             their rows cannot travel between these.
     """
-    for option in ("partition", "account", "qos"):
+    for option in _WHERE:
         value = getattr(shape, option)
         if value is not None:
             client.check_name(f"--{option}", value)
@@ -246,9 +245,7 @@ def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]
         f"--nodes={shape.nodes_per_group}",
         f"--output={client.log_pattern(run.slurm, '%A_%a.log')}",
         *([f"--dependency=afterany:{behind[0]}"] if behind else []),
-        *([f"--gpus-per-node={shape.gpus_per_node}"] if shape.gpus_per_node is not None else []),
-        *([f"--time={shape.time}"] if shape.time is not None else []),
-        *_where(shape),
+        *_given(shape, "gpus_per_node", "time", *_WHERE),
         *shape.sbatch_args,
     ]
     return _sbatch(run, options, "array.sbatch", shape.template)
@@ -258,17 +255,15 @@ def _finish_command(run: RunDir, shape: Shape, arrays: list[str]) -> list[str]:
     options = [
         f"--dependency=afterany:{':'.join(arrays)}",
         f"--output={client.log_pattern(run.slurm, 'finish-%j.log')}",
-        *_where(shape),
+        *_given(shape, *_WHERE),
     ]
     return _sbatch(run, options, "finish.sbatch", shape.finish_template)
 
 
-def _where(shape: Shape) -> list[str]:
-    return [
-        f"--{option}={getattr(shape, option)}"
-        for option in ("partition", "account", "qos")
-        if getattr(shape, option) is not None
-    ]
+def _given(shape: Shape, *names: str) -> list[str]:
+    """These options, as far as they are set."""
+    values = {name: getattr(shape, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
 def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> list[str]:

@@ -1,7 +1,5 @@
 """What a candidate declares of an operation that it has: its function, and which arguments that does not take."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

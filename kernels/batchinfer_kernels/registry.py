@@ -9,8 +9,6 @@ No candidate takes every argument. The registry alone falls back: a bound operat
 calls the first one behind it that takes the arguments, and counts each such call with the reason.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence

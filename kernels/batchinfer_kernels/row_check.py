@@ -8,15 +8,13 @@ model calls, with its own weights, at the number of threads in use.
 # T rows, B batches (heads), H heads, N columns of the result (out), M depth of the sum (in), A query/key width
 # C latent width, R rotary width, W = C + R, Z key (without rotary) and value width, P pages
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from batchinfer_kernels import reference
-from batchinfer_kernels.reference.mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 NUM_ROWS = 71  # one, and 70 others
 MANY_ROWS = 300  # as in a step of prefill, where that is quick
@@ -110,15 +108,8 @@ def decode_attention(
     def compute(start: int, stop: int) -> torch.Tensor:
         kv_tokens = kv_tokens_T[start:stop]
         num_pages = -(-int(kv_tokens.max()) // PAGE_TOKENS)
-        return mla_decode(
-            q_THW[start:stop],
-            pages,
-            table_TP[start:stop, :num_pages].contiguous(),
-            kv_tokens,
-            kv_tokens - 1,
-            latent_dim=shape.latent_dim,
-            scale=width**-0.5,
-        )
+        keys = PagedKeys(pages, table_TP[start:stop, :num_pages].contiguous(), kv_tokens, kv_tokens - 1)
+        return mla_decode(q_THW[start:stop], keys, latent_dim=shape.latent_dim, scale=width**-0.5)
 
     return RowComputation(
         f"attention of {shape.num_heads} heads over latents of {width}",
@@ -139,17 +130,10 @@ def prefill_attention(
     q_THA = _random(MANY_ROWS, shape.num_heads, query_dim, dtype=dtype)
 
     def compute(start: int, stop: int) -> torch.Tensor:
-        return mla_prefill(
-            q_THA[start:stop],
-            pages,
-            torch.arange(num_pages)[None],
-            torch.tensor([stop - start]),
-            torch.tensor([stop]),
-            torch.arange(start, stop),
-            kv_b_HZC,
-            v_dim=shape.value_dim,
-            scale=query_dim**-0.5,
-        )
+        keys = PagedKeys(pages, torch.arange(num_pages)[None], torch.tensor([stop]), torch.arange(start, stop))
+        num_tokens = torch.tensor([stop - start])
+        options = {"v_dim": shape.value_dim, "scale": query_dim**-0.5}
+        return mla_prefill(q_THA[start:stop], keys, kv_b_HZC, num_tokens, **options)
 
     keys_and_values = shape.num_heads * (shape.nope_dim + shape.value_dim) * shape.latent_dim
     over_keys = num_pages * PAGE_TOKENS * shape.num_heads * (query_dim + shape.value_dim)

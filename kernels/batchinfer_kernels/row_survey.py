@@ -6,8 +6,6 @@ Measured of the operations that are chosen, C++ or plain PyTorch, at typical sha
 # T rows, N columns of the result (out), M depth of the sum (in), E experts, D hidden, F intermediate
 # H heads, Z key (without rotary) and value width, C latent width
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +76,7 @@ def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
     kv_b_HZC = _random(_ATTENTION.num_heads, 2 * _ATTENTION.value_dim, _ATTENTION.latent_dim, dtype=kind)
     kv_b = pack(kv_b_HZC)
     yield row_check.prefill_attention(
-        _ATTENTION, kv_b_HZC, lambda *tensors, **options: mla_prefill(*tensors[:-1], kv_b, **options)
+        _ATTENTION, kv_b_HZC, lambda q, keys, _, *rest, **options: mla_prefill(q, keys, kv_b, *rest, **options)
     )
 
 

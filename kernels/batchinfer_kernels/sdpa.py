@@ -9,16 +9,13 @@ it does.
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
 # C latent width, X keys of a request, B requests, P pages
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.implementation import nothing, refusing
-from batchinfer_kernels.reference.mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 # cuDNN takes queries and keys that are wider than the values; the others follow where it does not
@@ -33,29 +30,24 @@ def why_not_auto() -> str:
 @refusing(nothing)
 def mla_prefill(
     q_THA: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    num_tokens_B: torch.Tensor,
-    context_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
+    keys: PagedKeys,
     kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
     *,
     v_dim: int,
     scale: float,
-    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Request by request, for as many heads at a time as fit.
 
-    `positions_T` is not looked at: a chunk is the last tokens of its context.
+    Positions are not looked at: a chunk is the last tokens of its context.
     """
     out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
     start = 0
-    for pages_P, num_tokens, context in zip(
-        page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True
-    ):
+    chunks = zip(keys.page_table_BP, num_tokens_B.tolist(), keys.kv_tokens_B.tolist(), strict=True)
+    for pages_P, num_tokens, context in chunks:
         rows = slice(start, start + num_tokens)
         if num_tokens:
-            latents_XW = pages[pages_P[: -(-context // PAGE_TOKENS)]].flatten(0, 1)[:context]
+            latents_XW = keys.pages[pages_P[: -(-context // PAGE_TOKENS)]].flatten(0, 1)[:context]
             _attend_chunk(q_THA[rows], latents_XW, kv_b_HZC, out_THV[rows], scale)
         start += num_tokens
     return out_THV

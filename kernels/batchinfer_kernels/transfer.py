@@ -6,8 +6,6 @@ that use it are over.
 
 # B bytes
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -2,8 +2,6 @@
 
 # B slots, N columns of the result (out), M depth of the sum (in)
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -167,13 +167,14 @@ def serve(folder: Path) -> None:
     from model_steps import BATCH, CONTEXT, decode_step
 
     from batchinfer.config import PAGE_TOKENS
-    from batchinfer.model.fused.quickest import quickest_schedule
+    from batchinfer.model.fused.stack import FusedDecode
+    from batchinfer.model.schedules import Schedule, plain
     from batchinfer.model.transformer import Transformer
 
     with torch.inference_mode():
         model = Transformer.load(folder, dtype=torch.bfloat16)
         pages = model.new_pages(BATCH[SIZE] * -(-(CONTEXT + 1) // PAGE_TOKENS)).normal_()
-        step, schedule = decode_step(SIZE, shared=False), quickest_schedule(model)
+        step, schedule = decode_step(SIZE, shared=False), Schedule(decode=FusedDecode.of(model) or plain)
         for line in sys.stdin:
             times, end = [], time.perf_counter() + float(line)
             while not times or time.perf_counter() < end:

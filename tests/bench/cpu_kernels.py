@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.mla import PagedKeys
 
 ROUND_SECONDS = 0.01
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 1024, 512, 64, 6
@@ -101,7 +102,7 @@ def attention_cases() -> Iterator[Case]:
         table = torch.randperm(len(pages)).view(num_requests, num_pages)
         kv_tokens = torch.full((num_requests,), CONTEXT)
         q = random(num_requests, NUM_HEADS, width)
-        arguments = (q, pages, table, kv_tokens, kv_tokens - 1)
+        arguments = (q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1))
         yield Case(
             f"mla_decode {num_requests} x {CONTEXT} tokens, {NUM_HEADS} heads (torch: sdpa on gathered keys)",
             lambda copy, a=arguments: ops.mla_decode(*a, latent_dim=LATENT, scale=0.06),
@@ -125,10 +126,9 @@ def prefill_cases() -> Iterator[Case]:
         num_pages = -(-context // 64)
         q, pages = random(num_tokens, NUM_HEADS, nope + ROTARY), random(num_pages, 64, LATENT + ROTARY)
         page_ids, positions = torch.arange(num_pages), torch.arange(context - num_tokens, context)
-        counts = torch.tensor([num_tokens]), torch.tensor([context])
+        keys, counts = PagedKeys(pages, page_ids[None], torch.tensor([context]), positions), torch.tensor([num_tokens])
         options = {"v_dim": value, "scale": 0.1}
-        ours = (q, pages, page_ids[None], *counts, positions, ops.pack(kv_b))
-        plain = (*ours[:-1], kv_b)
+        ours, plain = (q, keys, ops.pack(kv_b), counts), (q, keys, kv_b, counts)
         arguments = (q, pages, page_ids, positions, kv_b)
         seen = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) / 2
         products = seen * (nope + ROTARY + value) + context * LATENT * (nope + value)
@@ -161,10 +161,8 @@ def torch_prefill(
     return F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=mask, scale=0.1).transpose(0, 1)
 
 
-def torch_attention(
-    q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, kv_tokens: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    keys = pages[table].flatten(1, 2)[:, None, : int(kv_tokens[0])]
+def torch_attention(q: torch.Tensor, paged: PagedKeys) -> torch.Tensor:
+    keys = paged.pages[paged.page_table_BP].flatten(1, 2)[:, None, : int(paged.kv_tokens_B[0])]
     return F.scaled_dot_product_attention(q[:, None], keys, keys[..., :LATENT].contiguous(), scale=0.06)[:, 0]
 
 

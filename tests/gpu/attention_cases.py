@@ -12,6 +12,8 @@ from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of,
 from published import MLA_DECODE
 
 from batchinfer_kernels import reference
+from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 _KV_TOKENS = 4989  # mean of the published day of DeepSeek-V3/R1's service
 
@@ -58,12 +60,12 @@ def _decode(dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, devic
     schedule: dict = {}  # as from a step's second layer on
 
     def run(function: Function, requests: slice) -> torch.Tensor:
-        operands = (q[requests], pages, table[requests], kv_tokens_B[requests], positions[requests])
-        return function(*operands, latent_dim=dims.latent, scale=SCALE)
+        keys = PagedKeys(pages, table[requests], kv_tokens_B[requests], positions[requests])
+        return function(q[requests], keys, latent_dim=dims.latent, scale=SCALE)
 
     def timed(function: Function) -> torch.Tensor:
-        operands = (q, pages, table, kv_tokens_B, positions)
-        return function(*operands, latent_dim=dims.latent, scale=SCALE, schedule=schedule)
+        keys = PagedKeys(pages, table, kv_tokens_B, positions, schedule)
+        return function(q, keys, latent_dim=dims.latent, scale=SCALE)
 
     return Work(
         run=run,
@@ -90,12 +92,12 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
 
     def run(function: Function, prompts: slice) -> torch.Tensor:
         own = lengths[prompts]
-        operands = (of_tokens(q, prompts), pages, table[prompts], own, own, of_tokens(positions, prompts), kv_b)
-        return function(*operands, v_dim=dims.value, scale=SCALE)
+        keys = PagedKeys(pages, table[prompts], own, of_tokens(positions, prompts))
+        return function(of_tokens(q, prompts), keys, kv_b, own, v_dim=dims.value, scale=SCALE)
 
     def timed(function: Function) -> torch.Tensor:
-        operands = (q, pages, table, lengths, lengths, positions, kv_b)
-        return function(*operands, v_dim=dims.value, scale=SCALE, schedule=schedule)
+        keys = PagedKeys(pages, table, lengths, positions, schedule)
+        return function(q, keys, kv_b, lengths, v_dim=dims.value, scale=SCALE)
 
     q_BTHA = q.unflatten(0, (num_prompts, -1))
     seen = num_prompts * num_tokens * (num_tokens + 1) // 2
@@ -125,8 +127,7 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
     pages = torch.zeros(num_pages, exact.PAGE, dims.width, dtype=torch.bfloat16, device=device)
 
     def call(function: Function, turned: torch.Tensor, rows: slice) -> torch.Tensor:
-        operands = (latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows])
-        return function(turned, *operands, interleaved=True)
+        return function(turned, NewKeys(latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows], True))
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         """Queries and latents of each token."""

@@ -13,6 +13,7 @@ from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, dequantize_fp8_rows
+from batchinfer_kernels.reference.gating import GateRule
 
 
 def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
@@ -70,23 +71,16 @@ def _silu(num_rows: int, width: int, device: torch.device) -> Work:
 def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
     logits = 2 * normal(num_rows, dims.experts, device=device, dtype=torch.float32)
     bias = 0.1 * normal(dims.experts, device=device, seed=1, dtype=torch.float32)
-    options = {
-        "method": "noaux_tc",
-        "topk": dims.topk,
-        "num_groups": dims.groups,
-        "topk_groups": dims.topk_groups,
-        "normalize": True,
-        "scale": 2.5,
-    }
+    rule = GateRule("noaux_tc", dims.topk, dims.groups, dims.topk_groups, normalize=True, scale=2.5)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         """[T, E] weights, zero where an expert is not chosen; [T, E + 1]: how many are."""
-        ids, weights = function(logits[rows], bias.to(logits.device), **options)
+        ids, weights = function(logits[rows], bias.to(logits.device), rule)
         dense = torch.zeros(len(ids), dims.experts, device=ids.device).scatter_(1, ids, weights)
         return torch.cat([dense, (dense != 0).sum(1, keepdim=True)], dim=1)
 
     def expected() -> torch.Tensor:
-        ids, weights = reference.gate(logits.cpu(), bias.cpu(), **options)
+        ids, weights = reference.gate(logits.cpu(), bias.cpu(), rule)
         dense = torch.zeros(num_rows, dims.experts).scatter_(1, ids, weights)
         return torch.cat([dense, torch.full((num_rows, 1), dims.topk)], dim=1).to(device)
 
@@ -97,7 +91,7 @@ def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
         parts=parts_of(num_rows),
         flops=0,
         num_bytes=bytes_of(logits) + 12 * num_rows * dims.topk,
-        timed=lambda function: function(logits, bias, **options),
+        timed=lambda function: function(logits, bias, rule),
     )
 
 

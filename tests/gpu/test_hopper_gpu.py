@@ -12,6 +12,7 @@ from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
+from batchinfer_kernels.reference.mla import PagedKeys
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
@@ -91,10 +92,10 @@ def test_decode_attention(heads, num_queries):
     pages, table = random(300, 64, 576), torch.randperm(300, generator=torch.Generator().manual_seed(0)).view(6, 50)
     lengths = torch.tensor([num_queries, 64, 65, 3000, 1000, 7])
     positions = (lengths[:, None] - num_queries + torch.arange(num_queries)).flatten()
-    schedule: dict = {}
-    on_gpu = tuple(map(gpu, (pages, table, lengths, positions)))
+    keys = PagedKeys(pages, table, lengths, positions)
+    on_gpu = PagedKeys(*map(gpu, keys[:4]), schedule={})
     for layer in range(2):
         q = random(6 * num_queries, heads, 576, seed=layer + 1)
-        y = hopper.mla_decode(gpu(q), *on_gpu, latent_dim=512, scale=0.1352, schedule=schedule)
-        expected = reference_mla.mla_decode(q, pages, table, lengths, positions, latent_dim=512, scale=0.1352)
+        y = hopper.mla_decode(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
+        expected = reference_mla.mla_decode(q, keys, latent_dim=512, scale=0.1352)
         assert_close(y, expected, "bfloat16")

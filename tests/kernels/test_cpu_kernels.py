@@ -12,6 +12,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build, ops, packed
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.mla import PagedKeys
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
@@ -241,9 +242,9 @@ def test_decode_attention_is_as_good_as_the_reference(random, heads, latent_dim,
     q = random(len(kv_tokens) * num_queries, heads, latent_dim + rotary, seed=1)
     positions = (kv_tokens[:, None] - num_queries + torch.arange(num_queries)).flatten()
     options = {"latent_dim": latent_dim, "scale": (latent_dim + rotary) ** -0.5}
-    arguments = (q, pages, table, kv_tokens, positions)
-    result, plain = ops.mla_decode(*arguments, **options), reference_mla.mla_decode(*arguments, **options)
-    exact, terms = attention(*arguments, **options)
+    keys = PagedKeys(pages, table, kv_tokens, positions)
+    result, plain = ops.mla_decode(q, keys, **options), reference_mla.mla_decode(q, keys, **options)
+    exact, terms = attention(q, *keys[:4], **options)
     assert torch.isfinite(result).all()
     ours, theirs = (result - exact).abs(), (plain - exact).abs()
     if result.dtype is torch.float32:
@@ -259,7 +260,7 @@ def test_decode_attention_follows_a_peak_that_comes_late(random):
     # key 70 outweighs all before it: sums of the first page must shrink to nothing
     pages, table, kv_tokens = paged(random, [71], 32)
     q = 30 * pages[table[0, 1], 6][None, None]
-    result = ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, latent_dim=16, scale=1.0)
+    result = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), latent_dim=16, scale=1.0)
     assert torch.equal(result[0, 0], pages[table[0, 1], 6, :16])
 
 
@@ -272,10 +273,7 @@ def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(random, 
     def attend(requests, columns):
         return ops.mla_decode(
             q[requests],
-            pages,
-            table[requests, :columns],
-            kv_tokens[requests],
-            kv_tokens[requests] - 1,
+            PagedKeys(pages, table[requests, :columns], kv_tokens[requests], kv_tokens[requests] - 1),
             latent_dim=64,
             scale=0.1,
         )
@@ -287,7 +285,7 @@ def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(random, 
         for requests, columns in [([0], 4), ([1, 2], 1), ([4, 0, 3], 5), ([5, 4, 3, 2, 1, 0], 8)]:
             assert torch.equal(attend(torch.tensor(requests), columns), whole[requests])
     # neither do heads depend on each other
-    others = ops.mla_decode(q[:, 7:15], pages, table, kv_tokens, kv_tokens - 1, latent_dim=64, scale=0.1)
+    others = ops.mla_decode(q[:, 7:15], PagedKeys(pages, table, kv_tokens, kv_tokens - 1), latent_dim=64, scale=0.1)
     assert torch.equal(others, whole[:, 7:15])
 
 
@@ -295,12 +293,14 @@ def test_decode_attention_of_a_request_has_the_same_bits_in_any_company(random, 
 def test_queries_of_one_step_have_the_bits_of_queries_one_by_one(random):
     pages, table, kv_tokens = paged(random, [70], 48)
     q, positions = random(8, 4, 48, seed=1), torch.arange(62, 70)
-    together = ops.mla_decode(q, pages, table, kv_tokens, positions, latent_dim=32, scale=0.1)
+    together = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, positions), latent_dim=32, scale=0.1)
     for row, position in enumerate(positions.tolist()):
         alone = ops.mla_decode(
-            q[row : row + 1], pages, table, torch.tensor([position + 1]), positions[row : row + 1],
-            latent_dim=32, scale=0.1,
-        )  # fmt: skip
+            q[row : row + 1],
+            PagedKeys(pages, table, torch.tensor([position + 1]), positions[row : row + 1]),
+            latent_dim=32,
+            scale=0.1,
+        )
         assert torch.equal(alone[0], together[row])
 
 
@@ -318,8 +318,8 @@ def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_th
     options = {"v_dim": v_dim, "scale": (nope + rotary) ** -0.5}
 
     def attend(function, start, stop):
-        counts = torch.tensor([stop - start]), torch.tensor([stop])
-        return function(q[start:stop], pages, table[:1], *counts, torch.arange(start, stop), kv_b, **options)
+        keys = PagedKeys(pages, table[:1], torch.tensor([stop]), torch.arange(start, stop))
+        return function(q[start:stop], keys, kv_b, torch.tensor([stop - start]), **options)
 
     threads(2)
     whole = attend(ops.mla_prefill, 0, context)
@@ -346,7 +346,7 @@ def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_th
 def test_a_request_without_tokens_gives_zeros(random):
     pages, table, _ = paged(random, [5], 32)
     nothing = torch.tensor([0])
-    result = ops.mla_decode(random(1, 2, 32), pages, table, nothing, nothing, latent_dim=16, scale=1.0)
+    result = ops.mla_decode(random(1, 2, 32), PagedKeys(pages, table, nothing, nothing), latent_dim=16, scale=1.0)
     assert not result.any()
 
 
@@ -361,9 +361,11 @@ def test_wrong_shapes_are_refused(random):
         ops.masked_mlp(x[None], torch.tensor([4]), random(1, 12, 8), random(1, 8, 6))
     with pytest.raises(RuntimeError, match="page 9"):
         ops.mla_decode(
-            random(1, 2, 32), random(2, 64, 32), torch.tensor([[9]]), torch.tensor([3]), torch.tensor([2]),
-            latent_dim=16, scale=1.0,
-        )  # fmt: skip
+            random(1, 2, 32),
+            PagedKeys(random(2, 64, 32), torch.tensor([[9]]), torch.tensor([3]), torch.tensor([2])),
+            latent_dim=16,
+            scale=1.0,
+        )
 
 
 @pytest.mark.usefixtures("cpp")

@@ -9,6 +9,9 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
@@ -37,10 +40,8 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
 
     def run(function, rows):
         pages = random(4, 64, latent + rotary, seed=5, dtype=dtype)
-        turned = function(
-            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
-            interleaved=interleaved,
-        )  # fmt: skip
+        places = angles.cos()[rows], angles.sin()[rows], pages, slots[rows]
+        turned = function(q[rows].clone(), NewKeys(latents[rows], norm, 1e-6, *places, interleaved))
         return turned, pages.view(-1, latent + rotary)
 
     threads(2)
@@ -72,27 +73,27 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
 def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_groups, topk, has_bias, method, threads):
     logits = 2 * random(70, experts).float()
     bias = 0.3 * random(experts, seed=1).float() if has_bias else None
-    options = {"method": method, "topk": topk, "num_groups": groups, "topk_groups": topk_groups, "scale": 2.5}
     for normalize in (False, True):
+        rule = GateRule(method, topk, groups, topk_groups, normalize, scale=2.5)
         threads(2)
-        ids, weights = ops.gate(logits, bias, normalize=normalize, **options)
-        expected_ids, expected_weights = reference.gate(logits, bias, normalize=normalize, **options)
+        ids, weights = ops.gate(logits, bias, rule)
+        expected_ids, expected_weights = reference.gate(logits, bias, rule)
         # the scores' last bits differ: experts of one score may stand in another order
         assert torch.equal(ids.sort(-1).values, expected_ids.sort(-1).values)
         assert torch.allclose(weights.sort(-1).values, expected_weights.sort(-1).values, rtol=1e-6)
         for num_threads, start, stop in PARTS:
             threads(num_threads)
-            part_ids, part_weights = ops.gate(logits[start:stop], bias, normalize=normalize, **options)
+            part_ids, part_weights = ops.gate(logits[start:stop], bias, rule)
             assert torch.equal(part_ids, ids[start:stop])
             assert torch.equal(part_weights, weights[start:stop])
 
 
 def test_the_gate_takes_the_first_of_equals_and_different_experts_of_nonsense():
-    options = {"method": "noaux_tc", "topk": 3, "num_groups": 2, "topk_groups": 1, "normalize": True, "scale": 1.0}
+    rule = GateRule("noaux_tc", topk=3, num_groups=2, topk_groups=1, normalize=True, scale=1.0)
     logits = torch.zeros(3, 8)
     logits[1] = torch.nan
     logits[2, 5] = torch.nan
-    ids, _ = ops.gate(logits, None, **options)
+    ids, _ = ops.gate(logits, None, rule)
     assert ids[0].tolist() == [0, 1, 2]
     assert len(set(ids[1].tolist())) == 3
     assert ids[2].tolist() == [0, 1, 2]
@@ -332,8 +333,12 @@ def test_requests_that_share_pages_have_the_bits_of_requests_alone(heads, dtype,
     for num_threads in (1, 2):
         threads(num_threads)
         for order in (torch.arange(7), torch.tensor([4, 0, 6, 2, 5, 1, 3])):
-            together = ops.mla_decode(q[order], pages, table[order], kv_tokens[order], kv_tokens[order] - 1, **options)
+            together = ops.mla_decode(
+                q[order], PagedKeys(pages, table[order], kv_tokens[order], kv_tokens[order] - 1), **options
+            )
             for row, request in enumerate(order.tolist()):
                 one = slice(request, request + 1)
-                alone = ops.mla_decode(q[one], pages, table[one], kv_tokens[one], kv_tokens[one] - 1, **options)
+                alone = ops.mla_decode(
+                    q[one], PagedKeys(pages, table[one], kv_tokens[one], kv_tokens[one] - 1), **options
+                )
                 assert torch.equal(together[row], alone[0]), request

@@ -26,6 +26,7 @@ from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
+from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.triton import probe as triton_probe
 from batchinfer_kernels.triton.ops import Kernel
 from support import hopper_stand_ins as stand_ins
@@ -235,8 +236,9 @@ def test_nothing_waits_for_the_device(gpu, monkeypatch):
     assert hopper.linear(x, on_meta[0][0]).shape == (70, 256)
     assert hopper.grouped_mlp(x, num_rows, *on_meta, meta(90, dtype=torch.int64)).shape == (90, 256)
     assert hopper.masked_mlp(meta(5, 70, 256, dtype=torch.bfloat16), num_rows, *on_meta).shape == (5, 70, 256)
-    (*tensors,), options = decode_case()
-    y = hopper.mla_decode(*(tensor.to("meta") for tensor in tensors), **options)
+    q, keys, options = decode_case()
+    keys = PagedKeys(*(tensor.to("meta") for tensor in keys[:4]))
+    y = hopper.mla_decode(q.to("meta"), keys, **options)
     assert (y.shape, flash_mla.num_schedules) == ((5, 16, 512), 1)
     with pytest.raises(NotImplementedError):
         reference.masked_mlp(meta(5, 70, 256, dtype=torch.bfloat16), num_rows, *on_meta)
@@ -290,7 +292,7 @@ def decode_case(num_queries=1, heads=16, kv_tokens=(1, 64, 150, 200, 7), seed=0)
     lengths = torch.tensor(kv_tokens) + num_queries - 1
     positions = (lengths[:, None] - num_queries + torch.arange(num_queries)).flatten()
     q = random(num_requests * num_queries, heads, 576, seed=seed + 1)
-    return (q, pages, table, lengths, positions), {"latent_dim": 512, "scale": 0.1352}
+    return q, PagedKeys(pages, table, lengths, positions), {"latent_dim": 512, "scale": 0.1352}
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -298,42 +300,42 @@ def decode_case(num_queries=1, heads=16, kv_tokens=(1, 64, 150, 200, 7), seed=0)
 @pytest.mark.parametrize("library", FLASH_MLA)
 def test_decode_attention_is_that_of_the_reference(gpu, library, heads, num_queries):
     gpu(FLASH_MLA[library]())
-    arguments, options = decode_case(num_queries, heads)
-    y, expected = hopper.mla_decode(*arguments, **options), reference_mla.mla_decode(*arguments, **options)
+    q, keys, options = decode_case(num_queries, heads)
+    y, expected = hopper.mla_decode(q, keys, **options), reference_mla.mla_decode(q, keys, **options)
     assert y.shape == expected.shape
     assert close(y, expected)
-    nothing = tuple(tensor[:0] if name != 1 else tensor for name, tensor in enumerate(arguments))
-    assert hopper.mla_decode(*nothing, **options).shape == (0, heads, 512)
+    nothing = PagedKeys(keys.pages, *(tensor[:0] for tensor in keys[1:4]))
+    assert hopper.mla_decode(q[:0], nothing, **options).shape == (0, heads, 512)
 
 
 @pytest.mark.parametrize("library", FLASH_MLA)
 def test_metadata_is_made_once_per_schedule_and_never_used_for_other_lengths(gpu, library):
     flash_mla = gpu(FLASH_MLA[library]())
-    (q, pages, table, lengths, positions), options = decode_case()
+    q, keys, options = decode_case()
     schedule = {}
     for layer in range(3):
-        y = hopper.mla_decode(q * layer, pages, table, lengths, positions, schedule=schedule, **options)
-        assert close(y, reference_mla.mla_decode(q * layer, pages, table, lengths, positions, **options))
+        y = hopper.mla_decode(q * layer, keys._replace(schedule=schedule), **options)
+        assert close(y, reference_mla.mla_decode(q * layer, keys, **options))
     assert flash_mla.num_schedules == 1
-    longer = lengths + 1
-    hopper.mla_decode(q, pages, table, longer, longer - 1, schedule={}, **options)
+    longer = keys._replace(kv_tokens_B=keys.kv_tokens_B + 1, positions_T=keys.kv_tokens_B, schedule={})
+    hopper.mla_decode(q, longer, **options)
     assert flash_mla.num_schedules == 2
     with pytest.raises(AssertionError, match="serves one step"):
-        hopper.mla_decode(q, pages, table, longer, longer - 1, schedule=schedule, **options)
+        hopper.mla_decode(q, longer._replace(schedule=schedule), **options)
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
 def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, change):
     gpu(stand_ins.flash_mla_sgl())
-    (q, pages, *rest), options = decode_case()
+    q, keys, options = decode_case()
     if change == "width":
-        q, pages = q[..., :560].contiguous(), pages[..., :560].contiguous()
+        q, keys = q[..., :560].contiguous(), keys._replace(pages=keys.pages[..., :560].contiguous())
     elif change == "latent":
         options["latent_dim"] = 448
     else:
-        q, pages = q.float(), pages.float()
-    y = with_reference("mla_decode")(q, pages, *rest, schedule={}, **options)
-    assert torch.equal(y, reference_mla.mla_decode(q, pages, *rest, **options))
+        q, keys = q.float(), keys._replace(pages=keys.pages.float())
+    y = with_reference("mla_decode")(q, keys._replace(schedule={}), **options)
+    assert torch.equal(y, reference_mla.mla_decode(q, keys, **options))
 
 
 # ---- a model

@@ -14,6 +14,8 @@ from batchinfer_kernels import reference, registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.implementation import Implementation, nothing
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
 from support.plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
@@ -25,8 +27,8 @@ def random(*shape, seed=0):
 
 
 def choose(logits, bias=None, **changes):
-    options = {"method": "noaux_tc", "topk": 2, "num_groups": 1, "topk_groups": 1, "normalize": True, "scale": 1.0}
-    return reference.gate(torch.tensor(logits), bias, **options | changes)
+    rule = GateRule("noaux_tc", topk=2, num_groups=1, topk_groups=1, normalize=True, scale=1.0)
+    return reference.gate(torch.tensor(logits), bias, rule._replace(**changes))
 
 
 def test_gate_worked_example_v3():
@@ -123,14 +125,19 @@ def test_both_attention_forms_equal_softmax_written_out():
     expected = torch.einsum("htx,xhv->thv", scores.softmax(-1), values)
 
     plain = reference_mla.mla_prefill(
-        q, pages, page_ids[None], *[torch.tensor([context])] * 2, torch.arange(context), kv_b, v_dim=v_dim, scale=0.3
+        q,
+        PagedKeys(pages, page_ids[None], torch.tensor([context]), torch.arange(context)),
+        kv_b,
+        torch.tensor([context]),
+        v_dim=v_dim,
+        scale=0.3,
     )
     assert (plain - expected).abs().max() < TOLERANCE["float32"] * expected.abs().max()
 
     at = torch.tensor([149, 0, 64, 63])  # four requests that share pages, each at another position
     absorbed_q = torch.cat([torch.einsum("thn,hnc->thc", q[at, :, :nope], kv_b[:, :nope]), q[at, :, nope:]], -1)
     absorbed = reference_mla.mla_decode(
-        absorbed_q, pages, page_ids.expand(4, 3), at + 1, at, latent_dim=latent, scale=0.3
+        absorbed_q, PagedKeys(pages, page_ids.expand(4, 3), at + 1, at), latent_dim=latent, scale=0.3
     )
     absorbed = torch.einsum("thc,hvc->thv", absorbed, kv_b[:, nope:])
     assert (absorbed - expected[at]).abs().max() < TOLERANCE["float32"] * expected.abs().max()
@@ -147,16 +154,20 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
     def both():
         plain = reference_mla.mla_prefill(
             q,
-            pages,
-            torch.tensor([[0, 1], [2, 9]]),  # of the second only the first page is looked at
-            torch.tensor([70, 30]),
-            torch.tensor([100, 40]),
-            torch.cat([torch.arange(30, 100), torch.arange(10, 40)]),
+            PagedKeys(
+                pages,
+                torch.tensor([[0, 1], [2, 9]]),  # of the second only the first page is looked at
+                torch.tensor([100, 40]),
+                torch.cat([torch.arange(30, 100), torch.arange(10, 40)]),
+            ),
             random(3, 13, 16),
+            torch.tensor([70, 30]),
             v_dim=5,
             scale=0.3,
         )
-        decode = reference_mla.mla_decode(random(4, 3, 20), pages, table, at + 1, at, latent_dim=16, scale=0.3)
+        decode = reference_mla.mla_decode(
+            random(4, 3, 20), PagedKeys(pages, table, at + 1, at), latent_dim=16, scale=0.3
+        )
         return plain, decode
 
     whole = both()
@@ -186,7 +197,7 @@ def test_a_row_of_other_operations_does_not_depend_on_the_other_rows(width):
         "silu_mul": lambda rows: reference.silu_mul(rows, rows),
         "rms_norm": lambda rows: reference.rms_norm(rows, weight, 1e-6),
         "gate": lambda rows: reference.gate(
-            rows, None, method="noaux_tc", topk=1, num_groups=1, topk_groups=1, normalize=False, scale=1.0
+            rows, None, GateRule("noaux_tc", topk=1, num_groups=1, topk_groups=1, normalize=False, scale=1.0)
         )[1],
     }
     for name, operation in operations.items():

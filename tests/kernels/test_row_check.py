@@ -74,9 +74,9 @@ def test_an_order_that_is_taken_for_one_number_of_tiles_alone_is_found(multiple)
 
 
 def test_attention_that_looks_at_the_other_requests_is_found():
-    def decode(q, pages, table, *rest, **options):
-        y = reference_mla.mla_decode(q, pages, table, *rest, **options)
-        return y * (1 + 2**-20) if table.shape[1] > 2 else y  # another sum when somebody's prompt is long
+    def decode(q, keys, **options):
+        y = reference_mla.mla_decode(q, keys, **options)
+        return y * (1 + 2**-20) if keys.page_table_BP.shape[1] > 2 else y  # another sum when somebody's prompt is long
 
     found = why_rows_differ([row_check.decode_attention(SHAPE, torch.float32, decode)])
     assert found.startswith("attention of 3 heads over latents of 20 gives a row other bits among 71 rows than alone")

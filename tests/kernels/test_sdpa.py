@@ -12,6 +12,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry, sdpa
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.mla import PagedKeys
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
@@ -36,7 +37,7 @@ def test_chunks_anywhere_in_their_prompts_attend_as_in_the_reference(monkeypatch
         pages[table[request, (tokens - 1) // 64], (tokens - 1) % 64 + 1 :] = torch.nan
     positions = torch.cat([torch.arange(end - count, end) for count, end in zip(num_tokens, context, strict=True)])
     q, kv_b = random(101, 3, 16 + 8, seed=2).to(dtype), random(3, 16 + 11, 16, seed=3).to(dtype) / 4
-    arguments, options = (q, pages, table, num_tokens, context, positions, kv_b), {"v_dim": 11, "scale": 0.2}
+    arguments, options = (q, PagedKeys(pages, table, context, positions), kv_b, num_tokens), {"v_dim": 11, "scale": 0.2}
     y, expected = sdpa.mla_prefill(*arguments, **options), reference_mla.mla_prefill(*arguments, **options)
     assert y.dtype == dtype
     assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.triton import decode, ops, prefill
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
@@ -48,29 +49,30 @@ def test_decode_attention_is_close_to_float64_and_a_request_keeps_its_bits(heads
     q = random(7 * num_queries, heads, latent_dim + rotary, seed=1)
     positions = kv_tokens[:, None] - num_queries + torch.arange(num_queries, device=DEVICE)
     options = {"latent_dim": latent_dim, "scale": (latent_dim + rotary) ** -0.5}
-    whole = ops.mla_decode(q, pages, table, kv_tokens, positions.flatten(), **options)
+    whole = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, positions.flatten()), **options)
     assert relative_error(whole, exact_decode(q, pages, table, positions.flatten(), **options)) < TOLERANCE["bf16"]
     q_BQ, whole_BQ = q.unflatten(0, (7, -1)), whole.unflatten(0, (7, -1))
     for requests, columns in [([0], 1), ([6, 2], 5)]:
         alone = ops.mla_decode(
-            q_BQ[requests].flatten(0, 1), pages, table[requests, :columns], kv_tokens[requests],
-            positions[requests].flatten(), **options,
-        )  # fmt: skip
+            q_BQ[requests].flatten(0, 1),
+            PagedKeys(pages, table[requests, :columns], kv_tokens[requests], positions[requests].flatten()),
+            **options,
+        )
         assert torch.equal(alone, whole_BQ[requests].flatten(0, 1))
     # queries one by one: each is the last token when its turn comes
     for request, query in [(5, 0), (6, num_queries - 1)]:
         at = positions[request, query][None]
-        one = ops.mla_decode(q_BQ[request, query][None], pages, table[request][None], at + 1, at, **options)
+        one = ops.mla_decode(q_BQ[request, query][None], PagedKeys(pages, table[request][None], at + 1, at), **options)
         assert torch.equal(one[0], whole_BQ[request, query])
 
 
 def test_decode_attention_in_pieces_and_over_long_parts_is_the_same(monkeypatch):
     pages, table, kv_tokens = paged([1030, 5, 70], 48)
     q, options = random(3, 2, 48, seed=1), {"latent_dim": 32, "scale": 0.2}
-    whole = ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, **options)
+    whole = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), **options)
     assert relative_error(whole, exact_decode(q, pages, table, kv_tokens - 1, **options)) < TOLERANCE["bf16"]
     monkeypatch.setattr(decode, "_MAX_PART_BYTES", 1)
-    assert torch.equal(ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, **options), whole)
+    assert torch.equal(ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), **options), whole)
 
 
 @pytest.mark.usefixtures("short_parts")
@@ -78,10 +80,10 @@ def test_decode_attention_follows_a_peak_that_comes_late_and_takes_requests_with
     # key 150, in the second part, outweighs all before it: their sums must shrink to nothing
     pages, table, kv_tokens = paged([151, 0], 32)
     q = (30 * pages[table[0, 2], 22])[None, None].expand(2, 1, -1)
-    result = ops.mla_decode(q, pages, table, kv_tokens, kv_tokens - 1, latent_dim=16, scale=1.0)
+    result = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), latent_dim=16, scale=1.0)
     assert torch.equal(result[0, 0], pages[table[0, 2], 22, :16])
     assert not result[1].any()
-    none = ops.mla_decode(q[:0], pages, table[:0], kv_tokens[:0], kv_tokens[:0], latent_dim=16, scale=1.0)
+    none = ops.mla_decode(q[:0], PagedKeys(pages, table[:0], kv_tokens[:0], kv_tokens[:0]), latent_dim=16, scale=1.0)
     assert none.shape == (0, 1, 16)
 
 
@@ -107,7 +109,7 @@ def test_prefill_attention_is_close_to_float64_and_cut_anywhere_gives_the_same_b
     def attend(start, stop):
         counts = torch.tensor([stop - start]), torch.tensor([stop])
         positions = torch.arange(start, stop, device=DEVICE)
-        return ops.mla_prefill(q[start:stop], pages, table, *counts, positions, kv_b, **options)
+        return ops.mla_prefill(q[start:stop], PagedKeys(pages, table, counts[1], positions), kv_b, counts[0], **options)
 
     whole = attend(0, context)
     latents = pages[table[0]].flatten(0, 1)[:context]
@@ -127,25 +129,33 @@ def test_chunks_of_several_requests_do_not_meet():
     positions = torch.cat([torch.arange(60, 150), torch.arange(61, 64)]).to(DEVICE)
     options = {"v_dim": 8, "scale": 0.3}
     lengths = torch.tensor(num_tokens), torch.tensor(context)
-    whole = ops.mla_prefill(q, pages, table, *lengths, positions, kv_b, **options)
+    whole = ops.mla_prefill(q, PagedKeys(pages, table, lengths[1], positions), kv_b, lengths[0], **options)
     for request, rows in ((0, slice(0, 90)), (2, slice(90, 93))):
         latents = pages[table[request]].flatten(0, 1)[: context[request]]
         exact = exact_prefill(q[rows], latents, positions[rows], kv_b, 4, 0.3)
         assert relative_error(whole[rows], exact) < TOLERANCE["bf16"]
         alone = ops.mla_prefill(
-            q[rows], pages, table[request][None], lengths[0][request][None], lengths[1][request][None],
-            positions[rows], kv_b, **options,
-        )  # fmt: skip
+            q[rows],
+            PagedKeys(pages, table[request][None], lengths[1][request][None], positions[rows]),
+            kv_b,
+            lengths[0][request][None],
+            **options,
+        )
         assert torch.equal(alone, whole[rows])
     # the work is cut once per step: a second layer finds it, another step must not
     schedule = {}
     again = [
-        ops.mla_prefill(q, pages, table, *lengths, positions, kv_b, **options, schedule=schedule) for _ in range(2)
+        ops.mla_prefill(q, PagedKeys(pages, table, lengths[1], positions, schedule), kv_b, lengths[0], **options)
+        for _ in range(2)
     ]
     assert torch.equal(again[0], whole)
     assert torch.equal(again[1], whole)
     assert list(schedule) == [prefill.SCHEDULE]
     with pytest.raises(AssertionError, match="serves one step"):
-        ops.mla_prefill(q, pages, table, lengths[0].clone(), lengths[1], positions, kv_b, **options, schedule=schedule)
-    none = ops.mla_prefill(q[:0], pages, table[:0], *(part[:0] for part in lengths), positions[:0], kv_b, **options)
+        ops.mla_prefill(
+            q, PagedKeys(pages, table, lengths[1], positions, schedule), kv_b, lengths[0].clone(), **options
+        )
+    none = ops.mla_prefill(
+        q[:0], PagedKeys(pages, table[:0], lengths[1][:0], positions[:0]), kv_b, lengths[0][:0], **options
+    )
     assert none.shape == (0, 2, 8)

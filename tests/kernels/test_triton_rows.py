@@ -7,6 +7,8 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import ops
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
@@ -46,10 +48,8 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
 
     def run(function, rows):
         pages = random(4, 64, latent + rotary, seed=5)
-        turned = function(
-            q[rows].clone(), latents[rows], norm, 1e-6, angles.cos()[rows], angles.sin()[rows], pages, slots[rows],
-            interleaved=interleaved,
-        )  # fmt: skip
+        places = angles.cos()[rows], angles.sin()[rows], pages, slots[rows]
+        turned = function(q[rows].clone(), NewKeys(latents[rows], norm, 1e-6, *places, interleaved))
         return turned, pages.view(-1, latent + rotary)
 
     turned, pages = run(ops.rope_and_cache, slice(None))
@@ -73,23 +73,23 @@ def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_group
     logits = 2 * random(37, experts, dtype=torch.float32)
     logits[3], logits[4, 1:], logits[5] = 0, logits[4, 0], logits[5].round()  # equals, also in other groups
     bias = 0.3 * random(experts, seed=1, dtype=torch.float32)
-    options = {"method": method, "topk": topk, "num_groups": groups, "topk_groups": topk_groups, "scale": 2.5}
     for normalize, added in ((False, bias), (True, bias), (True, None)):
-        ids, weights = ops.gate(logits, added, normalize=normalize, **options)
-        expected_ids, expected_weights = reference.gate(logits, added, normalize=normalize, **options)
+        rule = GateRule(method, topk, groups, topk_groups, normalize, scale=2.5)
+        ids, weights = ops.gate(logits, added, rule)
+        expected_ids, expected_weights = reference.gate(logits, added, rule)
         assert torch.equal(ids, expected_ids)
         assert torch.allclose(weights, expected_weights, rtol=1e-6)
         for start, stop in PARTS:
-            part_ids, part_weights = ops.gate(logits[start:stop], added, normalize=normalize, **options)
+            part_ids, part_weights = ops.gate(logits[start:stop], added, rule)
             assert torch.equal(part_ids, ids[start:stop])
             assert torch.equal(part_weights, weights[start:stop])
 
 
 def test_the_gate_takes_different_experts_of_nonsense():
-    options = {"method": "noaux_tc", "topk": 3, "num_groups": 2, "topk_groups": 1, "normalize": True, "scale": 1.0}
+    rule = GateRule("noaux_tc", topk=3, num_groups=2, topk_groups=1, normalize=True, scale=1.0)
     logits = torch.zeros(3, 8, device=DEVICE)
     logits[1], logits[2, 5] = torch.nan, torch.nan
-    ids, _ = ops.gate(logits, None, **options)
+    ids, _ = ops.gate(logits, None, rule)
     assert ids[[0, 2]].tolist() == [[0, 1, 2], [0, 1, 2]]
     assert len(set(ids[1].tolist())) == 3
     assert 0 <= ids.min() <= ids.max() < 8

@@ -19,6 +19,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import PeerLostError
 from batchinfer_kernels import reference
+from batchinfer_kernels.reference.gating import GateRule
 from support.exchanges import ThreadedMesh
 
 # form of the rows -> dtype of the model that sends them
@@ -212,12 +213,7 @@ def test_256_experts_in_288_slots(num_ranks, most_tokens, dtype):
         ids, weights = reference.gate(
             torch.randn(num_tokens, 256, generator=generator),
             bias_E,
-            method="noaux_tc",
-            topk=8,
-            num_groups=8,
-            topk_groups=4,
-            normalize=True,
-            scale=2.5,
+            GateRule("noaux_tc", topk=8, num_groups=8, topk_groups=4, normalize=True, scale=2.5),
         )
         x = torch.randn(num_tokens, 32, generator=generator).to(MODEL_DTYPE[dtype])
         tokens_of_rank.append(Tokens(x, ids, weights))

@@ -21,7 +21,6 @@ import pytest
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
 from batchinfer.records import ConfigError, ExitCode
 from batchinfer.report.figures import FIGURES, PARTS
-from batchinfer.report.panel import format_report
 from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.price import margin
 from batchinfer.report.read import Prediction, Report, as_document, read_report
@@ -41,6 +40,10 @@ decode_tokens_per_s_per_node replicated_tokens wasted_tokens hidden_comm_share w
 mean_nodes gpu_hours cost_usd revenue_usd cost_profit_margin gross_margin
 """
 DAY_S = 24 * HOUR_S
+
+
+def format_report(report: Report) -> str:
+    return drawn(*panel_parts(report))
 
 
 def query(run: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -275,24 +278,26 @@ def test_lost_steps_never_give_negative_waste(tmp_path):
 
 
 def test_prices_of_the_published_day():
-    hours = margin.gpu_hours(226.75, 8, 24)
-    cost = margin.cost(hours, 2.0)
+    cost = margin.cost(226.75 * 8 * 24, 2.0)
     revenue = margin.revenue(342e9, 266e9, 168e9, input_hit=0.14, input_miss=0.55, output=2.19)
     assert cost == 87_072
     assert revenue == pytest.approx(562_027, rel=1e-3)
-    assert margin.cost_profit_margin(revenue, cost) == pytest.approx(5.45, abs=0.01)
-    assert margin.gross_margin(revenue, cost) == pytest.approx(0.845, abs=0.001)
+    money = margin.money(cost, revenue, output_tokens=168e9)
+    assert money["cost_profit_margin"] == pytest.approx(5.45, abs=0.01)
+    assert money["gross_margin"] == pytest.approx(0.845, abs=0.001)
 
 
 def test_prices_that_are_not_known_or_zero_give_none():
     assert margin.cost(10, None) is None
     assert margin.revenue(1, 1, 1, input_hit=1.0, input_miss=None, output=1.0) is None
-    for share in (margin.cost_profit_margin, margin.gross_margin):
-        assert share(None, 1.0) is None
-        assert share(1.0, None) is None
-    assert margin.cost_profit_margin(5.0, 0.0) is None
-    assert margin.gross_margin(0.0, 5.0) is None
-    assert margin.gross_margin(5.0, 0.0) == 1.0
+
+    def margins(cost, revenue):
+        money = margin.money(cost, revenue, None)
+        return money["cost_profit_margin"], money["gross_margin"]
+
+    assert margins(1.0, None) == margins(None, 1.0) == (None, None)
+    assert margins(0.0, 5.0) == (None, 1.0)
+    assert margins(5.0, 0.0) == (-1.0, None)
 
 
 # ---- views

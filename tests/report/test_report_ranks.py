@@ -13,15 +13,16 @@ from batchinfer.controller import result_files
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
-from batchinfer.report.panel import format_report
+from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.read import read_report
+from batchinfer.report.terminal import drawn
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, outputs, write_job, write_shard
 from support.runs import request, session, step, write_run
 
 
 def panel(run: Path) -> list[str]:
-    return format_report(read_report(run)).splitlines()
+    return drawn(*panel_parts(read_report(run))).splitlines()
 
 
 def rank_section(run: Path) -> list[str]:

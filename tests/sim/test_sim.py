@@ -35,8 +35,7 @@ from batchinfer.sim.routing import (
 )
 from batchinfer.sim.search import EP_SIZES, Rater
 from batchinfer.sim.spec import WorkloadSpec, load_spec
-from batchinfer.sim.steps import Unit, decode_step, prefill_step
-from batchinfer.sim.unit_steps import Batch, prefill_batch
+from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
 from batchinfer.sim.workload import Workload, make_workload, parts_of_prompts
 from support.jobs import batchinfer, write_job, write_questions
 

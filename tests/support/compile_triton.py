@@ -14,6 +14,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import decode, ops, prefill
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256
@@ -75,12 +78,10 @@ def compile_all():
     ops.rms_norm(x, of(D), 1e-6)
     ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))
     angles = of(T, 32, dtype=FLOAT)
-    ops.rope_and_cache(
-        of(T, H, 192), of(T, 576), of(512), 1e-6, angles, angles, of(1000, 64, 576), of(T, dtype=INT), interleaved=True
-    )
-    options = {"topk": 8, "num_groups": 8, "topk_groups": 4, "normalize": True, "scale": 2.5}
+    pages, slots = of(1000, 64, 576), of(T, dtype=INT)
+    ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
     for method in ("noaux_tc", "group_limited_greedy", "greedy"):
-        ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), method=method, **options)
+        ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
     ops.sort_by_expert(of(8 * T, dtype=INT), E)
     ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
     ops.add_sums(x, of(T, D, dtype=FLOAT), x)
@@ -88,9 +89,11 @@ def compile_all():
     ops.quantize_fp8_block(of(D, F), (128, 128))
     ops.dequantize_fp8_block(of(T, D, dtype=FP8), of(T, 56, dtype=FLOAT), torch.bfloat16, (1, 128))
     decode.mla_decode(
-        of(128, H, 576), of(9000, 64, 576), of(128, 64, dtype=INT), of(128, dtype=INT), of(128, dtype=INT),
-        latent_dim=512, scale=0.1352,
-    )  # fmt: skip
+        of(128, H, 576),
+        PagedKeys(of(9000, 64, 576), of(128, 64, dtype=INT), of(128, dtype=INT), of(128, dtype=INT)),
+        latent_dim=512,
+        scale=0.1352,
+    )
     tiles = of(128, 4, dtype=torch.int32)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from batchinfer.net.credentials import make_credentials
-from batchinfer.parallel.exchange import MAX_UNDER_WAY, DistributedExchange, Exchange, ReceivedRows
+from batchinfer.parallel.exchange import MAX_UNDER_WAY, DistributedExchange, Exchange, PendingRows, ReceivedRows
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
 from batchinfer.parallel.tls_exchange import Meeting, TlsExchange
 from batchinfer.records import PeerLostError
@@ -88,7 +89,7 @@ class ThreadedExchange:
         assert self._num_started - len(self._received) < MAX_UNDER_WAY, "too many exchanges under way"
         return torch.full((num_rows, row_bytes), SPOILED, dtype=torch.uint8)
 
-    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> ThreadedRows:
+    def start(self, rows: torch.Tensor, counts: list[list[int]]) -> PendingRows:
         """See Exchange."""
         sizes = [sum(rank_counts) for rank_counts in counts]
         assert len({len(rank_counts) for rank_counts in counts}) == 1, "not the same number of counts for all ranks"
@@ -100,9 +101,9 @@ class ThreadedExchange:
         if sequence >= MAX_UNDER_WAY:
             for received in self._received[sequence - MAX_UNDER_WAY].rows:
                 received.fill_(SPOILED)
-        return ThreadedRows(self, sequence)
+        return PendingRows(partial(self._receive, sequence))
 
-    def receive(self, sequence: int) -> ReceivedRows:
+    def _receive(self, sequence: int) -> ReceivedRows:
         """The rows of one exchange from all ranks."""
         assert sequence == len(self._received), f"exchange {sequence} is waited for as number {len(self._received)}"
         messages = [self._next_message(source) for source in range(self.size)]
@@ -126,18 +127,6 @@ class ThreadedExchange:
         if message is None:
             raise PeerLostError(f"rank {source} has ended")
         return message
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadedRows:
-    """An exchange under way; see PendingRows."""
-
-    exchange: ThreadedExchange
-    sequence: int
-
-    def wait(self) -> ReceivedRows:
-        """See PendingRows."""
-        return self.exchange.receive(self.sequence)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import torch
 
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import ops
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
 from support.paged_steps import PagedRequests
 
 DTYPES: dict[str, dict[str, Any]] = {
@@ -105,8 +107,8 @@ def extreme_results() -> Iterator[torch.Tensor]:
             yield ops.linear(x.bfloat16(), ops.pack(weight.bfloat16(), eight_bit=True))
         every = torch.linspace(-110, 95, 2**16).to(dtype)[None]
         yield ops.silu_mul(every, torch.ones_like(every))
-        yield ops.gate(every.float().view(-1, 16), None, method="noaux_tc", topk=4, num_groups=1, topk_groups=1,
-                       normalize=True, scale=1.0)[1]  # fmt: skip
+        rule = GateRule("noaux_tc", topk=4, num_groups=1, topk_groups=1, normalize=True, scale=1.0)
+        yield ops.gate(every.float().view(-1, 16), None, rule)[1]
         # scores from 0 to far below: what exp of attention gives for each
         keys = torch.zeros(40, 64, 32, dtype=dtype)
         keys[..., 0] = torch.linspace(-400, 0, 40 * 64).view(40, 64).to(dtype)
@@ -114,7 +116,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
         q = torch.zeros(1, 9, 32, dtype=dtype)
         q[..., 0] = torch.linspace(0.1, 1, 9).to(dtype)
         tokens = torch.tensor([40 * 64])
-        yield ops.mla_decode(q, keys, torch.arange(40)[None], tokens, tokens - 1, latent_dim=16, scale=1.0)
+        yield ops.mla_decode(q, PagedKeys(keys, torch.arange(40)[None], tokens, tokens - 1), latent_dim=16, scale=1.0)
     logits = 30 * torch.randn(4, 1001, generator=generator)
     yield ops.log_sum_exp(logits)
     rows = torch.arange(600)

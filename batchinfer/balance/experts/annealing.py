@@ -6,8 +6,6 @@ same pools on every machine and in every thread.
 
 # E experts, S slots per GPU, P pools, K place in a pool
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

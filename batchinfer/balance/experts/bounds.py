@@ -7,8 +7,6 @@ it for even the lightest expert, so that its expert needs one slot more (see `_i
 
 # E experts, G GPUs, S slots per GPU, R = G x S slots
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

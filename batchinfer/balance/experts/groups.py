@@ -2,8 +2,6 @@
 
 # L layers, E experts, G ranks, R slots of all ranks
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

@@ -6,8 +6,6 @@ and shares.py keeps on each GPU what it can.
 
 # E experts, G GPUs, S slots per GPU, P pools, N rows and columns of a square table
 
-from __future__ import annotations
-
 import numpy as np
 
 from batchinfer.balance.compiled import compiled

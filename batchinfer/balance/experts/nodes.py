@@ -7,8 +7,6 @@ bound of the worst node falls: with few slots per GPU that is more than its load
 
 # E experts, N nodes, K groups
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -12,8 +12,6 @@ is measured against. The steps, each in a file of its own:
 
 # L layers, E experts, G GPUs, S slots per GPU, R = G x S slots, N nodes, K groups
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

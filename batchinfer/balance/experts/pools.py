@@ -17,8 +17,6 @@ This is splittable bin packing with cardinality constraints (Chung, Graham, Mao 
 
 # E experts, G GPUs, S slots per GPU, P pools
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

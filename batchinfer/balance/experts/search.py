@@ -7,8 +7,6 @@ the result is never worse than that.
 
 # E experts, G GPUs, S slots per GPU, P pools
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

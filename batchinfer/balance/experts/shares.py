@@ -15,8 +15,6 @@ exchanged, by the same window over the others.
 
 # E experts, G GPUs, S slots per GPU, I items of one pool: its experts, and empty ones up to (S - 1) * m + 1
 
-from __future__ import annotations
-
 import numpy as np
 
 from batchinfer.balance.compiled import compiled

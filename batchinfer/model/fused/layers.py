@@ -1,12 +1,11 @@
 """Attention and MoE that are single C++ calls, where weights and widths allow it.
 
 They do what mla.py and moe.py do with one operation after the other, in the same order and with the same bits; a step
-of few tokens spends most of its time between operations otherwise.
+of few tokens spends most of its time between operations otherwise. The C++ objects (csrc/layers.cpp) hold packed
+weights and share their memory: a weight that is packed anew in place is seen there, too.
 """
 
 # T tokens, D hidden, H heads, A query/key width, E routed experts
-
-from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
-from batchinfer.model.moe import MoeMlp, Routing, YieldPoint
+from batchinfer.model.moe import MoeMlp, Routing, YieldPoint, gate_rule
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
-from batchinfer_kernels.cpu import layers
-from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.cpu.ops import GATE_METHODS
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, library
 from batchinfer_kernels.weight_format import Weight
 
 
@@ -30,7 +29,7 @@ from batchinfer_kernels.weight_format import Weight
 class FusedAttention:
     """As mla.Attention, with one call for each of its two steps."""
 
-    kernel: Any
+    kernel: Any  # C++
 
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
@@ -97,68 +96,44 @@ class FusedMoe(MoeMlp):
 def attention_of(
     ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
 ) -> Attention | FusedAttention:
-    """Fused where all weights are packed and none has a bias."""
-    q_down = None if weights.q_down is None else plain_weight(weights.q_down)
-    held = all_packed(
-        *(plain_weight(projection) for projection in (weights.q, weights.kv_down, weights.out)),
-        *(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC),
+    """Fused where all weights are packed, none has a bias, and rows between them are whole steps of a product."""
+    projections = (weights.q, weights.kv_down, weights.out, *([] if weights.q_down is None else [weights.q_down]))
+    held = all_packed(*(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC), *map(plain_weight, projections))
+    nope_dim, value_dim, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads
+    widths = (len(norm_D), nope_dim, heads * value_dim, config.kv_lora_rank, config.q_lora_rank or 0)
+    if held is None or not _has_whole_pairs(norm_D, *widths):
+        return Attention(ops, config, weights, norm_D)
+    key_up, value_up, kv_up, q, kv_down, out, *q_down = (weight.plain for weight in held)
+    kernel = library().classes.Attention(
+        *(norm_D, config.rms_norm_eps, q_down[0] if q_down else None, weights.q_norm, q, kv_down),
+        *(weights.kv_norm, LATENT_NORM_EPS, key_up, value_up, kv_up, out),
+        *([heads, nope_dim, config.qk_rope_head_dim, value_dim], config.rope_interleave, config.softmax_scale),
     )
-    if held is not None and (weights.q_down is None or isinstance(q_down, Packed)):
-        q, kv_down, out, key_up, value_up, kv_up = held
-        kernel = layers.attention(
-            layers.AttentionShape(
-                num_heads=config.num_attention_heads,
-                nope_dim=config.qk_nope_head_dim,
-                rotary_dim=config.qk_rope_head_dim,
-                value_dim=config.v_head_dim,
-                is_interleaved=config.rope_interleave,
-                scale=config.softmax_scale,
-            ),
-            norm_D=norm_D,
-            eps=config.rms_norm_eps,
-            q_down=q_down if isinstance(q_down, Packed) else None,
-            q_norm=weights.q_norm,
-            q=q,
-            kv_down=kv_down,
-            kv_norm_C=weights.kv_norm,
-            latent_eps=LATENT_NORM_EPS,
-            key_up=key_up,
-            value_up=value_up,
-            kv_up=kv_up,
-            out=out,
-        )
-        if kernel is not None:
-            return FusedAttention(kernel)
-    return Attention(ops, config, weights, norm_D)
+    return FusedAttention(kernel)
 
 
 def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:
-    """Fused where all weights are packed and none has a bias."""
+    """Fused where all weights are packed, none has a bias, and rows are whole steps of a product."""
     shared = weights.shared
     of_shared = () if shared is None else (plain_weight(shared.gate_up), plain_weight(shared.down))
     held = all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)
-    if isinstance(weights.router_ED, PackedRouter) and held is not None:
-        gate_up, down, *shared_held = held
-        kernel = layers.moe(
-            layers.GateRule(
-                method=config.topk_method,
-                topk=config.num_experts_per_tok,
-                num_groups=config.n_group,
-                topk_groups=config.topk_group,
-                normalize=config.norm_topk_prob,
-                scale=config.routed_scaling_factor,
-            ),
-            norm_D=norm_D,
-            eps=config.rms_norm_eps,
-            router=weights.router_ED,
-            bias_E=weights.router_bias_E if config.topk_method == "noaux_tc" else None,
-            gate_up=gate_up,
-            down=down,
-            shared=(shared_held[0], shared_held[1]) if shared_held else None,
-        )
-        if kernel is not None:
-            return FusedMoe(ops, config, weights, norm_D, dispatcher, kernel)
-    return MoeMlp(ops, config, weights, norm_D, dispatcher)
+    router = weights.router_ED
+    if not isinstance(router, PackedRouter) or held is None or not _has_whole_pairs(norm_D, len(norm_D)):
+        return MoeMlp(ops, config, weights, norm_D, dispatcher)
+    gate_up, down, *shared_held = (weight.plain for weight in held)
+    method, *sizes, normalizes, scale = gate_rule(config)
+    bias_E = weights.router_bias_E if method == "noaux_tc" else None
+    kernel = library().classes.Mixture(
+        *(norm_D, config.rms_norm_eps, router.data_PDN, bias_E, router.num_experts),
+        *([GATE_METHODS.index(method), *sizes], normalizes, scale),
+        *(gate_up, down, len(held[1].data), *(shared_held or (None, None))),
+    )
+    return FusedMoe(ops, config, weights, norm_D, dispatcher, kernel)
+
+
+def _has_whole_pairs(norm: torch.Tensor, *widths: int) -> bool:
+    """Whether rows of these widths are whole steps of a product, in the dtype of this norm."""
+    return norm.dtype is torch.float32 or not any(width % 2 for width in widths)
 
 
 def plain_weight(projection: Projection) -> Weight | None:

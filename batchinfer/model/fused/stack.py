@@ -13,8 +13,7 @@ from batchinfer.model.fused.layers import FusedAttention, FusedMoe, all_packed, 
 from batchinfer.model.moe import DenseMlp
 from batchinfer.model.step import StepInput, StepOutput
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer_kernels.cpu import layers
-from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.cpu.packed import Packed, library
 
 if TYPE_CHECKING:
     from batchinfer.model.transformer import Transformer
@@ -29,27 +28,23 @@ class FusedDecode:
     @classmethod
     def of(cls, model: Transformer) -> FusedDecode | None:
         """None where a layer is not fused or rows travel between ranks."""
-        fused: list[layers.DenseLayer | layers.MoeLayer] = []
+        weights, head, eps = model.weights, model.weights.lm_head, model.config.rms_norm_eps
+        if not isinstance(head, Packed) or head.is_int8:
+            return None
+        stack = library().classes.Stack(weights.embedding, weights.norm, eps, head.plain)
         for layer in model.layers:
             attention, mlp = layer.attention, layer.mlp
             if not isinstance(attention, FusedAttention):
                 return None
             if isinstance(mlp, FusedMoe) and mlp.kernel_of_all is not None:
-                fused.append(layers.MoeLayer(attention.kernel, mlp.kernel_of_all))
+                stack.add_mixture(attention.kernel, mlp.kernel_of_all)
                 continue
             of_dense = (mlp.weights.gate_up, mlp.weights.down) if isinstance(mlp, DenseMlp) else ()
             held = all_packed(*map(plain_weight, of_dense))
             if not isinstance(mlp, DenseMlp) or held is None:
                 return None
-            fused.append(layers.DenseLayer(attention.kernel, mlp.norm_D, *held))
-        weights, head = model.weights, model.weights.lm_head
-        if not isinstance(head, Packed) or head.is_int8 or not fused:
-            return None
-        return cls(
-            layers.stack(
-                fused, embedding=weights.embedding, norm_D=weights.norm, eps=model.config.rms_norm_eps, head=head
-            )
-        )
+            stack.add_dense(attention.kernel, mlp.norm_D, eps, *(weight.plain for weight in held))
+        return cls(stack)
 
     def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
         """See schedules.WholeStep."""

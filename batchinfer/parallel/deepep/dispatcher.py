@@ -11,14 +11,12 @@ written here) the last bits of a sum depend on where the experts are.
 
 # T tokens of this rank, K experts per token
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +27,17 @@ from batchinfer.parallel.deepep.low_latency import LowLatencyBuffer, LowLatencyD
 from batchinfer.parallel.deepep.normal import ElasticDispatcher, NormalDispatcher
 from batchinfer.parallel.dispatch import Dispatcher
 from batchinfer.parallel.exchange_rules import check_rows
-from batchinfer.parallel.placement import Placement, SlotIds
+from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ConfigError
 
 # DeepGEMM writes whole tiles of 128 rows; a block of another size would let it write into the next one
 _BLOCK_ROWS = 128
+_DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
+    "deepep": ElasticDispatcher,
+    "deepep-v1": NormalDispatcher,
+    "deepep-low-latency": LowLatencyDispatcher,
+}
 
 
 def open_dispatchers(
@@ -67,11 +70,11 @@ def open_dispatchers(
     """
     if not placements:
         return []
-    num_slots, num_ranks, use_fp8 = placements[0].num_slots, group.size(), row_format.dtype == "fp8"
+    num_slots, use_fp8 = placements[0].num_slots, row_format.dtype == "fp8"
     assert all(placement.num_slots == num_slots for placement in placements), "layers differ in their number of slots"
     check_rows(kind, row_format.dtype, hidden)
     if kind == "deepep-low-latency":
-        max_tokens = _low_latency_tokens(max_tokens, num_ranks)
+        max_tokens = _low_latency_tokens(max_tokens, group.size())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _refusal_as_config_error(kind):
@@ -81,15 +84,11 @@ def open_dispatchers(
         elif kind == "deepep-v1":
             buffer = _open_normal(library.Buffer, group, hidden)
         else:
-            buffer = _open_low_latency(library.Buffer, group, max_tokens, hidden, num_slots)
+            buffer = LowLatencyBuffer(
+                _open_low_latency(library.Buffer, group, max_tokens, hidden, num_slots), max_tokens
+            )
     ids_dtype = getattr(library, "topk_idx_t", torch.int64)
-    slot_ids = [SlotIds(placement, group.rank(), ids_dtype) for placement in placements]
-    if kind == "deepep":
-        return [ElasticDispatcher(buffer, ids, num_slots, use_fp8=use_fp8) for ids in slot_ids]
-    if kind == "deepep-v1":
-        return [NormalDispatcher(buffer, ids, num_slots, num_ranks, use_fp8=use_fp8) for ids in slot_ids]
-    shared = LowLatencyBuffer(buffer)
-    return [LowLatencyDispatcher(shared, ids, num_slots, max_tokens, use_fp8=use_fp8) for ids in slot_ids]
+    return [_DISPATCHERS[kind](buffer, placement, group.rank(), ids_dtype, use_fp8) for placement in placements]
 
 
 def why_not(kind: str) -> str | None:

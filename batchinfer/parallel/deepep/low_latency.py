@@ -11,16 +11,14 @@ the next one receives it first. In the order of overlap.py this is the moment at
 
 # T tokens of this rank, K experts per token, S slots of this rank, C rows of room per slot, D hidden
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from batchinfer.parallel.deepep.normal import SlotDispatcher
 from batchinfer.parallel.dispatch import ExpertInput
-from batchinfer.parallel.placement import Placement, SlotIds
 
 _MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may lie in its two halves
 
@@ -39,10 +37,14 @@ class Receiver:
 
 
 class LowLatencyBuffer:
-    """The group's buffer, with the call that is under way on it; all layers share it."""
+    """The group's buffer, with the call that is under way on it; all layers share it.
 
-    def __init__(self, buffer: Any):
-        self.buffer = buffer
+    Args:
+        max_tokens: room per rank and slot, the number that the buffer was made for.
+    """
+
+    def __init__(self, buffer: Any, max_tokens: int):
+        self.buffer, self.max_tokens = buffer, max_tokens
         self.num_results = 0
         self._last: Receiver | None = None
 
@@ -90,62 +92,40 @@ class LowLatencySums:
         return self.sums_TD.float()
 
 
-class LowLatencyDispatcher:
-    """The exchange of one layer; see Dispatcher. At most two dispatches may wait for their combine.
+class LowLatencyDispatcher(SlotDispatcher):
+    """Over version 1's Buffer in low-latency mode; DeepEP rounds rows to FP8 itself.
 
-    Args:
-        shared: the group's buffer.
-        slot_ids: gives the slots for [T, K] expert ids.
-        num_slots: of all ranks.
-        max_tokens: room per rank and slot, the number that the buffer was made for.
-        use_fp8: DeepEP rounds the rows to FP8 itself, with a scale per 128 values.
+    At most two dispatches may wait for their combine.
     """
 
-    def __init__(
-        self,
-        shared: LowLatencyBuffer,
-        slot_ids: SlotIds,
-        num_slots: int,
-        max_tokens: int,
-        *,
-        use_fp8: bool,
-    ):
-        self._shared = shared
-        self._slot_ids = slot_ids
-        self._num_slots = num_slots
-        self._max_tokens = max_tokens
-        self._use_fp8 = use_fp8
-
-    def place(self, placement: Placement) -> None:
-        """See Dispatcher."""
-        self._slot_ids.placement = placement
+    buffer: LowLatencyBuffer
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LowLatencyHandle:
         """Start sending each (token, slot) row into the slot's block."""
-        assert self._shared.num_results < _MAX_RESULTS, "a third dispatch before the first one's combine"
-        slots_TK = self._slot_ids(topk_ids)
-        self._shared.receive_last()
-        rows, num_rows_S, ep_handle, _, hook = self._shared.buffer.low_latency_dispatch(
+        assert self.buffer.num_results < _MAX_RESULTS, "a third dispatch before the first one's combine"
+        slots_TK = self.slots(topk_ids)
+        self.buffer.receive_last()
+        rows, num_rows_S, ep_handle, _, hook = self.buffer.buffer.low_latency_dispatch(
             x.to(torch.bfloat16).contiguous(),
             slots_TK,
-            self._max_tokens,
-            self._num_slots,
-            use_fp8=self._use_fp8,
+            self.buffer.max_tokens,
+            self.placement.num_slots,
+            use_fp8=self.use_fp8,
             return_recv_hook=True,
         )
-        self._shared.num_results += 1
-        receiver = self._shared.started(hook)
+        self.buffer.num_results += 1
+        receiver = self.buffer.started(hook)
         return LowLatencyHandle(rows, num_rows_S, slots_TK, topk_weights.contiguous(), ep_handle, receiver)
 
     def combine(self, y: torch.Tensor, handle: LowLatencyHandle) -> LowLatencySums:
         """Start sending the filled rows of each block back; DeepEP weights them where they are summed."""
-        self._shared.receive_last()
-        sums_TD, _, hook = self._shared.buffer.low_latency_combine(
+        self.buffer.receive_last()
+        sums_TD, _, hook = self.buffer.buffer.low_latency_combine(
             y.to(torch.bfloat16).contiguous(),
             handle.slots_TK,
             handle.weights_TK,
             handle.ep_handle,
             return_recv_hook=True,
         )
-        self._shared.num_results -= 1
-        return LowLatencySums(sums_TD, self._shared.started(hook))
+        self.buffer.num_results -= 1
+        return LowLatencySums(sums_TD, self.buffer.started(hook))

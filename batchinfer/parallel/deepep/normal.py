@@ -10,15 +10,13 @@ Only `dispatch` holds the host up, until the other ranks have said how many rows
 # T tokens of this rank, K experts per token, N tokens received, M received (token, slot) rows, S slots of this rank,
 # D hidden
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from batchinfer.parallel.dispatch import ExpertInput, count_rows
-from batchinfer.parallel.placement import Placement, SlotIds
+from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer_kernels import registry
 
@@ -59,32 +57,43 @@ class ElasticHandle:
         return ExpertInput(x_MD, scales, "contiguous", num_rows_S)
 
 
-class ElasticDispatcher:
-    """The exchange of one layer over version 2's ElasticBuffer; see Dispatcher.
+@dataclass(slots=True)
+class SlotDispatcher:
+    """The exchange of one layer through DeepEP, which knows slots in the place of experts; see Dispatcher.
 
     Args:
         buffer: of the group, shared by all layers.
-        slot_ids: gives the slots for [T, K] expert ids.
-        num_slots: of all ranks.
+        placement: of the layer; may be exchanged between steps.
+        rank: whose tokens are sent.
+        ids_dtype: integer type that the library was built for.
+        use_fp8: rows travel in FP8, with a scale per 128 values.
     """
 
-    def __init__(self, buffer: Any, slot_ids: SlotIds, num_slots: int, *, use_fp8: bool):
-        self._buffer = buffer
-        self._slot_ids = slot_ids
-        self._num_slots = num_slots
-        self._use_fp8 = use_fp8
+    buffer: Any
+    placement: Placement
+    rank: int
+    ids_dtype: torch.dtype
+    use_fp8: bool
 
     def place(self, placement: Placement) -> None:
         """See Dispatcher."""
-        self._slot_ids.placement = placement
+        self.placement = placement
+
+    def slots(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """[T, K] slots for [T, K] expert ids."""
+        return self.placement.slots_for(topk_ids.flatten(), self.rank).view(topk_ids.shape).to(self.ids_dtype)
+
+
+class ElasticDispatcher(SlotDispatcher):
+    """Over version 2's ElasticBuffer."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> ElasticHandle:
         """Start sending each token to the ranks of its slots."""
-        rows, _, weights_M, ep_handle, event = self._buffer.dispatch(
-            _rows_to_send(x, self._use_fp8),
-            topk_idx=self._slot_ids(topk_ids),
+        rows, _, weights_M, ep_handle, event = self.buffer.dispatch(
+            _rows_to_send(x, self.use_fp8),
+            topk_idx=self.slots(topk_ids),
             topk_weights=topk_weights.contiguous(),
-            num_experts=self._num_slots,
+            num_experts=self.placement.num_slots,
             # no padding between the slots' rows: grouped_mlp takes rows without gaps
             expert_alignment=1,
             async_with_compute_stream=True,
@@ -95,7 +104,7 @@ class ElasticDispatcher:
     def combine(self, y: torch.Tensor, handle: ElasticHandle) -> Sums:
         """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are."""
         weighted_MD = (y.float() * handle.weights_M[:, None]).to(torch.bfloat16)
-        sums_TD, _, event = self._buffer.combine(weighted_MD, handle.ep_handle, async_with_compute_stream=True)
+        sums_TD, _, event = self.buffer.combine(weighted_MD, handle.ep_handle, async_with_compute_stream=True)
         return Sums(sums_TD, event)
 
 
@@ -152,45 +161,19 @@ class NormalHandle:
         return ExpertInput(self.tokens[token_M], None, "contiguous", num_rows_S)
 
 
-class NormalDispatcher:
-    """The exchange of one layer over version 1's Buffer in normal mode; see Dispatcher.
-
-    Args:
-        buffer: of the group, shared by all layers.
-        slot_ids: gives the slots for [T, K] expert ids.
-        num_slots: of all ranks.
-        num_ranks: of the group.
-    """
-
-    def __init__(
-        self,
-        buffer: Any,
-        slot_ids: SlotIds,
-        num_slots: int,
-        num_ranks: int,
-        *,
-        use_fp8: bool,
-    ):
-        self._buffer = buffer
-        self._slot_ids = slot_ids
-        self._num_slots = num_slots
-        self._num_local_slots = num_slots // num_ranks
-        self._use_fp8 = use_fp8
-
-    def place(self, placement: Placement) -> None:
-        """See Dispatcher."""
-        self._slot_ids.placement = placement
+class NormalDispatcher(SlotDispatcher):
+    """Over version 1's Buffer in normal mode."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> NormalHandle:
         """Start sending each token to the ranks of its slots."""
-        slots_TK = self._slot_ids(topk_ids)
+        slots_TK = self.slots(topk_ids)
         # asynchronous too: else the computation would wait here for whatever the other micro-batch has under way.
         # Its event is not needed, since the dispatch comes after it on the same stream.
-        per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
-            slots_TK, self._num_slots, async_finish=True
+        per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self.buffer.get_dispatch_layout(
+            slots_TK, self.placement.num_slots, async_finish=True
         )
-        tokens, slots_NK, weights_NK, counts, ep_handle, event = self._buffer.dispatch(
-            _rows_to_send(x, self._use_fp8),
+        tokens, slots_NK, weights_NK, counts, ep_handle, event = self.buffer.dispatch(
+            _rows_to_send(x, self.use_fp8),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=is_in_rank,
@@ -199,13 +182,14 @@ class NormalDispatcher:
             topk_weights=topk_weights.contiguous(),
             async_finish=True,
         )
-        return NormalHandle(tokens, slots_NK, weights_NK, sum(counts), self._num_local_slots, ep_handle, event)
+        num_local_slots = self.placement.slots_per_rank
+        return NormalHandle(tokens, slots_NK, weights_NK, sum(counts), num_local_slots, ep_handle, event)
 
     def combine(self, y: torch.Tensor, handle: NormalHandle) -> Sums:
         """Weight and add up per received token, and start sending that back; DeepEP adds up over the ranks."""
         assert handle.token_rows is not None, "combine before wait"
         sums_ND = handle.token_rows.weighted_sums(y).to(torch.bfloat16)
-        sums_TD, _, event = self._buffer.combine(sums_ND, handle.ep_handle, async_finish=True)
+        sums_TD, _, event = self.buffer.combine(sums_ND, handle.ep_handle, async_finish=True)
         return Sums(sums_TD, event)
 
 

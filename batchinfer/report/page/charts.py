@@ -8,8 +8,6 @@ No library does this: pygal has no heat map and puts a script and a style into e
 tooltips, write colours into each shape (no dark mode; the page's policy refuses it) and weigh tens of MB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the page of a run shows besides its figures: rows of queries/*.sql over time, ranks, experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

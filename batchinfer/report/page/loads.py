@@ -1,7 +1,5 @@
 """Pictures of a run's page: how evenly ranks and experts were loaded, as heat maps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

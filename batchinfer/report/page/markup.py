@@ -1,7 +1,5 @@
 """The template of the page and what it is filled with: sections of cards with pictures and tables."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pictures of a run's page over time, of seconds and of money, each with the numbers behind it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from batchinfer.report import forms

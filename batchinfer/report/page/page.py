@@ -1,7 +1,5 @@
 """The page of finished runs: one HTML file without script and without anything from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The time axis of pictures in words: names of its stretches and marks below them."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
 

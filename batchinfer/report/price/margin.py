@@ -4,14 +4,7 @@ Two margins that are easily mixed up, both ratios: cost_profit_margin is the pro
 545 %), gross_margin is the profit over the revenue (0.845 means 84.5 %).
 """
 
-from __future__ import annotations
-
 TOKENS_PER_PRICE = 1_000_000  # list prices are $ per million tokens
-
-
-def gpu_hours(num_nodes: float, gpus_per_node: float, hours: float) -> float:
-    """Accelerator-hours of a mean number of nodes held for some hours."""
-    return num_nodes * gpus_per_node * hours
 
 
 def _times(amount: float | None, price: float | None) -> float | None:
@@ -44,28 +37,19 @@ def revenue(
 
 
 def money(cost_usd: float | None, revenue_usd: float | None, output_tokens: float | None) -> dict[str, float | None]:
-    """What follows from cost and revenue, by the names of the report."""
+    """What follows from cost and revenue, by the names of the report; no margin of what is unknown or nothing."""
+    profit = None if cost_usd is None or revenue_usd is None else revenue_usd - cost_usd
     return {
         "cost_usd": cost_usd,
         "revenue_usd": revenue_usd,
-        "cost_profit_margin": cost_profit_margin(revenue_usd, cost_usd),
-        "gross_margin": gross_margin(revenue_usd, cost_usd),
+        "cost_profit_margin": _over(profit, cost_usd),
+        "gross_margin": _over(profit, revenue_usd),
         "usd_per_million_output_tokens": per_million(cost_usd, output_tokens),
     }
 
 
-def cost_profit_margin(revenue_usd: float | None, cost_usd: float | None) -> float | None:
-    """Profit over cost, a ratio; None when either is unknown or nothing was spent."""
-    if revenue_usd is None or cost_usd is None or cost_usd <= 0:
-        return None
-    return (revenue_usd - cost_usd) / cost_usd
-
-
-def gross_margin(revenue_usd: float | None, cost_usd: float | None) -> float | None:
-    """Profit over revenue, a ratio; None when either is unknown or nothing was earned."""
-    if revenue_usd is None or cost_usd is None or revenue_usd <= 0:
-        return None
-    return (revenue_usd - cost_usd) / revenue_usd
+def _over(profit: float | None, base: float | None) -> float | None:
+    return None if profit is None or base is None or base <= 0 else profit / base
 
 
 def per_million(cost_usd: float | None, tokens: float | None) -> float | None:

@@ -1,7 +1,5 @@
 """Cost, revenue and margins of a job from its numbers: `batchinfer price`. From a run, from options, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from rich.console import RenderableType
 from batchinfer.config import load_job
 from batchinfer.records import ConfigError
 from batchinfer.report import forms
-from batchinfer.report.figures import FIGURES, Figure, Group
+from batchinfer.report.figures import FIGURES, Figure, Group, known
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PRICES, PriceList
 from batchinfer.report.read import read_report
@@ -36,7 +34,7 @@ class Amounts:
         """Accelerator-hours paid for."""
         if self.nodes is None or self.gpus_per_node is None or self.hours is None:
             return self.gpu_hours
-        return margin.gpu_hours(self.nodes, self.gpus_per_node, self.hours)
+        return self.nodes * self.gpus_per_node * self.hours
 
 
 def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
@@ -119,19 +117,12 @@ SHOWN = (
     Group(
         "",
         (
-            FIGURES["input_tokens"],
-            FIGURES["cached_tokens"],
-            FIGURES["cache_hit_rate"],
-            FIGURES["output_tokens"],
-            FIGURES["gpu_hours"],
-            FIGURES["cost_usd"],
+            *known("input_tokens", "cached_tokens", "cache_hit_rate", "output_tokens", "gpu_hours", "cost_usd"),
             FIGURES["revenue_usd"].called("revenue at these prices"),
             Figure("profit_usd", "profit", forms.number, "$", why_empty="needs cost and revenue"),
-            FIGURES["cost_profit_margin"],
-            FIGURES["gross_margin"],
+            *known("cost_profit_margin", "gross_margin"),
             Figure("token_price_factor", "token prices after discounts", forms.percent, "%"),
-            FIGURES["usd_per_million_output_tokens"],
-            FIGURES["usd_per_million_tokens"],
+            *known("usd_per_million_output_tokens", "usd_per_million_tokens"),
             Figure("usd_per_million_computed_tokens", "all cost on computed tokens", forms.unit_dollars, "$/M",
                    note="misses and output", why_empty="no such tokens"),
         ),

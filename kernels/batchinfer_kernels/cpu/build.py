@@ -13,8 +13,6 @@ The library is kept per user, under a name that says what it was made from and f
         <digest>.building.<random>/         a build under way, or left by one that was killed
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib
@@ -52,14 +50,7 @@ _WAIT_SECONDS = 2 * COMPILE_SECONDS + CHECK_SECONDS
 
 # Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
-_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-fPIC",
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-w",
-)
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
 
 
@@ -251,11 +242,8 @@ def _build(compiler: list[str], path: Path) -> None:
     for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of builds that were killed: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
-    print(
-        f"compiling the C++ operations for {instructions().name}, once; it takes some seconds",
-        file=sys.stderr,
-        flush=True,
-    )
+    words = f"compiling the C++ operations for {instructions().name}, once; it takes some seconds"
+    print(words, file=sys.stderr, flush=True)
     try:
         built = _compile_known(compiler, folder)
         if instructions().tiles:
@@ -333,29 +321,14 @@ def _compile_known(compiler: list[str], folder: Path) -> Path:
 def _compile(compiler: list[str], folder: Path) -> Path:
     """All sources at the same time, then one link; returns the library in `folder`."""
     torch_folder = Path(torch.__file__).parent
-    flags = (
-        *_FLAGS,
-        *instructions().flags,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    )
+    flags = (*_FLAGS, *instructions().flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
-    objects = [folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))]
-    _run(
-        [
-            [*compiler, *flags, *includes, "-c", str(SOURCES / f"{target.stem}.cpp"), "-o", str(target)]
-            for target in objects
-        ]
-    )
+    objects = {source: folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+    compiling = [*compiler, *flags, *includes, "-c"]
+    _run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()])
     built = folder / "kernels.so"
-    _run(
-        [
-            [
-                *compiler,
-                *("-shared", *map(str, objects), f"-L{torch_folder / 'lib'}", *_LIBRARIES),
-                *("-o", str(built)),
-            ]
-        ]
-    )
+    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *_LIBRARIES]
+    _run([[*linking, "-o", str(built)]])
     return built
 
 

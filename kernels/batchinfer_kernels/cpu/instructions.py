@@ -3,8 +3,6 @@
 A reason why some are not taken is a clause that can follow "not amx: ".
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform

@@ -10,21 +10,23 @@ result.
 # H heads, A query/key width, R rotary width, Z key (without rotary) and value width, W latent and rotary width
 # V value width, B requests or batches, Q query tokens per request, P pages
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import packed
-from batchinfer_kernels.cpu.layers import GATE_METHODS
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
 from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
+from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 
 Weight = torch.Tensor | Packed
+
+GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")  # numbers as in csrc/kernels.h
 
 
 # ---- what they do not take
@@ -75,10 +77,10 @@ def _activation(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
 
 
-def _rotation(q_THA: torch.Tensor, latents_TW: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; queries with gaps between them."""
-    pages = rest[4]
-    return _mismatch(q_THA, latents_TW, pages) or (None if q_THA.is_contiguous() else "queries are not contiguous")
+    reason = _mismatch(q_THA, new.latents_TW, new.pages)
+    return reason or (None if q_THA.is_contiguous() else "queries are not contiguous")
 
 
 def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
@@ -91,6 +93,11 @@ def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = N
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
     return _grouped(x, _, gate_up, down, None, scales)
+
+
+def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(q, keys.pages, *kv_b_and_more[:1])
 
 
 # ---- the operations
@@ -121,7 +128,7 @@ def linear(
             raise RuntimeError(f"x is {x.shape[-1]} wide, weight {weight.shape[-1]}")
         weight = packed.pack(weight)
     added = residual if bias is None else None
-    y = library().linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind, float32_out, added)
+    y = library().linear(whole_pairs(x), *weight.plain, float32_out, added)
     if bias is None:
         return y
     return y + bias if residual is None else residual + (y + bias)
@@ -130,7 +137,7 @@ def linear(
 @refusing(at(_mismatch, 0, 1))
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
-    return library().batched_linear(whole_pairs(x), weight.data, weight.num_columns, weight.depth, weight.kind)
+    return library().batched_linear(whole_pairs(x), *weight.plain)
 
 
 @refusing(at(_mismatch, 0))
@@ -153,35 +160,14 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @refusing(_foreign)
-def gate(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    *,
-    method: str,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    bias_E = bias_E if method == "noaux_tc" else None
-    number = GATE_METHODS.index(method)
-    return library().gate(logits_TE.contiguous(), bias_E, number, topk, num_groups, topk_groups, normalize, scale)
+def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+    bias_E = bias_E if rule.method == "noaux_tc" else None
+    return library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
 
 
 @refusing(_rotation)
-def rope_and_cache(
-    q_THA: torch.Tensor,
-    latents_TW: torch.Tensor,
-    norm_C: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    slots_T: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> torch.Tensor:
+def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
+    latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
     library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
     return q_THA
 
@@ -284,19 +270,9 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
 
-@refusing(at(_mismatch, 0, 1, 6))
+@refusing(_attention)
 def mla_prefill(
-    q_THA: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    num_tokens_B: torch.Tensor,
-    context_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    kv_b_HZC: torch.Tensor | Packed,
-    *,
-    v_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
+    q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: Weight, num_tokens_B: torch.Tensor, *, v_dim: int, scale: float
 ) -> torch.Tensor:
     """Softmax weights are rounded as in mla_decode.
 
@@ -304,28 +280,18 @@ def mla_prefill(
     """
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
     rotary = q_THA.shape[-1] - (kv_b.num_columns - v_dim)
-    lists = map(torch.Tensor.contiguous, (page_table_BP, num_tokens_B, context_tokens_B, positions_T))
-    latent_dim = pages.shape[-1] - rotary
-    return library().mla_prefill(q_THA.contiguous(), pages, *lists, kv_b.data, latent_dim, v_dim, scale)
+    lists = map(torch.Tensor.contiguous, (keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, keys.positions_T))
+    latent_dim = keys.pages.shape[-1] - rotary
+    return library().mla_prefill(q_THA.contiguous(), keys.pages, *lists, kv_b.data, latent_dim, v_dim, scale)
 
 
-@refusing(at(_mismatch, 0, 1))
-def mla_decode(
-    q_THW: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    kv_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    latent_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
-) -> torch.Tensor:
+@refusing(_attention)
+def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
 
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    tensors = map(torch.Tensor.contiguous, (q_THW, pages, page_table_BP, kv_tokens_B, positions_T))
+    tensors = map(torch.Tensor.contiguous, (q_THW, *keys[:-1]))
     return library().mla_decode(*tensors, latent_dim, scale)
 
 

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,30 +22,6 @@ import torch.nn.functional as F
 from batchinfer_kernels.cpu import build
 
 PANEL_COLUMNS = 64
-_OPERATIONS = (
-    "packed_bytes",
-    "pack",
-    "linear",
-    "batched_linear",
-    "router",
-    "mlp",
-    "grouped_mlp",
-    "masked_mlp",
-    "mla_decode",
-    "mla_prefill",
-    "rope_and_cache",
-    "gate",
-    "sort_by_expert",
-    "sum_per_token",
-    "add_sums",
-    "rms_norm",
-    "silu_mul",
-    "argmax",
-    "draw",
-    "log_sum_exp",
-    "cos_sin",
-)
-_CLASSES = ("Attention", "Mixture", "Stack")
 
 
 class WeightKind(IntEnum):
@@ -77,6 +52,11 @@ class Packed:
     @property
     def is_int8(self) -> bool:
         return self.kind is WeightKind.INT8
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, int, int, int]:
+        """As C++ takes it."""
+        return self.data, self.num_columns, self.depth, self.kind
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether products with it take rows like x."""
@@ -139,11 +119,20 @@ def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
     return PackedRouter(padded.view(-1, PANEL_COLUMNS, depth).transpose(1, 2).contiguous(), num_experts)
 
 
-@functools.cache
-def library() -> Any:
-    """The loaded C++ operations and classes.
+class _Library:
+    """The C++ operations, each looked up once: that costs as much as a small operation. `classes` are the layers'."""
 
-    An operation is the one overload it has: looking for it costs as much as a small operation.
+    classes = torch.classes.batchinfer_cpu
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.ops.batchinfer_cpu, name).default  # the one overload it has
+        setattr(self, name, found)
+        return found
+
+
+@functools.cache
+def library() -> _Library:
+    """The loaded C++ operations and classes.
 
     Raises:
         BuildError: they cannot run here, with the reason.
@@ -151,8 +140,7 @@ def library() -> Any:
     reason = build.why_not()
     if reason is not None:
         raise build.BuildError(reason)
-    operations = {name: getattr(torch.ops.batchinfer_cpu, name).default for name in _OPERATIONS}
-    return SimpleNamespace(**operations, **{name: getattr(torch.classes.batchinfer_cpu, name) for name in _CLASSES})
+    return _Library()
 
 
 def whole_pairs(x: torch.Tensor) -> torch.Tensor:

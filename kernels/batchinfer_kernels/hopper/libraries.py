@@ -11,8 +11,6 @@ The libraries have changed names and signatures over time; these are found here 
                 keeps the kernels for Hopper behind `use_legacy`; the release of 2026.09.30 itself has none.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

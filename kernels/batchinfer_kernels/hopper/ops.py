@@ -18,8 +18,6 @@ Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the 
 # of experts, S places of rows when each expert starts at a whole tile, J blocks of depth
 # H heads, W latent and rotary width, B requests, Q query tokens per request, P pages
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,7 +30,7 @@ from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
-from batchinfer_kernels.reference.mla import PAGE_TOKENS
+from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 _SCHEDULE = "hopper"  # what it keeps in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
@@ -66,8 +64,9 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
     return _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
 
 
-def _decode(q_THW: torch.Tensor, pages: torch.Tensor, *_: Any, latent_dim: int, **__: Any) -> str | None:
+def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
     """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64."""
+    pages = keys.pages
     if not _is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
     if not q_THW.dtype is pages.dtype is torch.bfloat16:
@@ -194,22 +193,13 @@ def masked_mlp(
 
 
 @refusing(_decode)
-def mla_decode(
-    q_THW: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    kv_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    latent_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
-) -> torch.Tensor:
+def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """flash_mla takes a request's queries for its last Q tokens, which they are in every decode step.
 
-    `positions_T` is not looked at. A request without tokens gives zeros. How the work is split over the GPU depends on
+    Positions are not looked at. A request without tokens gives zeros. How the work is split over the GPU depends on
     `kv_tokens_B`: it is found out once per `schedule`, which is therefore that of one step (and micro-batch).
     """
+    pages, page_table_BP, kv_tokens_B, _, schedule = keys
     num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
     if num_rows == 0:
         return q_THW.new_empty(0, num_heads, latent_dim)

@@ -2,8 +2,6 @@
 
 # T tokens, D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows
 
-from __future__ import annotations
-
 import torch
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled

@@ -8,8 +8,6 @@ row's result depends on nothing but the row and the weight, on any processor.
 
 # T rows, N columns of the result (out), M depth of the sum (in), J blocks of depth
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -2,24 +2,29 @@
 
 # T tokens, E experts, K experts per token, G expert groups, S experts per group
 
-from __future__ import annotations
+from typing import NamedTuple
 
 import torch
 
 from batchinfer_kernels.reference.pointwise import sigmoid
 
 
-def gate(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    *,
-    method: str,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class GateRule(NamedTuple):
+    """How experts are chosen and weighed; `gate` says what the methods are.
+
+    topk: experts per token.
+    num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
+    """
+
+    method: str
+    topk: int
+    num_groups: int
+    topk_groups: int
+    normalize: bool
+    scale: float
+
+
+def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token and their weights. Equal scores: the lower index goes first.
 
     "noaux_tc" (DeepSeek-V3 report section 2.1.2): sigmoid scores; the bias is added for choosing only; groups rank by
@@ -31,29 +36,27 @@ def gate(
     Args:
         logits_TE: [T, E] float32.
         bias_E: [E] float32, for "noaux_tc".
-        topk: experts per token.
-        num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
 
     Returns:
         ids [T, topk] int64 by descending score, weights [T, topk] float32.
     """
     logits64_TE = logits_TE.double()
-    if method == "noaux_tc":
+    if rule.method == "noaux_tc":
         scores_TE = sigmoid(logits64_TE).float()
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-        allowed_TE = _groups_allowed(choice_TE, num_groups, topk_groups, best=2)
+        allowed_TE = _groups_allowed(choice_TE, rule, best=2)
         choice_TE = choice_TE.masked_fill(~allowed_TE, -torch.inf)
     else:
         scores_TE = torch.softmax(logits64_TE, dim=-1).float()
         choice_TE = scores_TE
-        if method == "group_limited_greedy":
-            choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, num_groups, topk_groups, best=1), 0.0)
-    ids_TK = _top_indices(choice_TE, topk)
+        if rule.method == "group_limited_greedy":
+            choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, rule, best=1), 0.0)
+    ids_TK = _top_indices(choice_TE, rule.topk)
     weights_TK = scores_TE.gather(1, ids_TK).double()
-    if normalize:
+    if rule.normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    if method == "noaux_tc" or not normalize:
-        weights_TK = weights_TK * scale
+    if rule.method == "noaux_tc" or not rule.normalize:
+        weights_TK = weights_TK * rule.scale
     return ids_TK, weights_TK.float()
 
 
@@ -62,13 +65,13 @@ def _top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def _groups_allowed(choice_TE: torch.Tensor, num_groups: int, topk_groups: int, *, best: int) -> torch.Tensor:
+def _groups_allowed(choice_TE: torch.Tensor, rule: GateRule, *, best: int) -> torch.Tensor:
     """[T, E] bool: experts in the groups whose `best` largest scores add up to the most."""
-    if topk_groups == num_groups:
+    if rule.topk_groups == rule.num_groups:
         return torch.ones_like(choice_TE, dtype=torch.bool)
-    grouped_TGS = choice_TE.unflatten(-1, (num_groups, -1))
+    grouped_TGS = choice_TE.unflatten(-1, (rule.num_groups, -1))
     best_TGB = grouped_TGS.topk(best, dim=-1).values
     # at most two values, so the sum has no order to depend on
     chosen_TG = torch.zeros_like(best_TGB[..., 0], dtype=torch.bool)
-    chosen_TG.scatter_(1, _top_indices(best_TGB.sum(-1), topk_groups), True)
+    chosen_TG.scatter_(1, _top_indices(best_TGB.sum(-1), rule.topk_groups), True)
     return chosen_TG[..., None].expand_as(grouped_TGS).flatten(-2)

@@ -8,9 +8,7 @@ exactly nothing and a row's result does not depend on how far the pages of its n
 # C latent width, W = C + R, B requests (or heads), Q query tokens per request, L rows per batch
 # P pages, S = 64 tokens per page, X = P * S keys
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,18 +22,31 @@ _MAX_QUERY_TILE = 128
 _MAX_DECODE_VALUES = 8 * 2**20
 
 
+class PagedKeys(NamedTuple):
+    """What the requests of a step attend to, in one layer.
+
+    pages: [num_pages, S, C + R], the layer's.
+    page_table_BP: [B, P] int64, pages of each request in order; behind its last one any valid page.
+    kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included; values behind them are ignored.
+    positions_T: [T] int64; a token sees the keys at its own position and before.
+    schedule: the same for all layers of a step; a faster version may keep in it how it splits the step's work.
+    """
+
+    pages: torch.Tensor
+    page_table_BP: torch.Tensor
+    kv_tokens_B: torch.Tensor
+    positions_T: torch.Tensor
+    schedule: dict[str, Any] | None = None
+
+
 def mla_prefill(
     q_THA: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    num_tokens_B: torch.Tensor,
-    context_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
+    keys: PagedKeys,
     kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
     *,
     v_dim: int,
     scale: float,
-    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of several requests' chunks in the plain form: per-head keys and values from the latents.
 
@@ -43,61 +54,41 @@ def mla_prefill(
 
     Args:
         q_THA: [T, H, N + R], chunk after chunk, rotary part last.
-        pages: [num_pages, S, C + R], one layer.
-        page_table_BP: [B, P] int64, pages of each request in order; entries behind its last page are ignored.
-        num_tokens_B: [B] int64 on the host, tokens of each chunk, adding up to T.
-        context_tokens_B: [B] int64 on the host, tokens in the pages, the chunk included; values behind them are
-            ignored.
-        positions_T: [T] int64; a token sees the keys at its own position and before.
+        keys: of each chunk's request, with `kv_tokens_B` on the host.
         kv_b_HZC: [H, N + V, C], from latent to key (N rows), then value (V rows).
+        num_tokens_B: [B] int64 on the host, tokens of each chunk, adding up to T.
         v_dim: V.
         scale: factor on the scores.
-        schedule: as in mla_decode.
 
     Returns:
         [T, H, V] in the dtype of q.
     """
     out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
     start = 0
-    for pages_P, num_tokens, context_tokens in zip(
-        page_table_BP, num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True
-    ):
+    chunks = zip(keys.page_table_BP, num_tokens_B.tolist(), keys.kv_tokens_B.tolist(), strict=True)
+    for pages_P, num_tokens, context_tokens in chunks:
         rows, num_pages = slice(start, start + num_tokens), -(-context_tokens // PAGE_TOKENS)
         out_THV[rows] = _prefill_chunk(
-            q_THA[rows], pages, pages_P[:num_pages], positions_T[rows], kv_b_HZC, context_tokens, v_dim, scale
+            q_THA[rows], keys.pages, pages_P[:num_pages], keys.positions_T[rows], kv_b_HZC, context_tokens, v_dim, scale
         )
         start += num_tokens
     return out_THV
 
 
-def mla_decode(
-    q_THW: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    kv_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    latent_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
-) -> torch.Tensor:
+def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """Causal attention of many requests in the absorbed form: queries meet the latents directly.
 
     DeepSeek-V2 report section 2.1.2: one shared key of width C + R per token, whose first C values are the value too.
 
     Args:
         q_THW: [B * Q, H, C + R], request-major, queries already multiplied by the key up-projection.
-        pages: [num_pages, S, C + R], one layer.
-        page_table_BP: [B, P] int64, pages of each request in order; padding is any valid page.
-        kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included.
-        positions_T: [B * Q] int64; a token sees the keys at its own position and before.
         latent_dim: C.
         scale: factor on the scores.
-        schedule: the same for all layers of a step; a faster version may keep in it how it splits the step's work.
 
     Returns:
         [B * Q, H, C] in the dtype of q, to be multiplied by the value up-projection.
     """
+    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
     num_requests, num_pages = page_table_BP.shape
     num_rows, num_heads, width = q_THW.shape
     out_THC = q_THW.new_empty(num_rows, num_heads, latent_dim)

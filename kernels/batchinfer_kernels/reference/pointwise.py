@@ -6,8 +6,6 @@ vectorised body of a tensor and its tail.
 
 # T tokens (rows), D hidden, F intermediate, R rotary width
 
-from __future__ import annotations
-
 import torch
 
 

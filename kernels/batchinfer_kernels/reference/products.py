@@ -6,8 +6,6 @@ library uses other summation orders for fewer rows, and in narrow products for u
 
 # T tokens (rows), D hidden, E experts, B batches, N columns of the result (out), M depth of the sum (in)
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -6,9 +6,8 @@ A row's result does not depend on the rows it is computed with.
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
 # M (token, expert) entries, S rows of logits, V vocabulary
 
-from __future__ import annotations
-
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -18,32 +17,37 @@ WEIGHT_UNIT = 2**44  # the largest weight of a draw
 MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
 
 
-def rope_and_cache(
-    q_THA: torch.Tensor,
-    latents_TW: torch.Tensor,
-    norm_C: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    slots_T: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> torch.Tensor:
+class NewKeys(NamedTuple):
+    """What a step's tokens add to the pages of one layer.
+
+    latents_TW: [T, C + R], the latent before its norm, then the rotary key.
+    norm_C: weight of the latent's norm, which has this `eps`.
+    cos, sin: [T, R / 2] float32.
+    pages: [num_pages, 64, C + R]; rows of the tokens are written.
+    slots_T: [T] int64, page id * 64 + offset.
+    interleaved: as in `pointwise.rope`.
+    """
+
+    latents_TW: torch.Tensor
+    norm_C: torch.Tensor
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pages: torch.Tensor
+    slots_T: torch.Tensor
+    interleaved: bool
+
+
+def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     """Give queries and keys their positions, and write the tokens' latents to their pages.
 
     Args:
         q_THA: queries, the last R values of each to be rotated; may be changed in place.
-        latents_TW: [T, C + R], the latent before its norm, then the rotary key.
-        norm_C: weight of the latent's norm.
-        cos, sin: [T, R / 2] float32.
-        pages: [num_pages, 64, C + R], one layer; rows of the tokens are written.
-        slots_T: [T] int64, page id * 64 + offset.
-        interleaved: as in `pointwise.rope`.
 
     Returns:
         [T, H, A], the queries rotated.
     """
+    latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     latent_TC, key_TR = latents_TW.split([latent_dim, rotary], dim=-1)
     key_TR = rope(key_TR, cos, sin, interleaved=interleaved)

@@ -2,8 +2,6 @@
 
 # S rows, V vocabulary, P parts
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

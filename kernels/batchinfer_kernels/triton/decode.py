@@ -7,17 +7,13 @@ the request alone. Fixed parts leave a GPU partly idle when few short requests r
 
 # B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
-PAGE_TOKENS = 64
 SPLIT_TOKENS = 1024
 # Most memory for unfinished sums; requests are worked on in pieces that keep to it.
 _MAX_PART_BYTES = 2**30
@@ -26,18 +22,9 @@ _TILE_KEYS = 32
 _LOG2_E = 1.4426950408889634
 
 
-def mla_decode(
-    q_THW: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    kv_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    latent_dim: int,
-    scale: float,
-    schedule: dict[str, Any] | None = None,
-) -> torch.Tensor:
+def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """A request without tokens gives zeros. Softmax weights are rounded to bfloat16 before they meet the latents."""
+    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
     num_requests, num_pages = page_table_BP.shape
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)

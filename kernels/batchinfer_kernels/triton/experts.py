@@ -6,8 +6,6 @@ when counts change. Both layouts give a row the same bits.
 
 # E experts, C rows of room per expert, M rows, D hidden, F intermediate
 
-from __future__ import annotations
-
 import torch
 import triton
 

@@ -5,33 +5,23 @@ Scores are float64 until they are rounded to float32 once, so that the choice is
 
 # T tokens, E experts, G groups of S experts, K experts per token
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.gating import GateRule
+
 _PROGRAM_VALUES = 1024
 
 
-def gate(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    *,
-    method: str,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_experts = logits_TE.shape
-    is_v3 = method == "noaux_tc"
-    is_limited = topk_groups < num_groups and method != "greedy"
+    is_v3 = rule.method == "noaux_tc"
+    is_limited = rule.topk_groups < rule.num_groups and rule.method != "greedy"
     # one group is as good as several that all may be used
-    num_groups = num_groups if is_limited else 1
-    ids_TK = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits_TE.device)
-    weights_TK = torch.empty(num_tokens, topk, dtype=torch.float32, device=logits_TE.device)
+    num_groups = rule.num_groups if is_limited else 1
+    ids_TK = torch.empty(num_tokens, rule.topk, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(num_tokens, rule.topk, dtype=torch.float32, device=logits_TE.device)
     if ids_TK.numel():
         group_size = num_experts // num_groups
         groups, size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
@@ -41,16 +31,16 @@ def gate(
             bias_E if is_v3 else None,
             ids_TK,
             weights_TK,
-            scale if is_v3 or not normalize else 1.0,
+            rule.scale if is_v3 or not rule.normalize else 1.0,
             num_tokens,
             num_groups,
             group_size,
-            TOPK=topk,
-            TOPK_GROUPS=topk_groups if is_limited else 1,
+            TOPK=rule.topk,
+            TOPK_GROUPS=rule.topk_groups if is_limited else 1,
             IS_V3=is_v3,
             IS_LIMITED=is_limited,
             HAS_SECOND=group_size > 1,
-            NORMALIZE=normalize,
+            NORMALIZE=rule.normalize,
             ROWS=rows,
             GROUPS=groups,
             SIZE=size,

@@ -7,8 +7,6 @@ float32. FP8: 128 products are added by the matrix unit, scaled by row and weigh
 
 # T rows, N columns of the result (out), M depth of the sum (in), B batches, E experts, C rows of room per expert
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """How tensors lie in memory before a kernel reads them."""
 
-from __future__ import annotations
-
 import torch
 
 

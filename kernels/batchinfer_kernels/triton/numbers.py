@@ -4,8 +4,6 @@ The interpreter cuts bfloat16 off instead of rounding it, does not round to even
 for whole numbers. So there these are written out; compiled, each is one instruction of the hardware.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

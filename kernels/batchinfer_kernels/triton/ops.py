@@ -6,8 +6,6 @@ have the kernels import Triton, so they are imported by the first call of an ope
 
 # T tokens (rows), D hidden, F intermediate, E experts, M (token, expert) entries
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
@@ -18,6 +16,8 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import probe
 
 Weight = torch.Tensor | BlockScaled
@@ -39,6 +39,16 @@ def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = N
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
     """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales)
+
+
+def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q_THA, new.latents_TW, new.pages)
+
+
+def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q, keys.pages, *kv_b_and_more[:1])
 
 
 def _logits(logits_SV: torch.Tensor) -> str | None:
@@ -113,15 +123,15 @@ rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
 silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
 silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
 gate = _in("gate", "gate", _foreign)
-rope_and_cache = _in("rows", "rope_and_cache", at(_mismatch, 0, 1, 6))
+rope_and_cache = _in("rows", "rope_and_cache", _rotation)
 grouped_mlp = _in("experts", "grouped_mlp", _grouped)
 masked_mlp = _in("experts", "masked_mlp", _masked)
 sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
 sum_per_token = _in("rows", "sum_per_token", at(_mismatch, 0))
 add_sums = _in("rows", "add_sums", at(_mismatch, 0))
 argmax = _in("argmax", "argmax", _logits)
-mla_prefill = _in("prefill", "mla_prefill", at(_mismatch, 0, 1, 6))
-mla_decode = _in("decode", "mla_decode", at(_mismatch, 0, 1))
+mla_prefill = _in("prefill", "mla_prefill", _attention)
+mla_decode = _in("decode", "mla_decode", _attention)
 quantize_fp8_block = _in("quantize", "quantize_fp8_block", _foreign)
 quantize_fp8_rows = _in("quantize", "quantize_fp8_rows", _foreign)
 dequantize_fp8_block = _in("quantize", "dequantize_fp8_block", _rounded)

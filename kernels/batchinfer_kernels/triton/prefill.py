@@ -9,19 +9,16 @@ prompt was cut does not matter.
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
 # C latent width, W = C + R, B requests, P pages, X keys (whole pages of all requests)
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
-PAGE_TOKENS = 64
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 _TILE_ROWS = 128
 _LOG2_E = 1.4426950408889634
@@ -39,21 +36,18 @@ class _Work:
 
 def mla_prefill(
     q_THA: torch.Tensor,
-    pages: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    num_tokens_B: torch.Tensor,
-    context_tokens_B: torch.Tensor,
-    positions_T: torch.Tensor,
+    keys: PagedKeys,
     kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
     *,
     v_dim: int,
     scale: float,
-    schedule: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Softmax weights are rounded to bfloat16 before they meet the values.
 
     How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
     """
+    pages, page_table_BP, context_tokens_B, positions_T, schedule = keys
     num_tokens, num_heads, _ = q_THA.shape
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:

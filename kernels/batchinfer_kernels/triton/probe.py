@@ -1,7 +1,5 @@
 """Whether the Triton operations can run here. Looks at nothing that wakes a GPU up."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

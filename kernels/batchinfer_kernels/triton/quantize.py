@@ -2,8 +2,6 @@
 
 # T rows, N rows of a weight, M columns, J blocks of columns, E experts, C rows of room per expert
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ fill a GPU; the parts are added in ascending order.
 
 # T tokens, D hidden, E experts, P parts of the depth
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,12 +5,11 @@ Rounded where the reference rounds; sums of a norm are float32.
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, K experts per token
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton.numbers import to_bfloat16
 
 _TILE_VALUES = 1024
@@ -32,19 +31,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def rope_and_cache(
-    q_THA: torch.Tensor,
-    latents_TW: torch.Tensor,
-    norm_C: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    slots_T: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> torch.Tensor:
+def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     """One kernel; rotates queries in place."""
+    latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
     q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]

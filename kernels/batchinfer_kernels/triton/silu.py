@@ -5,8 +5,6 @@ silu is rounded to bfloat16 before it is multiplied, as in the reference.
 
 # T rows, F width, M rows of experts, E experts, C rows of room per expert
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ running sums over the blocks then give every entry its row. Nothing is read on t
 
 # M entries, E experts, B blocks of entries
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -2,8 +2,6 @@
 
 # E experts, C rows of room per expert
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

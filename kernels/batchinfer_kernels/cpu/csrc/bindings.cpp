@@ -16,12 +16,12 @@ int64_t packed_bytes(int64_t num_columns, int64_t depth, int64_t kind, bool is_p
 
 void pack(const Tensor& packed, at::TensorList sources, int64_t kind, bool is_paired) {
   TORCH_CHECK(!sources.empty(), "no parts");
-  with_values(sources[0], [&](auto value) {
-    batchinfer::Parts<decltype(value)> parts{{}, sources[0].size(0), sources[0].size(1)};
+  with_values(sources[0], [&]<class Value>(Value) {
+    batchinfer::Parts<Value> parts{{}, sources[0].size(0), sources[0].size(1)};
     for (const Tensor& source : sources) {
       check_like(source, 2, sources[0], "source");
       TORCH_CHECK(source.sizes() == sources[0].sizes(), "parts have different shapes");
-      parts.starts.push_back(read<decltype(value)>(source));
+      parts.starts.push_back(read<Value>(source));
     }
     const int64_t num_columns = parts.part_columns * static_cast<int64_t>(sources.size());
     const Weight shape = shape_of(num_columns, parts.depth, kind, is_paired);
@@ -43,10 +43,8 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int
     check_like(*stream, 2, x, "stream");
     TORCH_CHECK(!wide && stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
   }
-  const auto run = [&](const auto& rows, auto value) {
-    using Value = decltype(value);
-    batchinfer::linear<std::decay_t<decltype(rows)>, Value>(rows, weight, stream ? read<Value>(*stream) : nullptr,
-                                                            write<Value>(out), x.size(0));
+  const auto run = [&]<class Value>(const auto& rows, Value) {
+    batchinfer::linear(rows, weight, stream ? read<Value>(*stream) : nullptr, write<Value>(out), x.size(0));
   };
   if (weight.kind == WeightKind::kInt8) {
     TORCH_CHECK(!wide, "8-bit products are rounded to bfloat16");
@@ -71,8 +69,7 @@ Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_colu
   check_kind(x, weights);
   TORCH_CHECK(weights.kind != WeightKind::kInt8, "there are no batched products in 8 bits");
   Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
-  with_values(x, [&](auto value) {
-    using Value = decltype(value);
+  with_values(x, [&]<class Value>(Value) {
     batchinfer::batched_linear<Value>({read<Value>(x), x.stride(1)}, x.stride(0), weights, write<Value>(out),
                                       num_batches * num_columns, num_columns, num_batches, num_rows);
   });
@@ -87,9 +84,8 @@ Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
   const Tensor x = with_whole_rows(x_in);
   const Weight weight{read<uint8_t>(packed), WeightKind::kFloat32, num_columns, x.size(1)};
   Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(at::kFloat));
-  with_values(x, [&](auto value) {
-    batchinfer::linear<Rows<decltype(value)>, float>(rows_of<decltype(value)>(x), weight, nullptr, write<float>(out),
-                                                     x.size(0));
+  with_values(x, [&]<class Value>(Value) {
+    batchinfer::linear<Rows<Value>, float>(rows_of<Value>(x), weight, nullptr, write<float>(out), x.size(0));
   });
   return out;
 }
@@ -98,8 +94,7 @@ void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& exp
                  const Weight& down, const int64_t* in_index, const Tensor* stream, const Tensor& out) {
   check_kind(x, gate_up);
   check_kind(x, down);
-  const auto run = [&](auto rows, auto value) {
-    using Value = decltype(value);
+  const auto run = [&]<class Value>(auto rows, Value) {
     rows.index = in_index;
     batchinfer::expert_mlp<decltype(rows), Value>(rows, experts.data(), experts.size(), gate_up, down,
                                                   stream ? read<Value>(*stream) : nullptr, write<Value>(out));
@@ -108,7 +103,7 @@ void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& exp
     const Bytes bytes(x);
     run(bytes.rows, bf16{});
   } else {
-    with_values(x, [&](auto value) { run(rows_of<decltype(value)>(x), value); });
+    with_values(x, [&]<class Value>(Value value) { run(rows_of<Value>(x), value); });
   }
 }
 
@@ -141,10 +136,7 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
   TORCH_CHECK(start == total, "num_rows add up to ", start, ", x has ", total);
   if (tokens) {
     check_indices(*tokens, "tokens");
-    for (int64_t i = 0; i < total; ++i) {
-      const int64_t token = read<int64_t>(*tokens)[i];
-      TORCH_CHECK(0 <= token && token < x.size(0), "row ", token, " of ", x.size(0));
-    }
+    check_range(*tokens, x.size(0), "row");
   }
   Tensor out = at::empty({total, hidden}, x.options());
   run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out);
@@ -198,10 +190,7 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   TORCH_CHECK(0 < latent_dim && latent_dim <= q.size(2), "latent_dim must be within the width");
   TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
-  const int64_t* ids = read<int64_t>(page_table);
-  for (int64_t i = 0; i < page_table.numel(); ++i) {
-    TORCH_CHECK(0 <= ids[i] && ids[i] < pages.size(0), "page ", ids[i], " of ", pages.size(0));
-  }
+  check_range(page_table, pages.size(0), "page");
   const int64_t* lengths = read<int64_t>(kv_tokens);
   for (int64_t i = 0; i < num_requests; ++i) {
     TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens in ", table_pages, " pages");
@@ -211,10 +200,9 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
   const batchinfer::DecodeShape shape{num_requests, q.size(0) / num_requests, q.size(1), q.size(2),
                                       latent_dim,   table_pages,              static_cast<float>(scale)};
-  with_values(q, [&](auto value) {
-    using Value = decltype(value);
-    batchinfer::mla_decode(shape, read<Value>(q), read<Value>(pages), ids, lengths, read<int64_t>(positions),
-                           write<Value>(out));
+  with_values(q, [&]<class Value>(Value) {
+    batchinfer::mla_decode(shape, read<Value>(q), read<Value>(pages), read<int64_t>(page_table), lengths,
+                           read<int64_t>(positions), write<Value>(out));
   });
   return out;
 }
@@ -251,8 +239,7 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
   const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, kind, false);
   Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
   const batchinfer::PrefillShape shape{num_heads, nope, rotary, value_dim, latent_dim, static_cast<float>(scale)};
-  with_values(q, [&](auto value) {
-    using Value = decltype(value);
+  with_values(q, [&]<class Value>(Value) {
     batchinfer::mla_prefill(shape, chunks.data(), chunks.size(), read<Value>(q), read<Value>(pages),
                             read<int64_t>(positions), weight, write<Value>(out));
   });
@@ -271,12 +258,8 @@ void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, 
   TORCH_CHECK(latents.size(0) == num_rows && slots.numel() == num_rows, "one latent and one slot per token");
   TORCH_CHECK(width == latent_dim + rotary.rotary && pages.size(2) == width && q.size(2) >= rotary.rotary,
               "the widths of latents, pages and angles do not fit");
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const int64_t slot = read<int64_t>(slots)[i];
-    TORCH_CHECK(0 <= slot && slot < pages.size(0) * pages.size(1), "slot ", slot);
-  }
-  with_values(q, [&](auto value) {
-    using Value = decltype(value);
+  check_range(slots, pages.size(0) * pages.size(1), "slot");
+  with_values(q, [&]<class Value>(Value) {
     batchinfer::rope(write<Value>(q) + q.size(2) - rotary.rotary, q.stride(0), q.stride(1), q.size(1), num_rows,
                      rotary);
     batchinfer::write_latents(rows_of<Value>(latents), read<Value>(norm), static_cast<float>(eps), rotary, latent_dim,
@@ -286,8 +269,7 @@ void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, 
 
 std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t method, int64_t topk,
                                 int64_t num_groups, int64_t topk_groups, bool normalize, double scale) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2,
-              "logits must be contiguous float32");
+  check_floats(logits, 2, "logits");
   const int64_t num_tokens = logits.size(0), experts = logits.size(1);
   if (bias) {
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts,
@@ -308,10 +290,7 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
 
 std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& ids, int64_t num_experts) {
   check_indices(ids, "ids");
-  for (int64_t i = 0; i < ids.numel(); ++i) {
-    const int64_t id = read<int64_t>(ids)[i];
-    TORCH_CHECK(0 <= id && id < num_experts, "expert ", id, " of ", num_experts);
-  }
+  check_range(ids, num_experts, "expert");
   Tensor order = at::empty({ids.numel()}, ids.options()), place = at::empty({ids.numel()}, ids.options());
   Tensor counts = at::empty({num_experts}, ids.options());
   batchinfer::sort_by_expert(read<int64_t>(ids), ids.numel(), num_experts, write<int64_t>(order), write<int64_t>(place),
@@ -322,12 +301,11 @@ std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& ids, int64_t num
 Tensor sum_per_token(const Tensor& rows, const Tensor& place, const Tensor& weights) {
   check_contiguous(rows, 2, "rows");
   check_indices(place, "place");
-  TORCH_CHECK(weights.scalar_type() == at::kFloat && weights.is_contiguous() && weights.dim() == 2,
-              "weights must be contiguous float32");
+  check_floats(weights, 2, "weights");
   TORCH_CHECK(place.numel() == weights.numel() && rows.size(0) == weights.numel(), "one row per token and expert");
   Tensor sums = at::empty({weights.size(0), rows.size(1)}, weights.options());
-  with_values(rows, [&](auto value) {
-    batchinfer::sum_per_token(read<decltype(value)>(rows), read<int64_t>(place), read<float>(weights),
+  with_values(rows, [&]<class Value>(Value) {
+    batchinfer::sum_per_token(read<Value>(rows), read<int64_t>(place), read<float>(weights),
                               write<float>(sums), weights.size(0), weights.size(1), rows.size(1));
   });
   return sums;
@@ -341,8 +319,7 @@ Tensor add_sums(const Tensor& hidden, const Tensor& sums, const std::optional<Te
     TORCH_CHECK(added->sizes() == hidden.sizes(), "added has another shape");
   }
   Tensor out = at::empty({hidden.size(0), hidden.size(1)}, hidden.options());
-  with_values(hidden, [&](auto value) {
-    using Value = decltype(value);
+  with_values(hidden, [&]<class Value>(Value) {
     batchinfer::add_sums(read<Value>(hidden), read<float>(sums), added ? read<Value>(*added) : nullptr,
                          write<Value>(out), hidden.numel());
   });
@@ -355,8 +332,7 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   TORCH_CHECK(weight.size(0) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", weight.size(0));
   const Tensor x = with_whole_rows(x_in);
   Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
-  with_values(x, [&](auto value) {
-    using Value = decltype(value);
+  with_values(x, [&]<class Value>(Value) {
     batchinfer::rms_norm(rows_of<Value>(x), read<Value>(weight), static_cast<float>(eps), write<Value>(out), x.size(0),
                          x.size(1));
   });
@@ -370,16 +346,19 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
               "gate and up must have one shape and one type");
   const Tensor gate = with_whole_rows(gate_in), up = with_whole_rows(up_in);
   Tensor out = at::empty({gate.size(0), gate.size(1)}, gate.options());
-  with_values(gate, [&](auto value) {
-    using Value = decltype(value);
+  with_values(gate, [&]<class Value>(Value) {
     batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1));
   });
   return out;
 }
 
+void check_logits(const Tensor& logits) {
+  check_floats(logits, 2, "logits");
+  TORCH_CHECK(logits.size(1) > 0, "logits of no token");
+}
+
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
-              "logits must be contiguous float32");
+  check_logits(logits);
   Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   Tensor is_finite = at::empty({logits.size(0)}, logits.options().dtype(at::kBool));
   batchinfer::argmax(read<float>(logits), logits.size(0), logits.size(1), write<int64_t>(tokens),
@@ -389,8 +368,7 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
 
 Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
             const Tensor& min_p, const Tensor& uniform) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
-              "logits must be contiguous float32");
+  check_logits(logits);
   TORCH_CHECK(logits.size(1) <= kMostTokens, "a vocabulary of ", logits.size(1), " tokens, more than ", kMostTokens);
   for (const Tensor* values : {&temperature, &top_p, &min_p, &uniform}) {
     TORCH_CHECK(values->scalar_type() == at::kDouble && values->is_contiguous() && values->numel() == logits.size(0),
@@ -406,8 +384,7 @@ Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
 }
 
 Tensor log_sum_exp(const Tensor& logits) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2 && logits.size(1) > 0,
-              "logits must be contiguous float32");
+  check_logits(logits);
   Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kDouble));
   batchinfer::log_sum_exp(read<float>(logits), logits.size(0), logits.size(1), write<double>(out));
   return out;
@@ -424,47 +401,30 @@ std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def("packed_bytes(int num_columns, int depth, int kind, bool is_paired) -> int", packed_bytes);
   m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
-  m.def("linear(Tensor x, Tensor packed, int num_columns, int depth, int kind, bool wide, Tensor? stream) -> Tensor",
-        linear);
-  m.def("batched_linear(Tensor x, Tensor packed, int num_columns, int depth, int kind) -> Tensor", batched_linear);
-  m.def("router(Tensor x, Tensor packed, int num_columns) -> Tensor", router);
-  m.def(
-      "grouped_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, Tensor? tokens, int intermediate, int "
-      "kind) -> Tensor",
-      grouped_mlp);
-  m.def(
-      "mlp(Tensor x, Tensor gate_up, Tensor down, int intermediate, int kind, Tensor? stream) -> Tensor", mlp);
-  m.def(
-      "masked_mlp(Tensor x, Tensor num_rows, Tensor gate_up, Tensor down, int intermediate, int kind) -> Tensor",
-      masked_mlp);
-  m.def(
-      "mla_decode(Tensor q, Tensor pages, Tensor page_table, Tensor kv_tokens, Tensor positions, int latent_dim, "
-      "float scale) -> Tensor",
-      mla_decode);
-  m.def(
-      "mla_prefill(Tensor q, Tensor pages, Tensor page_table, Tensor num_tokens, Tensor context_tokens, Tensor "
-      "positions, Tensor kv_up, int latent_dim, int value_dim, float scale) -> Tensor",
-      mla_prefill);
   m.def(
       "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
       rope_and_cache);
-  m.def(
-      "gate(Tensor logits, Tensor? bias, int method, int topk, int num_groups, int topk_groups, bool normalize, float "
-      "scale) -> (Tensor, Tensor)",
-      gate);
-  m.def("sort_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", sort_by_expert);
-  m.def("sum_per_token(Tensor rows, Tensor place, Tensor weights) -> Tensor", sum_per_token);
-  m.def("add_sums(Tensor hidden, Tensor sums, Tensor? added) -> Tensor", add_sums);
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
-  m.def("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul);
-  m.def(
-      "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
-      draw);
-  m.def("log_sum_exp(Tensor logits) -> Tensor", log_sum_exp);
-  m.def("tiles_agree(bool is_one_chain) -> bool", batchinfer::tiles_agree);
-  m.def("cos_sin(Tensor angles, float scale) -> (Tensor, Tensor)", cos_sin);
-  m.def("argmax(Tensor logits) -> (Tensor, Tensor)", argmax);
+  // these change no argument: their C++ signatures say all
+  m.def("packed_bytes", packed_bytes);
+  m.def("linear", linear);
+  m.def("batched_linear", batched_linear);
+  m.def("router", router);
+  m.def("mlp", mlp);
+  m.def("grouped_mlp", grouped_mlp);
+  m.def("masked_mlp", masked_mlp);
+  m.def("mla_decode", mla_decode);
+  m.def("mla_prefill", mla_prefill);
+  m.def("gate", gate);
+  m.def("sort_by_expert", sort_by_expert);
+  m.def("sum_per_token", sum_per_token);
+  m.def("add_sums", add_sums);
+  m.def("rms_norm", rms_norm);
+  m.def("silu_mul", silu_mul);
+  m.def("argmax", argmax);
+  m.def("draw", draw);
+  m.def("log_sum_exp", log_sum_exp);
+  m.def("cos_sin", cos_sin);
+  m.def("tiles_agree", batchinfer::tiles_agree);
 }

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -13,6 +14,7 @@
 namespace batchinfer {
 
 using bf16 = uint16_t;  // the bits of a bfloat16
+inline float wide_of(bf16 value) { return std::bit_cast<float>(uint32_t{value} << 16); }
 
 // Kernels with a parameter Value exist for bf16 and float: the type of activations, pages and results of a model.
 

@@ -18,14 +18,11 @@ namespace {
 Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
   check_indices(numbers, "numbers");
   const Tensor rows = with_whole_rows(rows_in);
-  const int64_t* const number = read<int64_t>(numbers);
-  for (int64_t i = 0; i < numbers.numel(); ++i) {
-    TORCH_CHECK(0 <= number[i] && number[i] < rows.size(0), "row ", number[i], " of ", rows.size(0));
-  }
+  check_range(numbers, rows.size(0), "row");
   const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
   const int64_t value_bytes = rows.element_size();
-  gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes, number, numbers.numel(),
-              out.mutable_data_ptr());
+  gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes,
+              read<int64_t>(numbers), numbers.numel(), out.mutable_data_ptr());
   return out;
 }
 
@@ -58,8 +55,7 @@ class Input {
       if (!bytes_) bytes_.emplace(x_);
       linear(bytes_->rows, weight, stream ? read<bf16>(*stream) : nullptr, write<bf16>(out), x_.size(0));
     } else {
-      with_values(x_, [&](auto value) {
-        using Value = decltype(value);
+      with_values(x_, [&]<class Value>(Value) {
         linear(rows_of<Value>(x_), weight, stream ? read<Value>(*stream) : nullptr, write<Value>(out), x_.size(0));
       });
     }
@@ -117,8 +113,8 @@ class Attention : public torch::CustomClassHolder {
     rope_and_cache(none, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
     Input wanted(gathered(normed, *rows));
     const Tensor q = queries(wanted), turns = gathered(cos, *rows), sines = gathered(sin, *rows);
-    with_values(q, [&](auto value) {
-      rope(write<decltype(value)>(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
+    with_values(q, [&]<class Value>(Value) {
+      rope(write<Value>(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
            rotary_of(turns, sines, q.size(0), is_interleaved_));
     });
     return q;
@@ -131,8 +127,7 @@ class Attention : public torch::CustomClassHolder {
     const int64_t num_rows = q.size(0), width = nope_ + rotary_, latent_width = latent_dim_ + rotary_;
     TORCH_CHECK(q.size(1) == num_heads_ && q.size(2) == width, "q is ", q.sizes());
     const Tensor absorbed = at::empty({num_rows, num_heads_, latent_width}, q.options());
-    with_values(q, [&](auto value) {
-      using Value = decltype(value);
+    with_values(q, [&]<class Value>(Value) {
       batched_linear<Value>({read<Value>(q), num_heads_ * width}, width, key_up_.weight, write<Value>(absorbed),
                             num_heads_ * latent_width, latent_width, num_heads_, num_rows);
       for (int64_t i = 0; i < num_rows * num_heads_; ++i) {
@@ -142,8 +137,7 @@ class Attention : public torch::CustomClassHolder {
     });
     const Tensor latents = mla_decode(absorbed, pages, page_table, kv_tokens, positions, latent_dim_, scale_);
     const Tensor values = at::empty({num_rows, num_heads_ * value_dim_}, q.options());
-    with_values(q, [&](auto value) {
-      using Value = decltype(value);
+    with_values(q, [&]<class Value>(Value) {
       batched_linear<Value>({read<Value>(latents), num_heads_ * latent_dim_}, latent_dim_, value_up_.weight,
                             write<Value>(values), num_heads_ * value_dim_, value_dim_, num_heads_, num_rows);
     });
@@ -224,10 +218,7 @@ class Mixture : public torch::CustomClassHolder {
     check_indices(ids, "ids");
     TORCH_CHECK(gate_up_.bytes.size(0) == num_experts_, "only ", gate_up_.bytes.size(0), " of ", num_experts_,
                 " experts are here");
-    for (int64_t i = 0; i < ids.numel(); ++i) {
-      const int64_t id = read<int64_t>(ids)[i];
-      TORCH_CHECK(0 <= id && id < num_experts_, "expert ", id, " of ", num_experts_);
-    }
+    check_range(ids, num_experts_, "expert");
     const int64_t num_tokens = x.size(0), num_entries = ids.numel(), width = x.size(1);
     TORCH_CHECK(hidden.sizes() == x.sizes() && num_entries == num_tokens * topk_ && weights.sizes() == ids.sizes() &&
                     weights.scalar_type() == at::kFloat && weights.is_contiguous(),
@@ -250,8 +241,7 @@ class Mixture : public torch::CustomClassHolder {
                   shared);
     }
     Tensor out = at::empty({num_tokens, width}, x.options());
-    with_values(x, [&](auto value) {
-      using Value = decltype(value);
+    with_values(x, [&]<class Value>(Value) {
       combine(read<Value>(hidden), read<Value>(rows), place.data(), read<float>(weights),
               shared_down_ ? read<Value>(shared) : nullptr, write<Value>(out), num_tokens, topk_, width);
     });
@@ -327,9 +317,8 @@ class Stack : public torch::CustomClassHolder {
     }
     const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
     const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
-    with_values(x, [&](auto value) {
-      linear<Rows<decltype(value)>, float>(rows_of<decltype(value)>(x), head_.weight, nullptr, write<float>(logits),
-                                           x.size(0));
+    with_values(x, [&]<class Value>(Value) {
+      linear<Rows<Value>, float>(rows_of<Value>(x), head_.weight, nullptr, write<float>(logits), x.size(0));
     });
     return {logits, counts};
   }

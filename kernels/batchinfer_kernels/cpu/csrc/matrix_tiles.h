@@ -13,6 +13,7 @@
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -76,11 +77,6 @@ void store_tile(void* to, int64_t stride_bytes) {
   }
 }
 
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 template <int Sums, int Rows, int Columns>
 void multiply_pairs() {
   PlainTiles& tiles = plain_tiles();
@@ -89,11 +85,11 @@ void multiply_pairs() {
       float even = 0.0f, odd = 0.0f;
       for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
         const uint32_t x = tiles.words[Rows][row][word], w = tiles.words[Columns][word][column];
-        even = std::fma(float_of(x << 16), float_of(w << 16), even);
-        odd = std::fma(float_of(x & 0xFFFF0000u), float_of(w & 0xFFFF0000u), odd);
+        even = std::fma(std::bit_cast<float>(x << 16), std::bit_cast<float>(w << 16), even);
+        odd = std::fma(std::bit_cast<float>(x & 0xFFFF0000u), std::bit_cast<float>(w & 0xFFFF0000u), odd);
       }
-      const float sum = float_of(tiles.words[Sums][row][column]) + (even + odd);
-      std::memcpy(&tiles.words[Sums][row][column], &sum, sizeof(sum));
+      uint32_t& sum = tiles.words[Sums][row][column];
+      sum = std::bit_cast<uint32_t>(std::bit_cast<float>(sum) + (even + odd));
     }
   }
 }

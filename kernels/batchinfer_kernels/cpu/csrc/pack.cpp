@@ -32,13 +32,6 @@ int64_t column_at(const Weight& shape, int64_t panel, int64_t lane) {
   return lane < kPanelColumns / 2 ? column : half + column;
 }
 
-float wide_of(bf16 value) {
-  const uint32_t bits = uint32_t{value} << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
-}
-
 // 32 bits of each column after the other: a pair of bfloat16 or one float32.
 template <class Value>
 void pack_panel(const Parts<Value>& source, const Weight& shape, int64_t panel, uint8_t* packed) {

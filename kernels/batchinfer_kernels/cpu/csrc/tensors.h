@@ -51,6 +51,17 @@ inline void check_indices(const Tensor& x, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
 }
 
+inline void check_range(const Tensor& indices, int64_t end, const char* name) {
+  for (int64_t i = 0; i < indices.numel(); ++i) {
+    const int64_t index = read<int64_t>(indices)[i];
+    TORCH_CHECK(0 <= index && index < end, name, " ", index, " of ", end);
+  }
+}
+
+inline void check_floats(const Tensor& x, int64_t dim, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == dim, name, " must be contiguous float32");
+}
+
 // x itself where each row is contiguous, else a copy.
 inline Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 template <class Value>

@@ -27,13 +27,6 @@ namespace {
 
 constexpr int64_t kColumns = 64, kMostRows = 40;
 
-float wide(bf16 value) {
-  const uint32_t bits = uint32_t{value} << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
 // One result, written out; with `is_one_chain` in the order that products without tiles have.
 float pair_sum(const bf16* row, const bf16* panel, int64_t column, int64_t num_words, bool is_one_chain) {
   float sum = 0.0f;
@@ -42,11 +35,11 @@ float pair_sum(const bf16* row, const bf16* panel, int64_t column, int64_t num_w
     for (int64_t word = start; word < std::min(start + kTileSide, num_words); ++word) {
       const bf16* const values = panel + 2 * (word * kColumns + column);
       if (is_one_chain) {
-        sum = std::fma(wide(row[2 * word + 1]), wide(values[1]), sum);
-        sum = std::fma(wide(row[2 * word]), wide(values[0]), sum);
+        sum = std::fma(wide_of(row[2 * word + 1]), wide_of(values[1]), sum);
+        sum = std::fma(wide_of(row[2 * word]), wide_of(values[0]), sum);
       } else {
-        even = std::fma(wide(row[2 * word]), wide(values[0]), even);
-        odd = std::fma(wide(row[2 * word + 1]), wide(values[1]), odd);
+        even = std::fma(wide_of(row[2 * word]), wide_of(values[0]), even);
+        odd = std::fma(wide_of(row[2 * word + 1]), wide_of(values[1]), odd);
       }
     }
     if (!is_one_chain) sum = sum + (even + odd);
@@ -57,12 +50,7 @@ float pair_sum(const bf16* row, const bf16* panel, int64_t column, int64_t num_w
 bool pairs_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int64_t num_words, bool is_one_chain) {
   std::normal_distribution<float> normal;
   const auto fill = [&](std::vector<bf16>& values) {
-    for (bf16& value : values) {
-      const float drawn = normal(random);
-      uint32_t bits;
-      std::memcpy(&bits, &drawn, sizeof(bits));
-      value = static_cast<bf16>(bits >> 16);
-    }
+    for (bf16& value : values) value = static_cast<bf16>(std::bit_cast<uint32_t>(normal(random)) >> 16);
   };
   std::vector<bf16> rows(num_rows * (2 * num_words + 6)), panel(2 * num_words * kColumns + 2);
   fill(rows);
