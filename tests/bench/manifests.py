@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batchinfer import manifest, rundir
 from batchinfer.controller import result_files
 from support.jobs import batchinfer, write_job, write_shard
-from support.paths import SAMPLE
+from support.paths import SAMPLE_MODEL
 
 
 class Stopwatch:
@@ -53,7 +53,7 @@ def main(num_rows: int) -> None:
         rows = range(num_rows)
         prompts = {"id": list(rows), "prompt": [f"Question {row}: what is {row} times 3?" for row in rows]}
         write_shard(Path(folder) / "prompts" / "a.parquet", prompts, row_group_size=5000)
-        job = write_job(Path(folder), model={"path": str(SAMPLE / "model")}, sampling={"max_tokens": 4})
+        job = write_job(Path(folder), model={"path": str(SAMPLE_MODEL)}, sampling={"max_tokens": 4})
         started = time.perf_counter()
         assert batchinfer("run", job).code == 0
         wall_s = time.perf_counter() - started
