@@ -19,7 +19,7 @@ import xxhash
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, InputError
 
-CHECKSUM = "xxh3"  # key of a JSON document's own checksum
+CHECKSUM = "checksum"  # key of a JSON document's own checksum
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
 NAME_BYTES = 100  # of what it is to become, in its name

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
 
+from batchinfer.controller.claims import done_mark
+from batchinfer.plan import packing
+from batchinfer.records import DamagedFileError
+from batchinfer.rundir import RunDir, publish_json, read_state
 from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run
+from support.faults import UNIT_TOKENS
 from support.jobs import batchinfer, output_bytes
 
 NUM_FLIPS = 60
@@ -38,3 +44,69 @@ def test_damage_is_repaired_by_what_the_sentence_says(computed, kind, number):
     target = run.parent / f"{kind.__name__}-{number}"
     print(damaged_copy(run, target, 1000 + number, kind=kind))
     expect_equal_or_named(target, expected, repair=True)
+
+
+def test_a_plan_made_again_tokenises_only_damaged_shards_and_keeps_all_results(computed):
+    run, expected = computed
+    target = run.parent / "again"
+    shutil.copytree(run, target)
+    sound, damaged = sorted((target / "tokens").glob("*.parquet"))
+    before = sound.stat().st_mtime_ns
+    flip_bit(damaged, random.Random(0))
+    (target / "plan" / "requests.parquet").unlink()
+    results = sorted((target / "units").rglob("part-*"))
+    ended = batchinfer("finish", target)
+    assert ended.code == 2
+    assert f"`batchinfer plan --again {target}`" in ended.err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_UNIT_TOKENS", UNIT_TOKENS)
+        again = batchinfer("plan", "--again", target)
+    assert again.code == 0, again.err
+    assert f"{damaged} is set aside" in again.err
+    assert "2 of 2 units that were begun have the same rows as before" in again.err
+    assert sound.stat().st_mtime_ns == before
+    assert not list((target / "tokens").glob("*.json"))
+    assert sorted((target / "units").rglob("part-*")) == results
+    assert batchinfer("finish", target).code == 0
+    assert output_bytes(target) == expected
+
+
+def test_units_with_other_rows_are_computed_anew(computed):
+    run, expected = computed
+    target = run.parent / "other-units"
+    shutil.copytree(run, target)
+    (target / "run.json").write_text("{")
+    again = batchinfer("plan", "--again", target)  # with units of the usual size: one instead of two
+    assert again.code == 0, again.err
+    assert "of 2 units that were begun have the same rows" in again.err
+    assert batchinfer("finish", target).code == 1
+    assert batchinfer("work", target).code == 0
+    assert batchinfer("finish", target).code == 0
+    assert output_bytes(target) == expected
+
+
+def test_an_interrupted_plan_goes_on_with_its_token_files_unless_they_are_damaged(computed):
+    run, _ = computed
+    target = run.parent / "interrupted"
+    shutil.copytree(run, target)
+    state = read_state(RunDir(target))
+    sound, damaged = sorted((target / "tokens").glob("*.parquet"))
+    for path in (sound, damaged):
+        publish_json(path.with_suffix(".json"), state["files"][f"tokens/{path.name}"])
+    publish_json(target / "run.json", {**state, "state": "planning"})
+    flip_bit(damaged, random.Random(0))
+    before = sound.stat().st_mtime_ns, damaged.stat().st_mtime_ns
+    ended = batchinfer("plan", target.parent / "job.toml", "--set", f"output.dir={target}")
+    assert ended.code == 0, ended.err
+    assert f"{damaged} is damaged" in ended.err
+    assert sound.stat().st_mtime_ns == before[0]
+    assert damaged.stat().st_mtime_ns > before[1]
+
+
+def test_a_mark_of_another_unit_is_damage(computed):
+    run, _ = computed
+    target = run.parent / "marks"
+    shutil.copytree(run, target)
+    shutil.copy(target / "done" / "000001", target / "done" / "000000")
+    with pytest.raises(DamagedFileError, match="the mark of unit 1"):
+        done_mark(RunDir(target), 0)

@@ -23,6 +23,7 @@ from support.jobs import Ended, batchinfer, output_bytes, start, write_job, writ
 # many small steps and commits, in plain PyTorch: in C++ all is done before it can be disturbed
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
 MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
+UNIT_TOKENS = 300  # of small jobs that are to have several units
 TWO = ("--set", "cluster.prefill_ranks=2")
 _APART = ("--set", "cluster.mode=disaggregated")
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -46,7 +47,7 @@ def make_reference(folder: Path, counts: tuple[int, ...] = (12, 9, 6)) -> tuple[
 def plan_units(job: Path, run: Path, *options: str) -> Path:
     """The job planned into more units than one, in this run folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+        patch.setattr(packing, "MIN_UNIT_TOKENS", UNIT_TOKENS)
         assert batchinfer("plan", job, *options, "--set", f"output.dir={run}").code == 0
     return run
 
