@@ -24,6 +24,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
+    from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_loader import RankLoader
     from batchinfer.launch.rank_process import SpareRank
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 @click.argument("job", type=click.Path(path_type=Path))
 @earlier_run_options
 @job_options
-@pass_stop
+@click.pass_obj
 def plan(
-    stop: StopSignal,
+    process: Process,
     job: Path,
     overrides: tuple[str, ...],
     strict: bool,
@@ -53,9 +54,17 @@ def plan(
     """
     from batchinfer.config import load_job
 
-    with alone("plan", stop) as session:
+    with alone("plan", process.stop) as session:
         config = load_job(job, overrides)
-        plan_here(config, session, tracer_of(trace), strict=strict, learn_from=learn_from, expert_loads=expert_loads)
+        plan_here(
+            config,
+            session,
+            tracer_of(trace),
+            strict=strict,
+            learn_from=learn_from,
+            expert_loads=expert_loads,
+            tokenizer=process.tokenizer,
+        )
 
 
 @click.command(epilog=EXIT_CODES)
@@ -143,6 +152,7 @@ def run(
             learn_from=learn_from,
             expert_loads=expert_loads,
             can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop, spare),
+            tokenizer=process.tokenizer,
         )
         if ranks is not None:
             import batchinfer.finish.finish  # while the ranks load: this process only waits for them
@@ -162,6 +172,7 @@ def plan_here(
     learn_from: Path | None,
     expert_loads: Path | None,
     can_run_here: Callable[[], None] | None = None,
+    tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
@@ -175,6 +186,7 @@ def plan_here(
             learn_from=learn_from,
             expert_loads=expert_loads,
             can_run_here=can_run_here,
+            tokenizer=tokenizer,
         )
     tracer.write(run_dir.trace)
     click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
@@ -52,6 +53,7 @@ def plan_job(
     learn_from: Path | None = None,
     expert_loads: Path | None = None,
     can_run_here: Callable[[], None] | None = None,
+    tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
 
@@ -59,6 +61,7 @@ def plan_job(
         learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
             to be.
         expert_loads: folder of an earlier run whose tokens per expert say where experts are to be.
+        tokenizer: the process for it, if it was started already.
         can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
 
     Raises:
@@ -70,32 +73,29 @@ def plan_job(
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
-    tokenizer = load_tokenizer(Path(job.model.path))
-    shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
-    _check_shards(shards, strict)
-    _check_columns(job, shards)
-    fingerprint = job_fingerprint(job, shards, tokenizer.digest)
-    learned = learn(learn_from, expert_loads, model, fingerprint)
-    run = RunDir(Path(job.output.dir))
-    if can_run_here is not None:
-        can_run_here()
-    with _locked(run):
-        claim_place(job, fingerprint)
-        state = _open_run(run, job, fingerprint, shards)
-        session.attach(run)
-        publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
-        if state["state"] == "planning":
-            if model.unknown_keys:
-                note(_unknown_keys_warning(job, model))
-            prepared = _Prepared(job, run, tokenizer, model, learned)
-            _plan_experts(prepared)
-            shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
-            planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
-            publish_json(run.run_json, {**state, **planned})
-        else:
-            note(f"{run.root} is planned already; going on with that plan")
-            if learn_from is not None or expert_loads is not None:
-                note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
+    with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
+        shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
+        _check_shards(shards, strict)
+        _check_columns(job, shards)
+        fingerprint = job_fingerprint(job, shards, encoders.digest)
+        learned = learn(learn_from, expert_loads, model, fingerprint)
+        run = RunDir(Path(job.output.dir))
+        if can_run_here is not None:
+            can_run_here()
+        with _locked(run):
+            claim_place(job, fingerprint)
+            state = _open_run(run, job, fingerprint, shards)
+            session.attach(run)
+            publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
+            if state["state"] == "planning":
+                prepared = _Prepared(job, run, encoders, model, learned)
+                shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
+                planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
+                publish_json(run.run_json, {**state, **planned})
+            else:
+                note(f"{run.root} is planned already; going on with that plan")
+                if learn_from is not None or expert_loads is not None:
+                    note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
     if strict:
         refuse_bad_rows(run)
     return run
@@ -123,7 +123,7 @@ class _Prepared:
 
     job: JobConfig
     run: RunDir
-    tokenizer: PromptTokenizer
+    encoders: Encoders
     model: ModelConfig
     learned: Learned
 
@@ -144,6 +144,9 @@ def _plan(
 ) -> tuple[list[Shard], dict[str, Any]]:
     """Tokenise, order, cut, predict; returns the shards as they were found and the summary."""
     job, run, model = prepared.job, prepared.run, prepared.model
+    if model.unknown_keys:
+        note(_unknown_keys_warning(job, model))
+    _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
     _refuse_no_shard(shards)
@@ -295,9 +298,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 checked.append(shard)
                 continue
             try:
-                found = tokenize_shard(
-                    shard, job, prepared.tokenizer, limits, run.tokens(shard.index), progress.advance
-                )
+                found = tokenize_shard(shard, job, prepared.encoders, limits, run.tokens(shard.index), progress.advance)
             except InputError as error:
                 if strict:
                     raise
