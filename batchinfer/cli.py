@@ -13,10 +13,11 @@ from batchinfer.commands import jobs, kv, reports, slurm
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
-from batchinfer.sanitize import sanitize
+from batchinfer.sanitize import clip, sanitize
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
+    from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.launch.rank_process import SpareRank
 
 
@@ -70,22 +71,23 @@ for command in (*JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
 
 
-def main(spare: SpareRank | None = None) -> None:
+def main(spare: SpareRank | None = None, tokenizer: TokenizerProcess | None = None) -> None:
     """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
 
     Args:
         spare: for a command that needs a lone rank.
+        tokenizer: for a command that plans.
     """
     try:
         # installed first: a signal during the imports below counts too
-        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare))
+        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare, tokenizer))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        click.echo(f"error: {sanitize(str(error))}", err=True)
+        click.echo(f"error: {sanitize(clip(str(error)))}", err=True)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)
@@ -95,7 +97,7 @@ def main(spare: SpareRank | None = None) -> None:
         click.echo(f"error: {sanitize(where)}", err=True)
         sys.exit(ExitCode.BAD_JOB)
     except OSError as error:
-        click.echo(f"error: {sanitize(str(error))}", err=True)
+        click.echo(f"error: {sanitize(clip(str(error)))}", err=True)
         sys.exit(ExitCode.INTERNAL)
     except Exception:
         traceback.print_exc()

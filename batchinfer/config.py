@@ -47,6 +47,11 @@ class InputConfig(_Part):
         None, description="column with a list of {role, content}, put through the chat template"
     )
     token_ids: Text | None = Field(None, description="column with ready token ids")
+    control_tokens: Literal["parse", "text", "error"] = Field(
+        "parse",
+        description="prompts that spell control tokens such as <|User|>: parse: they are these tokens, as with "
+        "transformers; text: ordinary text; error: the row is bad",
+    )
     sampling: Text | None = Field(None, description="column with a struct that overrides [sampling] row by row")
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
+from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ExitCode
 
@@ -17,12 +18,14 @@ def program() -> NoReturn:
     gc.set_threshold(50_000, 20, 20)
     # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    spare = SpareRank() if sys.argv[1:2] == ["run"] else None  # before the imports of the command
+    # before the imports of the command
+    spare = SpareRank() if sys.argv[1:2] == ["run"] else None
+    tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None
     code = ExitCode.OK
     try:
         from batchinfer.cli import main
 
-        main(spare)
+        main(spare, tokenizer)
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
@@ -33,6 +36,8 @@ def program() -> NoReturn:
     finally:
         if spare is not None:
             spare.end()
+        if tokenizer is not None:
+            tokenizer.end()
     sys.stdout.flush()
     sys.stderr.flush()
     # taking the interpreter and its libraries apart would take 0.1 s

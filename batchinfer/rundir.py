@@ -215,10 +215,11 @@ def json_text(value: dict[str, Any]) -> str:
     return json.dumps({**value, CHECKSUM: _checksum(value)}, indent=1, ensure_ascii=False) + "\n"
 
 
-def read_json(path: Path, **remedy: str) -> dict[str, Any]:
+def read_json(path: Path, *needs: str, **remedy: str) -> dict[str, Any]:
     """Read a JSON document that `publish_json` wrote; one without a checksum, as earlier versions wrote, is believed.
 
     Args:
+        needs: keys without which it is another document.
         remedy: of DamagedFileError.
 
     Raises:
@@ -234,6 +235,8 @@ def read_json(path: Path, **remedy: str) -> dict[str, Any]:
     checksum = value.pop(CHECKSUM, None)
     if checksum not in (None, _checksum(value)):
         raise DamagedFileError(path, "its checksum does not fit what it says", **remedy)
+    if not value.keys() >= set(needs):
+        raise DamagedFileError(path, "it is another document", **remedy)
     return value
 
 
@@ -243,7 +246,7 @@ def read_state(run: RunDir) -> dict[str, Any]:
     Raises:
         DamagedFileError: it is missing or damaged.
     """
-    return read_json(run.run_json, remedy=plan_again(run.root))
+    return read_json(run.run_json, "state", "shards", remedy=plan_again(run.root))
 
 
 def plan_again(root: Path) -> str:

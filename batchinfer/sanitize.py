@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+MAX_CHARS = 500  # of an error in a row or on a terminal
+
 
 def printable(char: str) -> str:
     """A character as it is, or as its escape when it does not print.
@@ -51,3 +53,11 @@ def display_width(content: str) -> int:
     return sum(
         0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in content
     )
+
+
+def clip(text: str) -> str:
+    """A sentence for a row or a person; of one that is too long the middle is left out."""
+    if len(text) <= MAX_CHARS:
+        return text
+    end = MAX_CHARS // 4
+    return f"{text[: MAX_CHARS - end]} … ({len(text)} characters) … {text[-end:]}"

@@ -22,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 
+from batchinfer.data import tokenizer_process
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.launch import rank_watcher
 from support import rank_forge
@@ -34,11 +35,12 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_ranks() -> Iterator[None]:
-    """Without a GPU, ranks of commands that run in this process are forked."""
+    """Without a GPU, ranks and tokenizers of commands that run in this process are forked."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             rank_forge.open_forge()
             patch.setattr(rank_watcher, "start_rank", rank_forge.start_rank)
+            patch.setattr(tokenizer_process, "start_process", rank_forge.start_tokenizer)
         yield
 
 

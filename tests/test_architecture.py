@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "finish": {"controller", "data", "run"},
     "slurm": {"controller", "data", "parallel"},
     "doctor": {"launch", "parallel"},
-    "commands": {"controller", "finish", "kv_store", "launch", "plan", "report", "run", "sim", "slurm"},
+    "commands": {"controller", "data", "finish", "kv_store", "launch", "plan", "report", "run", "sim", "slurm"},
 }
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS

@@ -27,6 +27,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
+    from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_loader import RankLoader
     from batchinfer.launch.rank_process import SpareRank
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 )
 @earlier_run_options
 @job_options
-@pass_stop
+@click.pass_obj
 def plan(
-    stop: StopSignal,
+    process: Process,
     job: Path,
     again: bool,
     overrides: tuple[str, ...],
@@ -65,7 +66,7 @@ def plan(
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
 
-    with alone("plan", stop) as session:
+    with alone("plan", process.stop) as session:
         config = job_of(job, overrides) if again else load_job(job, overrides)
         plan_here(
             config,
@@ -75,6 +76,7 @@ def plan(
             learn_from=learn_from,
             expert_loads=expert_loads,
             again=keep_same_units if again else None,
+            tokenizer=process.tokenizer,
         )
 
 
@@ -184,6 +186,7 @@ def run(
             learn_from=learn_from,
             expert_loads=expert_loads,
             can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop, spare),
+            tokenizer=process.tokenizer,
         )
         if ranks is not None:
             import batchinfer.finish.finish  # while the ranks load: this process only waits for them
@@ -204,6 +207,7 @@ def plan_here(
     expert_loads: Path | None,
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
+    tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
@@ -218,6 +222,7 @@ def plan_here(
             expert_loads=expert_loads,
             can_run_here=can_run_here,
             again=again,
+            tokenizer=tokenizer,
         )
     tracer.write(run_dir.trace)
     click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")

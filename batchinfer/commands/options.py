@@ -13,6 +13,7 @@ import click
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
+    from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
@@ -34,6 +35,7 @@ class Process:
 
     stop: StopSignal
     spare: SpareRank | None  # started before the command was read
+    tokenizer: TokenizerProcess | None  # as well
 
 
 def pass_stop(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from batchinfer.report.query_limits import SQL_SECONDS
+
 
 def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(name, type=float, metavar="NUMBER", help=text)
@@ -21,6 +23,14 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
 @click.option(
     "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
 )
+@click.option(
+    "--sql-seconds",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=SQL_SECONDS,
+    show_default=True,
+    help="Stop the query after this time.",
+)
 @click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures, one file.")
 @click.option("--parquet", metavar="DIR", type=click.Path(path_type=Path), help="Write every view as a Parquet file.")
 def report(
@@ -29,6 +39,7 @@ def report(
     compare: bool,
     as_json: bool,
     sql: str | None,
+    sql_seconds: float,
     html: Path | None,
     parquet: Path | None,
 ) -> None:
@@ -49,7 +60,7 @@ def report(
         raise click.UsageError(f"--json prints figures and {chosen[0]} writes files; ask for one at a time")
     folders = list(runs)
     if sql is not None:
-        _print_query(folders, sql, as_json=as_json)
+        _print_query(folders, sql, sql_seconds, as_json=as_json)
     elif html is not None:
         _write_page(folders, html)
     elif parquet is not None:
@@ -172,7 +183,8 @@ def _export(runs: list[Path], folder: Path) -> None:
         click.echo(file)
 
 
-def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
+def _print_query(runs: list[Path], sql: str, seconds: float, *, as_json: bool) -> None:
+    from batchinfer.report.query_limits import memory_limited, query_bytes
     from batchinfer.report.rows import json_records, table_of_rows
     from batchinfer.report.terminal import show
     from batchinfer.report.views import run_query
@@ -182,8 +194,9 @@ def _print_query(runs: list[Path], sql: str, *, as_json: bool) -> None:
             sql = Path(sql[1:]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise click.UsageError(f"cannot read the SQL file {sql[1:]}: {error}") from None
-    columns, rows = run_query(runs, sql)
-    if as_json:
-        click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
-    else:
-        show(*table_of_rows(columns, rows), uncut=True)
+    with memory_limited(query_bytes()):
+        columns, rows = run_query(runs, sql, seconds=seconds)
+        if as_json:
+            click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
+        else:
+            show(*table_of_rows(columns, rows), uncut=True)

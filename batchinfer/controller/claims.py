@@ -146,7 +146,7 @@ class UnitClaims:
 def result_files(claim: Path) -> list[Path]:
     """All result files that count for a claim: inherited ones first, then its own in order."""
     try:
-        inherited = read_json(claim / "claim.json")["inherited"]
+        inherited = read_json(claim / "claim.json", "inherited")["inherited"]
     except DamagedFileError as error:
         note(f"warning: {error.path} is damaged ({error.reason}); what it inherits is computed again")
         inherited = []
@@ -172,7 +172,7 @@ def done_mark(run: RunDir, unit: int) -> DoneMark | None:
     path = run.done(unit)
     if not path.exists():
         return None
-    mark = read_json(path, remedy=f"`batchinfer finish {run.root}` sets it aside")
+    mark = read_json(path, "unit", "claim", "files", remedy=f"`batchinfer finish {run.root}` sets it aside")
     if mark["unit"] != unit:
         raise DamagedFileError(path, f"it is the mark of unit {mark['unit']}")
     return DoneMark(run.claim(unit, mark["claim"]), {run.root / name: size for name, size in mark["files"].items()})
@@ -187,7 +187,7 @@ def last_claim(run: RunDir, unit: int) -> Path | None:
 def is_released(claim: Path) -> bool:
     """Whether its controller has given the unit back; with a damaged lease nobody knows: no."""
     try:
-        return bool(read_json(claim / "lease.json")["released"])
+        return bool(read_json(claim / "lease.json", "released")["released"])
     except DamagedFileError:
         return False
 
@@ -256,7 +256,7 @@ def _remove_nameless(unit: Path) -> None:
     nameless = list(unit.glob(f".claim-*{TEMPORARY}"))
     for made in nameless:
         try:
-            if _is_dead(read_json(made / "lease.json")):
+            if _is_dead(read_json(made / "lease.json", "host", "pid", "process")):
                 shutil.rmtree(made)
         except (ConfigError, FileNotFoundError):  # not written that far, or deleted by another process
             continue
@@ -289,7 +289,7 @@ def _read_lease(claim: Path) -> tuple[dict[str, Any] | None, int]:
     except OSError:
         return None, 0
     try:
-        return read_json(path), date_ns
+        return read_json(path, *_lease(released=False)), date_ns
     except DamagedFileError:
         return None, date_ns
 

@@ -41,8 +41,8 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The prompt text of a chat, up to where the assistant answers; keys without a value are left out.
 
-        Loops cannot run for ever: the sandbox bounds `range`, and the text is bounded by MAX_CHARS. (Nested loops that
-        write nothing can still take very long.)
+        The sandbox bounds `range`, and the text is bounded by MAX_CHARS; what loops write nothing can still take very
+        long, and time is bounded by who renders (data/tokenizer_worker.py).
 
         Raises:
             ChatError: the template refuses the chat, or fails on it.
@@ -56,8 +56,8 @@ class ChatTemplate:
                 num_chars += len(piece)
                 if num_chars > MAX_CHARS:
                     raise ChatError(f"the chat template writes more than {MAX_CHARS} characters")
-        except ChatError:
-            raise
+        except (ChatError, MemoryError):
+            raise  # how much memory there is says nothing about one row
         except Exception as error:
             # whatever the template's code does wrong concerns this row only
             raise ChatError(_failure(error)) from None

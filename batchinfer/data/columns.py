@@ -7,9 +7,24 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.parquet import plain_type
-
+# what is said of a prompt column's rows once they are encoded
+ENCODED = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.uint32())),  # empty for a bad row
+        ("error", pa.string()),  # why the row is bad; null: it is good
+        ("control_tokens", pa.bool_()),  # whether its text holds control tokens
+    ]
+)
 _LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type to store for `kind`: dictionary -> its values, string_view -> string, binary_view -> binary."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
+from batchinfer.data.columns import plain_type
 from batchinfer.data.schemas import OUTPUTS
 from batchinfer.data.stores import StoreFile
+from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, look_up
 from batchinfer.manifest import ChecksummedWriter, Manifest
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.rundir import published
+from batchinfer.sanitize import clip
 
 BUFFER_BYTES = 1 << 20  # read-ahead per column
 STORE_BUFFER_BYTES = 8 << 20  # the same for objects, each read of which is a request
-BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
 PROBE_ROWS = 8  # rows decoded first to learn how wide rows are
 # what pyarrow raises for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
@@ -32,7 +34,7 @@ def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
         InputError: the file is no longer readable.
         StoreError, RunMismatchError: the same of an object; it is another one now.
     """
-    with _open(shard, s3) as file:
+    with _open(shard, s3) as (file, _):
         return file.schema_arrow
 
 
@@ -42,32 +44,24 @@ def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
     return None if index < 0 else plain_type(schema.field(index).type)
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type to store for `kind`: dictionary -> its values, string_view -> string, binary_view -> binary."""
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.string()
-    return pa.binary() if pa.types.is_binary_view(kind) else kind
-
-
 def read_batches(
     shard: Shard, columns: list[str], batch_rows: int = 1024, *, s3: S3Config = DEFAULT_S3
 ) -> Iterator[pa.RecordBatch]:
-    """Read some columns of a shard in order, a few megabytes at a time however large its row groups are.
+    """Read some columns of a shard in order, a few megabytes at a time however large its row groups and dictionaries.
 
     Args:
         columns: names that the shard has (see `shard_schema`); empty gives batches that only count rows.
         batch_rows: most rows per batch; wide rows come in smaller batches.
 
     Raises:
-        InputError: the file is damaged, or does not hold as many rows as its footer says.
+        InputError: the file is damaged, does not hold as many rows as its footer says, or has a row of more than
+            wide_rows.ROW_BYTES.
         StoreError: its store fails.
         RunMismatchError: the object was replaced, perhaps while it was read.
     """
     num_rows = 0
-    with _open(shard, s3) as file:
-        for batch in _damage_named(shard, _decode(file, columns, batch_rows)):
+    with _open(shard, s3, columns) as (file, dictionaries):
+        for batch in _damage_named(shard, _decode(file, columns, batch_rows, dictionaries)):
             num_rows += batch.num_rows
             yield batch
     if is_uri(shard.path):
@@ -205,21 +199,44 @@ def _readable(shards: list[Shard], s3: S3Config) -> list[tuple[Shard, pa.Schema]
 
 
 @contextmanager
-def _open(shard: Shard, s3: S3Config) -> Iterator[pq.ParquetFile]:
-    if not is_uri(shard.path):
-        with _parquet_file(shard, shard.path, BUFFER_BYTES) as file:
-            yield file
+def _open(shard: Shard, s3: S3Config, columns: Sequence[str] = ()) -> Iterator[tuple[pq.ParquetFile, Dictionaries]]:
+    """The file, to read these columns, and what their dictionaries are like."""
+    if is_uri(shard.path):
+        with (
+            _opened_object(shard, s3) as source,
+            _parquet_file(shard, pa.PythonFile(source, mode="r"), STORE_BUFFER_BYTES, columns) as found,
+        ):
+            yield found
         return
-    with (
-        _opened_object(shard, s3) as source,
-        _parquet_file(shard, pa.PythonFile(source, mode="r"), STORE_BUFFER_BYTES) as file,
-    ):
-        yield file
+    with ExitStack() as stack:
+        with _read_by(shard):
+            file = stack.enter_context(pa.OSFile(shard.path))
+        yield stack.enter_context(_parquet_file(shard, file, BUFFER_BYTES, columns))
 
 
-def _parquet_file(shard: Shard, source: str | pa.PythonFile, buffer_bytes: int) -> pq.ParquetFile:
+@contextmanager
+def _parquet_file(
+    shard: Shard, source: pa.NativeFile, buffer_bytes: int, columns: Sequence[str]
+) -> Iterator[tuple[pq.ParquetFile, Dictionaries]]:
+    with _read_by(shard):
+        metadata = pq.read_metadata(source)
+        dictionaries = look_up(source, metadata, columns)
+        file = pq.ParquetFile(
+            source,
+            metadata=metadata,
+            read_dictionary=dictionaries.unresolved,
+            pre_buffer=False,
+            buffer_size=buffer_bytes,
+            page_checksum_verification=True,
+        )
+    with file:
+        yield file, dictionaries
+
+
+@contextmanager
+def _read_by(shard: Shard) -> Iterator[None]:
     try:
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=buffer_bytes, page_checksum_verification=True)
+        yield
     except DAMAGE as error:
         raise InputError(f"{shard.path} cannot be read: {first_line(error)}") from None
 
@@ -235,18 +252,23 @@ def _opened_object(shard: Shard, s3: S3Config) -> Iterator[StoreFile]:
         yield source
 
 
-def _decode(file: pq.ParquetFile, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+def _decode(
+    file: pq.ParquetFile, columns: list[str], batch_rows: int, dictionaries: Dictionaries
+) -> Iterator[pa.RecordBatch]:
     if not columns:
         for first in range(0, file.metadata.num_rows, batch_rows):
             counted = pa.nulls(min(batch_rows, file.metadata.num_rows - first))
             yield pa.RecordBatch.from_arrays([counted], names=["rows"])
         return
-    rows = max(1, min(batch_rows, BATCH_BYTES // _row_bytes(file, columns)))
+    row_bytes = _row_bytes(file, columns, look=not dictionaries.unresolved)
+    rows = max(1, min(batch_rows, dictionaries.most_rows, BATCH_BYTES // row_bytes))
+    num_rows = 0
     for batch in file.iter_batches(batch_size=rows, columns=columns, use_threads=False):
-        yield batch.select(columns)
+        yield from decoded(batch.select(columns), num_rows)
+        num_rows += len(batch)
 
 
-def _row_bytes(file: pq.ParquetFile, columns: list[str]) -> int:
+def _row_bytes(file: pq.ParquetFile, columns: list[str], *, look: bool) -> int:
     """How wide rows are, by the widest row group and by a look at the first rows.
 
     The look is for repeated texts, which are short in the file but long in memory.
@@ -257,6 +279,8 @@ def _row_bytes(file: pq.ParquetFile, columns: list[str]) -> int:
         chunks = [file.metadata.row_group(group).column(leaf) for leaf in range(file.metadata.num_columns)]
         size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
         widest = max(widest, size // max(1, file.metadata.row_group(group).num_rows))
+    if not look:
+        return widest
     for batch in file.iter_batches(batch_size=PROBE_ROWS, columns=columns, use_threads=False):
         return max(widest, batch.nbytes // max(1, batch.num_rows))
     return widest
@@ -277,4 +301,4 @@ def _damage_named(shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[p
 def first_line(error: BaseException) -> str:
     """The first line of an error, without its closing full stop."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return clip((text.strip().splitlines() or [type(error).__name__])[0].rstrip("."))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import python_values, token_lists
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.columns import ENCODED, token_lists, without_dictionary
+from batchinfer.data.encoders import Encoders, Pieces
+from batchinfer.data.text_encoder import too_long
+from batchinfer.sanitize import clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,40 +30,55 @@ class RowBatch:
     columns: pa.RecordBatch
     num_rows: int
     errors: dict[int, str] = field(default_factory=dict)
+    holds_control: np.ndarray | None = None  # [R] bool, whether the text holds control tokens; None: no row
 
     def blame(self, row: int, sentence: str) -> None:
-        self.errors.setdefault(row, sentence)
+        self.errors.setdefault(row, clip(sentence))
 
     def blame_all(self, sentence: str) -> None:
         for row in range(self.num_rows):
-            self.errors.setdefault(row, sentence)
+            self.blame(row, sentence)
 
 
 class PromptChecks:
     """From the job's prompt column to token ids that the model can take."""
 
-    def __init__(self, job: JobConfig, tokenizer: PromptTokenizer, limits: PromptLimits) -> None:
+    def __init__(self, job: JobConfig, encoders: Encoders, limits: PromptLimits) -> None:
         self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
-        self._tokenizer = tokenizer
+        self._encoders = encoders
         self._limits = limits
-        if self._kind == "messages":
-            tokenizer.chat_template()  # without one no row can work: fail before the first
 
-    def checked(self, batch: RowBatch) -> pa.Array:
-        """[R] lists of token ids; what is wrong with them is blamed."""
-        column = batch.columns[self._prompt]
+    def start(self, batch: RowBatch) -> Pieces:
+        """Begin with a batch; `checked` takes what comes of it."""
         if self._kind == "token_ids":
+            return []
+        column = without_dictionary(batch.columns[self._prompt])
+        most_chars = self._encoders.most_chars
+        if pa.types.is_string_view(column.type):
+            column = column.cast(pa.large_string())
+        if self._kind == "prompt" and most_chars is not None and not pa.types.is_null(column.type):
+            # a character is at most four bytes: these need not travel to a worker
+            is_long = pc.greater(pc.binary_length(column), 4 * most_chars).fill_null(False)
+            for row in np.flatnonzero(is_long.to_numpy(zero_copy_only=False)).tolist():
+                num_chars = pc.utf8_length(column.slice(row, 1))[0].as_py()
+                batch.blame(row, too_long(num_chars, self._encoders.window))
+            column = pc.if_else(is_long, pa.scalar("", column.type), column) if batch.errors else column
+        return self._encoders.start(column)
+
+    def checked(self, batch: RowBatch, pieces: Pieces) -> pa.Array:
+        """[R] lists of token ids; what is wrong with them is blamed."""
+        if self._kind == "token_ids":
+            column = batch.columns[self._prompt]
             prompts = token_lists(column)
             for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
                 batch.blame(row, f"{self._prompt} is null")
         else:
-            values = python_values(column)
-            find_problem = _text_problem if self._kind == "prompt" else _chat_problem
-            for row, value in enumerate(values):
-                problem = find_problem(value)
-                if problem is not None:
-                    batch.blame(row, f"{self._prompt} {problem}")
-            prompts = self._encoded(values, batch)
+            encoded = pa.Table.from_batches((piece.result() for piece in pieces), schema=ENCODED).combine_chunks()
+            errors = encoded["error"]
+            for row in np.flatnonzero(errors.is_valid().to_numpy()).tolist():
+                batch.blame(row, errors[row].as_py())
+            batch.holds_control = encoded["control_tokens"].to_numpy()
+            prompts = pa.concat_arrays(encoded["token_ids"].chunks)
         self._check_range(prompts, batch)
         lengths, window = token_counts(prompts), self._limits.window
         for row in np.flatnonzero(lengths == 0).tolist():
@@ -71,20 +86,6 @@ class PromptChecks:
         for row in np.flatnonzero(lengths >= window).tolist():
             batch.blame(row, f"the prompt has {lengths[row]} tokens, no room for a new one in the window of {window}")
         return prompts
-
-    def _encoded(self, values: list[Any], batch: RowBatch) -> pa.Array:
-        good = [row for row in range(batch.num_rows) if row not in batch.errors]
-        encode = self._tokenizer.encode_prompts if self._kind == "prompt" else self._tokenizer.encode_chats
-        lists: list[list[int]] = [[]] * batch.num_rows
-        for row, ids in zip(good, encode([values[row] for row in good], self._limits.window), strict=True):
-            if isinstance(ids, str):
-                batch.blame(row, ids)
-            else:
-                lists[row] = ids
-        offsets = np.zeros(batch.num_rows + 1, dtype=np.int32)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        flat = np.fromiter(chain.from_iterable(lists), dtype=np.int64, count=int(offsets[-1]))
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
     def _check_range(self, prompts: pa.Array, batch: RowBatch) -> None:
         """Blame null, negative and too large token ids: the model's table has rows for ids below vocab_size only."""
@@ -103,30 +104,6 @@ class PromptChecks:
             limit = self._limits.vocab_size
             shown = "null" if value is None else f"{value}, which is not in [0, {limit})"
             batch.blame(row, f"a token id is {shown}")
-
-
-def _text_problem(text: Any) -> str | None:
-    if text is None:
-        return "is null"
-    if isinstance(text, UnicodeDecodeError):
-        return "is not valid UTF-8"
-    return None if text else "is empty"
-
-
-def _chat_problem(messages: Any) -> str | None:
-    if not messages:
-        return "is null" if messages is None else "is an empty list"
-    if isinstance(messages, UnicodeDecodeError):
-        return "is not valid UTF-8"
-    for index, message in enumerate(messages):
-        if message is None:
-            return f"has a null in place of message {index}"
-        if message["role"] is None:
-            return f"has no role in message {index}"
-        # an assistant that only called a tool said nothing
-        if message["content"] is None and message.get("tool_calls") is None:
-            return f"has no content in message {index}"
-    return None
 
 
 def token_counts(lists: pa.Array) -> np.ndarray:

@@ -66,6 +66,7 @@ TOKENS = _table(
     ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window; 0 for a bad row"),
     ("sampling", pa.string(), "the row's resolved sampling as JSON; null: the job's own"),
     ("error", pa.string(), "why the row is bad; null: it is good"),
+    ("control_tokens", pa.bool_(), "whether its text holds control tokens"),
 )
 REQUESTS = _table(
     "plan/requests",
@@ -144,6 +145,7 @@ PLAN_SUMMARY = _table(
     ("input_rows", pa.int64(), "rows in readable shards"),
     ("rows", pa.int64(), "output rows (input rows x n)"),
     ("bad_rows", pa.int64(), "output rows that are error rows already"),
+    ("control_rows", pa.int64(), "input rows whose text holds control tokens"),
     ("requests", pa.int64(), "requests to compute"),
     ("duplicates", pa.int64(), "greedy requests answered by another one"),
     ("units", pa.int64(), "work units"),

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from batchinfer.data.control_tokens import ControlTokenError, ControlTokens
+from batchinfer.data.text_encoder import TextEncoder
 from batchinfer.records import ModelError
 
 if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-ENCODE_CHARS = 1 << 20  # characters encoded at once: the tokenizer holds some hundred bytes per token while it works
 UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole character yet
 
 
@@ -38,6 +39,12 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     except Exception as error:
         # the tokenizers library raises plain Exception for whatever is wrong in the file
         raise ModelError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; restore the file") from None
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        raise ModelError(
+            f"model.dropout in {file} is {dropout}: it cuts a text into other tokens each time, which is for training; "
+            "set it to null"
+        )
     # the file may have been saved with a training set-up; a prompt is never cut or filled up
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -72,12 +79,26 @@ class PromptTokenizer:
         self._template_text = template
         self._named_tokens = named_tokens
         self._template: ChatTemplate | None = None
-        self._longest_token = _longest_token(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
+        self._control: ControlTokens | None = None
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.digest = digest
 
-    def encode_prompts(self, texts: list[str], most_tokens: int | None = None) -> list[list[int] | str]:
+    @property
+    def control(self) -> ControlTokens:
+        """The control tokens that texts may spell."""
+        if self._control is None:
+            self._control = ControlTokens(self._tokenizer)
+        return self._control
+
+    def most_chars(self, most_tokens: int) -> int | None:
+        """Characters with which a text must have more tokens than this; None: not known."""
+        return self._encoder.most_chars(most_tokens)
+
+    def encode_prompts(
+        self, texts: list[str], most_tokens: int | None = None, control: str = "parse"
+    ) -> list[list[int] | str]:
         """Raw prompts with the tokenizer's own special tokens.
 
         Which those are, tokenizer.json alone decides (its post-processor), as in transformers 5: `add_bos_token` in
@@ -87,13 +108,29 @@ class PromptTokenizer:
             texts: the prompts.
             most_tokens: a text so long that it must have more tokens than this is refused without encoding it (the
                 tokenizer needs some hundred bytes per token); unset: encode whatever comes.
+            control: input.control_tokens, for texts that spell control tokens.
 
         Returns:
             The ids of each text; for a text that cannot be encoded, the error sentence.
         """
-        return self._encode(texts, most_tokens, add_special_tokens=True)
+        results: list[list[int] | str] = [[]] * len(texts)
+        plain = list(range(len(texts)))
+        if control != "parse":
+            found = [self.control.first_in(text) for text in texts]
+            plain = [place for place, token in enumerate(found) if token is None]
+            for place, token in enumerate(found):
+                if token is not None:
+                    results[place] = (
+                        self.control.literal.encode([texts[place]], most_tokens) if control == "text" else _holds(token)
+                    )
+        encoded = self._encoder.encode([texts[place] for place in plain], most_tokens, add_special_tokens=True)
+        for place, ids in zip(plain, encoded, strict=True):
+            results[place] = ids
+        return results
 
-    def encode_chats(self, chats: list[list[dict[str, Any]]], most_tokens: int | None = None) -> list[list[int] | str]:
+    def encode_chats(
+        self, chats: list[list[dict[str, Any]]], most_tokens: int | None = None, control: str = "parse"
+    ) -> list[list[int] | str]:
         """Chats through the template, up to where the assistant answers; special tokens come from the template only.
 
         Returns:
@@ -104,17 +141,25 @@ class PromptTokenizer:
         """
         from batchinfer.data.chat import ChatError
 
-        template = self.chat_template()
-        results: list[list[int] | str] = []
+        render = self.chat_template().render
+        results: list[list[int] | str] = [[]] * len(chats)
         places, texts = [], []
         for place, chat in enumerate(chats):
             try:
-                texts.append(template.render(chat))
+                token = self.control.first_in(chat) if control == "error" else None
+                text = "" if token else render(chat)
+                pieces = self.control.pieces(chat, text, render) if control == "text" else None
+            except (ChatError, ControlTokenError) as error:
+                results[place] = str(error)
+                continue
+            if token is not None:
+                results[place] = _holds(token)
+            elif pieces is not None:
+                results[place] = self.control.literal.encode(pieces, most_tokens, in_template=True)
+            else:
+                texts.append(text)
                 places.append(place)
-                results.append([])
-            except ChatError as error:
-                results.append(str(error))
-        for place, ids in zip(places, self._encode(texts, most_tokens, add_special_tokens=False), strict=True):
+        for place, ids in zip(places, self._encoder.encode(texts, most_tokens, add_special_tokens=False), strict=True):
             results[place] = ids
         return results
 
@@ -144,31 +189,6 @@ class PromptTokenizer:
         """A fresh incremental decoder for one request."""
         return TextStream(self.decode)
 
-    def _encode(self, texts: list[str], most_tokens: int | None, *, add_special_tokens: bool) -> list[list[int] | str]:
-        most_chars = None
-        if most_tokens is not None and self._longest_token is not None:
-            most_chars = most_tokens * self._longest_token
-        results: list[list[int] | str] = []
-        for first, end in _slices([len(text) for text in texts], most_chars):
-            if most_chars is not None and len(texts[first]) > most_chars:
-                size = len(texts[first])
-                results.append(f"the prompt has {size} characters, more than fit into {most_tokens} tokens")
-            else:
-                results += self._encode_together(texts[first:end], add_special_tokens)
-        return results
-
-    def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | str]:
-        try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            return [encoding.ids for encoding in encodings]
-        except Exception as error:
-            # one bad text fails them all: find it
-            if len(texts) == 1:
-                return [f"the tokenizer cannot encode the text: {' '.join(str(error).split())[:200]}"]
-            half = len(texts) // 2
-            first = self._encode_together(texts[:half], add_special_tokens)
-            return first + self._encode_together(texts[half:], add_special_tokens)
-
 
 class TextStream:
     """Turns one request's token ids into text piece by piece, for stop strings.
@@ -194,43 +214,30 @@ class TextStream:
         return text[len(known) :]
 
 
-def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, int]]:
-    """Cut [0, len(lengths)) into runs of about ENCODE_CHARS characters; a text of more than most_chars stands alone."""
-    first, chars = 0, 0
-    for place, length in enumerate(lengths):
-        alone = most_chars is not None and length > most_chars
-        if place > first and (alone or chars + length > ENCODE_CHARS):
-            yield first, place
-            first, chars = place, 0
-        chars += ENCODE_CHARS + 1 if alone else length
-    if first < len(lengths):
-        yield first, len(lengths)
-
-
-def _longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters that one token can stand for; None when the tokenizer may drop or merge characters."""
-    parts = json.loads(tokenizer.to_str())
-    normalizer, model = parts.get("normalizer"), parts["model"]
-    keeps_text = normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"])
-    keeps_text = keeps_text and model["type"] == "BPE" and model.get("unk_token") is None
-    keeps_text = keeps_text and "ByteLevel" in json.dumps(parts.get("pre_tokenizer"))
-    keeps_text = keeps_text and "Removed" not in json.dumps(parts.get("pre_tokenizer"))
-    if not keeps_text or any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
-        return None
-    return max(map(len, tokenizer.get_vocab()), default=None)
+def _holds(token: str) -> str:
+    return f"the text holds the control token {token}, which input.control_tokens = 'error' refuses"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty when there is no such file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore the file") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object; restore the file")
     return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise OSError("it is not a regular file")
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}; restore the file") from None
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -264,10 +271,7 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else `chat_template` of tokenizer_config.json: a text, or a list with a default."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {file}: {error}; restore the file") from None
+        return _read_text(file)
     found = config.get("chat_template")
     if isinstance(found, list):
         entries = [entry for entry in found if isinstance(entry, dict)]

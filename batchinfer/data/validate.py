@@ -5,6 +5,7 @@ A bad row becomes a sentence, never a crash. One row in gives one row of tokens/
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,12 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.columns import PROMPT_TYPES, is_id_type, is_struct, python_values, without_dictionary
+from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.schemas import TOKENS
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
 
@@ -40,7 +42,7 @@ class ShardRows:
 def tokenize_shard(
     shard: Shard,
     job: JobConfig,
-    tokenizer: PromptTokenizer,
+    encoders: Encoders,
     limits: PromptLimits,
     target: Path,
     progress: Callable[[int], None],
@@ -56,10 +58,9 @@ def tokenize_shard(
     Raises:
         InputError: the shard is damaged.
         StoreError, RunMismatchError: its store fails; the object was replaced.
-        ModelError: the job has messages, but the model folder no usable chat template.
         ConfigError: the target cannot be written.
     """
-    checker = _RowChecker(shard, job, tokenizer, limits)
+    checker = _RowChecker(shard, job, encoders, limits)
     with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
@@ -81,7 +82,7 @@ def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 class _RowChecker:
-    def __init__(self, shard: Shard, job: JobConfig, tokenizer: PromptTokenizer, limits: PromptLimits) -> None:
+    def __init__(self, shard: Shard, job: JobConfig, encoders: Encoders, limits: PromptLimits) -> None:
         self._shard = shard
         self._s3 = job.s3
         self._window = limits.window
@@ -90,7 +91,8 @@ class _RowChecker:
         self._id = job.input.id
         self._sampling = job.input.sampling
         self._overrides = SamplingOverrides(job.sampling, self._sampling or "")
-        self._prompts = PromptChecks(job, tokenizer, limits)
+        self._num_workers = encoders.num_workers
+        self._prompts = PromptChecks(job, encoders, limits)
         schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
@@ -101,9 +103,8 @@ class _RowChecker:
         self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
-        for columns in read_batches(self._shard, self._columns, s3=self._s3):
-            batch = RowBatch(columns, columns.num_rows)
-            checked = self._check(batch)
+        for batch, pieces in self._started():
+            checked = self._check(batch, pieces)
             if batch.errors and self.found.first_error is None:
                 row = min(batch.errors)
                 self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
@@ -111,6 +112,19 @@ class _RowChecker:
             self.found.num_bad += len(batch.errors)
             yield checked
             progress(batch.num_rows)
+
+    def _started(self) -> Iterator[tuple[RowBatch, Pieces]]:
+        """The batches in order, with so many being encoded already that no worker waits for work."""
+        ahead: deque[tuple[RowBatch, Pieces]] = deque()
+        for columns in read_batches(self._shard, self._columns, s3=self._s3):
+            batch = RowBatch(columns, columns.num_rows)
+            ahead.append((batch, self._prompts.start(batch) if self._problem is None else []))
+            while (
+                sum(len(pieces) for _, pieces in ahead) > 2 * self._num_workers
+                or sum(batch.columns.nbytes for batch, _ in ahead) > self._num_workers * BATCH_BYTES
+            ):
+                yield ahead.popleft()
+        yield from ahead
 
     # ---- whole columns
 
@@ -134,13 +148,13 @@ class _RowChecker:
 
     # ---- rows
 
-    def _check(self, batch: RowBatch) -> pa.RecordBatch:
+    def _check(self, batch: RowBatch, pieces: Pieces) -> pa.RecordBatch:
         num_rows = batch.num_rows
         if self._problem is not None:
             batch.blame_all(self._problem)
             prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
         else:
-            prompts = self._prompts.checked(batch)
+            prompts = self._prompts.checked(batch, pieces)
         lengths = token_counts(prompts)
         n, max_tokens, sampling = self._samplings(batch)
         for row in batch.errors:
@@ -160,6 +174,7 @@ class _RowChecker:
                 pa.array(np.where(is_bad, 0, np.minimum(max_tokens, room)), pa.int32()),
                 pa.array(sampling, pa.string()),
                 pa.array(errors, pa.string()),
+                pa.array(np.zeros(num_rows, bool) if batch.holds_control is None else batch.holds_control),
             ],
             schema=TOKENS.schema,
         )

@@ -95,8 +95,8 @@ def _unit_checks(run: RunDir) -> Iterator[Check]:
         for path in files:
             yield path, partial(_compare, path), repair
         if mark is None and claim is not None:
-            for path in (claim / "lease.json", claim / "claim.json"):
-                yield path, partial(read_json, path), "the next `batchinfer work` does without it"
+            for path, needs in ((claim / "lease.json", "released"), (claim / "claim.json", "inherited")):
+                yield path, partial(read_json, path, needs), "the next `batchinfer work` does without it"
 
 
 def _compare(path: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -57,6 +58,7 @@ def plan_job(
     expert_loads: Path | None = None,
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
+    tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
     """Make (or find) the plan of a job in its run folder.
 
@@ -64,6 +66,7 @@ def plan_job(
         learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
             to be.
         expert_loads: folder of an earlier run whose tokens per expert say where experts are to be.
+        tokenizer: the process for it, if it was started already.
         can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
         again: make a plan anew that is there, as a repair; called with the new plan's manifest, before it counts, to
             set aside what was computed for another one.
@@ -77,34 +80,31 @@ def plan_job(
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
-    tokenizer = load_tokenizer(Path(job.model.path))
-    shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
-    _check_shards(shards, strict)
-    _check_columns(job, shards)
-    fingerprint = job_fingerprint(job, shards, tokenizer.digest)
-    learned = learn(learn_from, expert_loads, model, fingerprint)
-    run = RunDir(Path(job.output.dir))
-    if can_run_here is not None:
-        can_run_here()
-    with _locked(run, job, again=again is not None):
-        check_names(run, shards)
-        claim_place(job, fingerprint)
-        state = _open_run(run, job, fingerprint, shards, again=again is not None)
-        session.attach(run)
-        publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
-        if state["state"] == "planning":
-            prepared = _Prepared(job, run, Manifest(run.root), tokenizer, model, learned)
-            shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
-            if again is not None:
-                again(run, prepared.manifest)
-            planned = {"state": "planned", "shards": [asdict(shard) for shard in shards], "counts": summary}
-            publish_json(run.run_json, {**state, **planned, "files": prepared.manifest.as_json()})
-            for shard in shards:
-                run.token_checksums(shard.index).unlink(missing_ok=True)
-        else:
-            note(f"{run.root} is planned already; going on with that plan")
-            if learn_from is not None or expert_loads is not None:
-                note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
+    with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
+        shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
+        _check_shards(shards, strict)
+        _check_columns(job, shards)
+        fingerprint = job_fingerprint(job, shards, encoders.digest)
+        learned = learn(learn_from, expert_loads, model, fingerprint)
+        run = RunDir(Path(job.output.dir))
+        if can_run_here is not None:
+            can_run_here()
+        with _locked(run, job, again=again is not None):
+            check_names(run, shards)
+            claim_place(job, fingerprint)
+            state = _open_run(run, job, fingerprint, shards, again=again is not None)
+            session.attach(run)
+            publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
+            if state["state"] == "planning":
+                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned)
+                shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
+                if again is not None:
+                    again(run, prepared.manifest)
+                _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
+            else:
+                note(f"{run.root} is planned already; going on with that plan")
+                if learn_from is not None or expert_loads is not None:
+                    note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
     if strict:
         refuse_bad_rows(run)
     return run
@@ -136,6 +136,15 @@ def _open_run(
     return state
 
 
+def _publish_state(prepared: _Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
+    """Say that the plan is made and vouch for its files; checksums of token files have their place there from now on."""
+    run = prepared.run
+    files = prepared.manifest.as_json()
+    publish_json(run.run_json, {**state, "shards": [asdict(shard) for shard in shards], "files": files})
+    for shard in shards:
+        run.token_checksums(shard.index).unlink(missing_ok=True)
+
+
 def _keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
     """Leave the token files that are not damaged to a plan that goes on with them."""
     for path in [run.tokens(shard.index) for shard in shards]:
@@ -154,7 +163,7 @@ class _Prepared:
     job: JobConfig
     run: RunDir
     manifest: Manifest  # of what it writes
-    tokenizer: PromptTokenizer
+    encoders: Encoders
     model: ModelConfig
     learned: Learned
 
@@ -333,8 +342,9 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 checked.append(shard)
                 continue
             try:
+                target = run.tokens(shard.index)
                 found = tokenize_shard(
-                    shard, job, prepared.tokenizer, limits, run.tokens(shard.index), progress.advance, prepared.manifest
+                    shard, job, prepared.encoders, limits, target, progress.advance, prepared.manifest
                 )
             except InputError as error:
                 if strict:
@@ -365,7 +375,9 @@ def _is_tokenized(prepared: _Prepared, shard: Shard) -> bool:
         return False
     path = run.tokens(shard.index)
     try:
-        found = Manifest(run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index))})
+        found = Manifest(
+            run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index), "bytes", "xxh3")}
+        )
         found.check(path)
     except DamagedFileError as error:
         note(f"warning: {error.path} is damaged ({error.reason}); {shard.name} is tokenised again")

@@ -17,7 +17,7 @@ from batchinfer.plan.background import made_ahead
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
 
-COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error"]
+COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens"]
 NO_CODE = -1  # of null: for sampling, a row that uses the job's own
 
 
@@ -34,6 +34,7 @@ class RowTable:
     num_tokens: np.ndarray  # [R] int64
     num_bad: int  # output rows of bad input rows
     num_input_rows: int
+    num_control: int  # input rows whose text holds control tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,11 @@ def load_rows(
     """
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("shard", "row", "n", "max_tokens", "code", "length")}
     code_of_text: dict[str, int] = {}
-    num_bad = num_input_rows = 0
+    num_bad = num_input_rows = num_control = 0
     for shard, batch in _batches(run, manifest, shards, COLUMNS):
         is_good = pc.is_null(batch["error"])
         num_input_rows += len(batch)
+        num_control += batch["control_tokens"].true_count
         num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
         good = batch if is_good.true_count == len(batch) else batch.filter(is_good)  # a filter copies the tokens
         lengths = pc.list_value_length(good["token_ids"]).to_numpy().astype(np.int64)
@@ -82,6 +84,7 @@ def load_rows(
         num_tokens=columns["length"],
         num_bad=num_bad,
         num_input_rows=num_input_rows,
+        num_control=num_control,
     )
 
 

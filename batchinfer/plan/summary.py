@@ -22,6 +22,7 @@ def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, pla
         "input_rows": rows.num_input_rows,
         "rows": int(rows.n.sum()) + rows.num_bad,
         "bad_rows": rows.num_bad,
+        "control_rows": rows.num_control,
         "requests": len(requests.row_index),
         "duplicates": len(requests.duplicate_row),
         "units": len(work.unit_starts) - 1,
@@ -96,6 +97,8 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         f"to generate {summary['max_output_tokens']:>14,} tokens at most"
         + ("" if expected is None else f", {expected:,} expected"),
     ]
+    if summary["control_rows"]:
+        lines.insert(1, f"control     {summary['control_rows']:>14,} rows spell control tokens in their text")
     if num_ranks > 1:
         lines += [
             f"busiest rank{summary['prefill_max_over_mean']:>14.3f} times the mean in prefill "

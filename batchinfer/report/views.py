@@ -12,6 +12,7 @@ import duckdb
 from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES, Table
 from batchinfer.records import ConfigError
+from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
 from batchinfer.rundir import RunDir
 
 VIEWS = (OUTPUTS, *STATS_TABLES)
@@ -60,40 +61,47 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def run_query(run_folders: list[Path], sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+def run_query(
+    run_folders: list[Path], sql: str, *, seconds: float = SQL_SECONDS
+) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     """Run one SELECT on the views; it can read the runs' own tables and nothing else, and change nothing.
 
     Rows are computed as they are taken, so a result may be larger than the memory. Times with a time zone come as text
     (in UTC).
 
+    Args:
+        seconds: until the last row is taken.
+
     Returns:
         The column names (they may repeat) and the rows.
 
     Raises:
-        ConfigError: a run folder is wrong (see open_views), or the SQL is not one SELECT, does not run, or reaches for
-            files, network, extensions or settings. Taking rows can raise it too.
+        ConfigError: a run folder is wrong (see open_views), or the SQL is not one SELECT, does not run, takes too long
+            or too much memory, or reaches for files, network, extensions or settings. Taking rows can raise it too.
     """
     try:
         sql.encode()
     except UnicodeEncodeError:
         raise ConfigError("the SQL is not valid Unicode; write it in UTF-8") from None
     connection = open_views(run_folders)
+    deadline = Deadline(connection, seconds)
     try:
+        connection.execute(f"SET memory_limit = '{query_bytes() >> 20} MiB'")
         _lock(connection, [file for folder in run_folders for file in _run_files(RunDir(_absolute(folder)))])
-        _check_reads_only(connection, sql)
-        columns = _execute(connection, sql)
-    except duckdb.Error as error:
-        connection.close()
-        raise _sql_error(error) from None
-    except BaseException:
-        connection.close()
+        deadline.call(lambda: _check_reads_only(connection, sql))
+        columns = deadline.call(lambda: _execute(connection, sql))
+    except BaseException as error:
+        if not deadline.is_stuck:
+            connection.close()
+        if isinstance(error, duckdb.Error):
+            raise _sql_error(error) from None
         raise
-    return columns, _rows(connection)
+    return columns, _rows(connection, deadline)
 
 
-def _rows(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+def _rows(connection: duckdb.DuckDBPyConnection, deadline: Deadline) -> Iterator[tuple[Any, ...]]:
     try:
-        while rows := connection.fetchmany(FETCH_ROWS):
+        while rows := deadline.call(lambda: connection.fetchmany(FETCH_ROWS)):
             yield from rows
     except duckdb.Error as error:
         raise _sql_error(error) from None
@@ -102,7 +110,8 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
             f"a value of the result has no form in Python ({error}); cast its column to VARCHAR"
         ) from None
     finally:
-        connection.close()
+        if not deadline.is_stuck:
+            connection.close()
 
 
 # ---- views
@@ -225,6 +234,8 @@ def _execute(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 
 def _sql_error(error: duckdb.Error) -> ConfigError:
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return too_much_memory(query_bytes())
     if isinstance(error, duckdb.PermissionException):
         views = ", ".join(table.name for table in VIEWS)
         return ConfigError(f"--sql may read the views {views} and no other file: {_first_line(error)}")

@@ -149,7 +149,7 @@ class StatusReader:
     def _holder(self, row: dict[str, Any], claim: Path, files: list[Path], now_s: float) -> Holder | None:
         path = claim / "lease.json"
         try:
-            lease = read_json(path)
+            lease = read_json(path, "released", "host")
         except DamagedFileError as error:
             self._damaged[path] = error.reason
             return None

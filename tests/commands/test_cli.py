@@ -223,14 +223,14 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
 
 @pytest.mark.parametrize(("ending", "code", "said"), [("3", 3, ""), ("'why'", 1, "why\n"), ("None", 0, "")])
 def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
-    end = f"cli.main = lambda spare: sys.exit({ending}); print('out'); program()"
+    end = f"cli.main = lambda *processes: sys.exit({ending}); print('out'); program()"
     text = f"import sys; from batchinfer import cli; from batchinfer.program import program; {end}"
     done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
 
 
 def test_an_interrupt_before_the_command_has_begun_is_one_sentence():
-    text = "from batchinfer import cli, program; cli.main = lambda spare: exec('raise KeyboardInterrupt')"
+    text = "from batchinfer import cli, program; cli.main = lambda *processes: exec('raise KeyboardInterrupt')"
     done = subprocess.run(
         [sys.executable, "-c", f"{text}; program.program()"], check=False, capture_output=True, text=True
     )

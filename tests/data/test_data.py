@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.config import JobConfig
+from batchinfer.config import JobConfig, ModelPart
+from batchinfer.data.encoders import Encoders
 from batchinfer.data.parquet import (
     id_type,
     kept_fields,
@@ -23,7 +25,7 @@ from batchinfer.data.parquet import (
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.data.validate import tokenize_shard
+from batchinfer.data.validate import ShardRows, tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
@@ -51,17 +53,30 @@ def make_job(sampling: dict | None = None, /, **columns: str) -> JobConfig:
         {
             "input": {"files": ["unused"], **(columns or {"prompt": "prompt"})},
             "output": {"dir": "unused"},
-            "model": {"path": "unused"},
+            "model": {"path": str(SAMPLE / "model")},
             "sampling": {"max_tokens": 16, "n": 2, **(sampling or {})},
         }
     )
 
 
-def check(tmp_path, tokenizer, columns: dict, job: JobConfig | None = None, limits: PromptLimits = LIMITS):
+def tokenize(shard: Shard, target: Path, job: JobConfig, limits=LIMITS, progress=lambda rows: None) -> ShardRows:
+    with Encoders(job, window=limits.window) as encoders:
+        return tokenize_shard(shard, job, encoders, limits, target, progress)
+
+
+def copy_with(tmp_path: Path, tokenizer_parts: dict) -> Path:
+    """The sample model folder with another tokenizer.json."""
+    folder = shutil.copytree(SAMPLE / "model", tmp_path / "model")
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(parts | tokenizer_parts))
+    return folder
+
+
+def check(tmp_path, columns: dict, job: JobConfig | None = None, limits: PromptLimits = LIMITS):
     """(what was found, rows of tokens/<shard>.parquet) for a shard of these columns."""
     shard = one_shard(write(tmp_path / "in.parquet", columns))
     done = []
-    found = tokenize_shard(shard, job or make_job(), tokenizer, limits, tmp_path / "tokens.parquet", done.append)
+    found = tokenize(shard, tmp_path / "tokens.parquet", job or make_job(), limits, done.append)
     rows = pq.read_table(tmp_path / "tokens.parquet").to_pylist()
     assert sum(done) == found.num_rows == len(rows) == shard.num_rows
     assert [row["row"] for row in rows] == list(range(len(rows)))
@@ -156,7 +171,7 @@ def test_a_shard_cut_anywhere_is_a_problem(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_damage_in_the_middle_is_an_input_error(tmp_path, tokenizer, seed):
+def test_damage_in_the_middle_is_an_input_error(tmp_path, seed):
     # pages with checksums: no flipped bit goes unnoticed
     columns = {"prompt": [f"text {i} {i * seed}" for i in range(500)]}
     path = write(tmp_path / "a.parquet", columns, write_page_checksum=True, use_dictionary=False)
@@ -165,7 +180,7 @@ def test_damage_in_the_middle_is_an_input_error(tmp_path, tokenizer, seed):
     content[200 + 50 * seed] ^= 1 << (seed % 8)
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"a\.parquet"):
-        tokenize_shard(shard, make_job(), tokenizer, LIMITS, tmp_path / "tokens.parquet", lambda rows: None)
+        tokenize(shard, tmp_path / "tokens.parquet", make_job())
     assert sorted(os.listdir(tmp_path)) == ["a.parquet"]
 
 
@@ -227,19 +242,20 @@ import re, sys
 from pathlib import Path
 from batchinfer.config import JobConfig
 from batchinfer.data.shards import find_shards
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.encoders import Encoders
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import tokenize_shard
 path, model = sys.argv[1:]
 job = JobConfig.model_validate({"input": {"files": [path], "prompt": "prompt"}, "output": {"dir": "x"},
-                                "model": {"path": "x"}, "sampling": {"max_tokens": 1}})
-tokenizer = load_tokenizer(Path(model))
+                                "model": {"path": model}, "sampling": {"max_tokens": 1}})
+encoders = Encoders(job, window=2048)
 def peak_kb():  # not getrusage: its maximum begins with that of the process that started this one
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak_kb()
 for shard in find_shards([path]):
-    tokenize_shard(shard, job, tokenizer, PromptLimits(2048, 1024), Path(path + ".out"), lambda rows: None)
+    tokenize_shard(shard, job, encoders, PromptLimits(2048, 1024), Path(path + ".out"), lambda rows: None)
 print(peak_kb() - before)
+encoders.__exit__(None, None, None)
 """
 
 
@@ -254,6 +270,40 @@ def test_a_large_row_group_is_read_in_bounded_memory(tmp_path, repeated):
     program = [sys.executable, "-c", MEMORY_PROGRAM, str(path), str(SAMPLE / "model")]
     grown_kb = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
     assert grown_kb < 150_000
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dictionary_of_large_values_is_read_in_bounded_memory(tmp_path, nested):
+    """Two rows of 50 MB, then 300 that repeat them: a file of some kilobytes that holds 15 GB."""
+    values = pa.array(["short", "x" * 50_000_000, "y" * 50_000_000])
+    texts = pa.DictionaryArray.from_arrays(pa.array([1, 2, None] + [0, 1, 2] * 100, pa.int32()), values)
+    column = texts
+    if nested:
+        role = pa.array(["user"] * len(texts))
+        messages = pa.StructArray.from_arrays([role, texts], ["role", "content"])
+        column = pa.ListArray.from_arrays(range(len(texts) + 1), messages)
+    path = tmp_path / "large.parquet"
+    options = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
+    pq.write_table(pa.table({"prompt": column}), path, **options)
+    shard = one_shard(path)
+    found = []
+    for batch in read_batches(shard, ["prompt"]):
+        assert not pa.types.is_dictionary(batch["prompt"].type)
+        assert batch.nbytes < 70e6
+        found += batch["prompt"].flatten().field("content") if nested else batch["prompt"]
+    assert [None if text.as_py() is None else text.as_py()[:5] for text in found] == [
+        *("xxxxx", "yyyyy", None),
+        *["short", "xxxxx", "yyyyy"] * 100,
+    ]
+
+
+def test_a_row_that_no_memory_holds_makes_its_shard_unreadable(tmp_path):
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 30, pa.int32()), pa.array(["x" * 50_000_000]))
+    path = tmp_path / "large.parquet"
+    options = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
+    pq.write_table(pa.table({"t": pa.ListArray.from_arrays([0, 1, 30], texts)}), path, **options)
+    with pytest.raises(InputError, match="row 1 holds 1450000000 bytes, more than 1073741824"):
+        list(read_batches(one_shard(path), ["t"]))
 
 
 # ---- id type and kept columns
@@ -323,7 +373,7 @@ def test_kept_columns_that_cannot_be_kept_are_refused(tmp_path, name, told):
 
 
 def test_good_prompts_become_tokens(tmp_path, tokenizer):
-    found, rows = check(tmp_path, tokenizer, {"id": ["a", None], "prompt": ["hello", "two words"]})
+    found, rows = check(tmp_path, {"id": ["a", None], "prompt": ["hello", "two words"]})
     assert [row["token_ids"] for row in rows] == tokenizer.encode_prompts(["hello", "two words"])
     assert [row["id"] for row in rows] == ["a", None]
     assert {(row["n"], row["max_tokens"], row["sampling"], row["error"]) for row in rows} == {(2, 16, None, None)}
@@ -339,10 +389,10 @@ def test_good_prompts_become_tokens(tmp_path, tokenizer):
         pa.dictionary(pa.int8(), pa.large_string()),
     ],
 )
-def test_every_kind_of_text_column_is_accepted(tmp_path, tokenizer, kind):
+def test_every_kind_of_text_column_is_accepted(tmp_path, kind):
     plain = pa.array(["hello", None, "hello"])
     column = plain.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else plain.cast(kind)
-    _, rows = check(tmp_path, tokenizer, {"id": column, "prompt": column})
+    _, rows = check(tmp_path, {"id": column, "prompt": column})
     assert [row["error"] for row in rows] == [None, "prompt is null", None]
     assert [row["id"] for row in rows] == ["hello", None, "hello"]
 
@@ -355,7 +405,7 @@ def invalid_utf8() -> pa.Array:
 
 def test_bad_prompts_are_rows_with_a_sentence(tmp_path, tokenizer):
     prompts = ["good", None, "", "far too long " * 9000, "long " * 2100, "good"]
-    found, rows = check(tmp_path, tokenizer, {"id": range(6), "prompt": prompts})
+    found, rows = check(tmp_path, {"id": range(6), "prompt": prompts})
     errors = [row["error"] for row in rows]
     assert errors[:3] == [None, "prompt is null", "prompt is empty"]
     assert errors[3] == "the prompt has 117000 characters, more than fit into 2048 tokens"
@@ -365,23 +415,25 @@ def test_bad_prompts_are_rows_with_a_sentence(tmp_path, tokenizer):
     assert found.first_error == "row 1: prompt is null"
 
 
-def test_text_that_is_not_utf8_is_a_bad_row(tmp_path, tokenizer):
-    _, rows = check(tmp_path, tokenizer, {"id": invalid_utf8(), "prompt": invalid_utf8()})
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
+    _, rows = check(tmp_path, {"id": invalid_utf8(), "prompt": invalid_utf8()})
     assert [row["error"] for row in rows] == [None, "prompt is not valid UTF-8"]
     assert [row["id"] for row in rows] == ["a", "\ufffd\ufffd"]
 
 
 def test_a_prompt_of_no_tokens_is_a_bad_row(tmp_path):
-    empty = load_tokenizer(SAMPLE / "model")
-    empty.encode_prompts = lambda texts, most_tokens=None: [[] for _ in texts]
-    _, rows = check(tmp_path, empty, {"id": [1], "prompt": ["x"]})
+    folder = copy_with(
+        tmp_path, {"post_processor": None, "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}
+    )
+    job = make_job().model_copy(update={"model": ModelPart(path=str(folder))})
+    _, rows = check(tmp_path, {"id": [1], "prompt": [" "]}, job)
     assert rows[0]["error"] == "the prompt has no tokens"
 
 
 def test_max_tokens_is_cut_to_the_window(tmp_path, tokenizer):
     length = len(tokenizer.encode_prompts(["hello"])[0])
     limits = [PromptLimits(length + extra, 1024) for extra in (0, 1, 15, 16)]
-    results = [check(tmp_path, tokenizer, {"id": [1], "prompt": ["hello"]}, limits=limit) for limit in limits]
+    results = [check(tmp_path, {"id": [1], "prompt": ["hello"]}, limits=limit) for limit in limits]
     assert [rows[0]["max_tokens"] for _, rows in results] == [0, 1, 15, 16]
     assert [found.num_capped for found, _ in results] == [0, 1, 1, 0]
     assert results[0][1][0]["error"] is not None
@@ -389,15 +441,15 @@ def test_max_tokens_is_cut_to_the_window(tmp_path, tokenizer):
 
 def test_many_rows_keep_their_order(tmp_path, tokenizer):
     prompts = [f"row {row}" if row % 7 else None for row in range(5000)]
-    found, rows = check(tmp_path, tokenizer, {"id": range(5000), "prompt": prompts})
+    found, rows = check(tmp_path, {"id": range(5000), "prompt": prompts})
     assert [row["id"] for row in rows] == [str(row) for row in range(5000)]
     good = [row for row in range(5000) if row % 7]
     assert [rows[row]["token_ids"] for row in good] == tokenizer.encode_prompts([prompts[row] for row in good])
     assert found.num_bad == 5000 - len(good)
 
 
-def test_an_empty_shard_gives_an_empty_table(tmp_path, tokenizer):
-    found, rows = check(tmp_path, tokenizer, {"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())})
+def test_an_empty_shard_gives_an_empty_table(tmp_path):
+    found, rows = check(tmp_path, {"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())})
     assert (rows, found.num_rows) == ([], 0)
 
 
@@ -422,22 +474,22 @@ def test_an_empty_shard_gives_an_empty_table(tmp_path, tokenizer):
         ({"id": [1, 2], "p": ["a", "b"]}, {"prompt": "p", "sampling": "s"}, "the shard has no column 's'"),
     ],
 )
-def test_a_wrong_column_makes_each_of_its_rows_bad(tmp_path, tokenizer, columns, job, told):
-    _, rows = check(tmp_path, tokenizer, columns, make_job(**job))
+def test_a_wrong_column_makes_each_of_its_rows_bad(tmp_path, columns, job, told):
+    _, rows = check(tmp_path, columns, make_job(**job))
     assert len(rows) == 2
     assert all(told in row["error"] and row["n"] == 2 for row in rows)
 
 
-def test_a_column_that_stands_twice_makes_each_row_bad(tmp_path, tokenizer):
+def test_a_column_that_stands_twice_makes_each_row_bad(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     pq.write_table(table, tmp_path / "twice.parquet")
     shard = one_shard(tmp_path / "twice.parquet")
-    found = tokenize_shard(shard, make_job(), tokenizer, LIMITS, tmp_path / "t.parquet", lambda rows: None)
+    found = tokenize(shard, tmp_path / "t.parquet", make_job())
     assert found.first_error == "row 0: the shard has more than one column 'prompt'"
 
 
-def test_a_missing_id_column_gives_null_ids(tmp_path, tokenizer):
-    found, rows = check(tmp_path, tokenizer, {"prompt": ["a", "b"]})
+def test_a_missing_id_column_gives_null_ids(tmp_path):
+    found, rows = check(tmp_path, {"prompt": ["a", "b"]})
     assert found.id_missing
     assert [(row["id"], row["error"]) for row in rows] == [(None, None)] * 2
 
@@ -445,10 +497,10 @@ def test_a_missing_id_column_gives_null_ids(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "kind", [pa.int8(), pa.uint16(), pa.int64(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())]
 )
-def test_integer_ids_become_text(tmp_path, tokenizer, kind):
+def test_integer_ids_become_text(tmp_path, kind):
     plain = pa.array([7, None, 9], pa.int32())
     column = plain.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else plain.cast(kind)
-    _, rows = check(tmp_path, tokenizer, {"id": column, "prompt": ["a", "b", "c"]})
+    _, rows = check(tmp_path, {"id": column, "prompt": ["a", "b", "c"]})
     assert [row["id"] for row in rows] == ["7", None, "9"]
 
 
@@ -468,30 +520,30 @@ def test_bad_messages_are_rows_with_a_sentence(tmp_path, tokenizer):
         ([{"role": "user", "content": ""}], None),
     ]
     chats = pa.array([chat for chat, _ in expected], pa.list_(MESSAGE))
-    _, rows = check(tmp_path, tokenizer, {"id": range(8), "m": chats}, make_job(messages="m"))
+    _, rows = check(tmp_path, {"id": range(8), "m": chats}, make_job(messages="m"))
     assert [row["error"] for row in rows] == [error for _, error in expected]
     assert rows[0]["token_ids"] == tokenizer.encode_chats([[hello]])[0]
 
 
-def test_messages_that_are_not_utf8_are_bad_rows(tmp_path, tokenizer):
+def test_messages_that_are_not_utf8_are_bad_rows(tmp_path):
     texts = invalid_utf8()
     messages = pa.StructArray.from_arrays([pa.array(["user", "user"]), texts], names=["role", "content"])
     chats = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), messages)
-    _, rows = check(tmp_path, tokenizer, {"id": [1, 2], "m": chats}, make_job(messages="m"))
+    _, rows = check(tmp_path, {"id": [1, 2], "m": chats}, make_job(messages="m"))
     assert [row["error"] for row in rows] == [None, "m is not valid UTF-8"]
 
 
 @pytest.mark.parametrize("kind", [pa.large_list(MESSAGE), pa.list_(MESSAGE, 1)])
-def test_every_kind_of_message_list_is_accepted(tmp_path, tokenizer, kind):
+def test_every_kind_of_message_list_is_accepted(tmp_path, kind):
     chats = pa.array([[{"role": "user", "content": "hello"}]] * 2, kind)
-    _, rows = check(tmp_path, tokenizer, {"id": [1, 2], "m": chats}, make_job(messages="m"))
+    _, rows = check(tmp_path, {"id": [1, 2], "m": chats}, make_job(messages="m"))
     assert [row["error"] for row in rows] == [None, None]
 
 
-def test_an_assistant_that_called_a_tool_needs_no_content(tmp_path, tokenizer):
+def test_an_assistant_that_called_a_tool_needs_no_content(tmp_path):
     message = pa.struct([*MESSAGE, ("tool_calls", pa.list_(pa.string()))])
     chats = pa.array([[{"role": "assistant", "content": None, "tool_calls": ["f"]}]], pa.list_(message))
-    _, rows = check(tmp_path, tokenizer, {"id": [1], "m": chats}, make_job(messages="m"))
+    _, rows = check(tmp_path, {"id": [1], "m": chats}, make_job(messages="m"))
     # it is passed on; that this template wants content is the template's word
     assert rows[0]["error"].startswith("the chat template fails on the messages")
 
@@ -502,7 +554,7 @@ def test_an_assistant_that_called_a_tool_needs_no_content(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.int64()), pa.list_(pa.int16()), pa.large_list(pa.int32()), pa.list_(pa.uint64())]
 )
-def test_token_ids_are_checked_against_the_vocabulary(tmp_path, tokenizer, kind):
+def test_token_ids_are_checked_against_the_vocabulary(tmp_path, kind):
     expected = [
         ([1, 2, 1023], None),
         (None, "t is null"),
@@ -513,32 +565,32 @@ def test_token_ids_are_checked_against_the_vocabulary(tmp_path, tokenizer, kind)
         ([7] * 2047, None),
     ]
     lists = pa.array([ids for ids, _ in expected], kind)
-    found, rows = check(tmp_path, tokenizer, {"id": range(7), "t": lists}, make_job(token_ids="t"))
+    found, rows = check(tmp_path, {"id": range(7), "t": lists}, make_job(token_ids="t"))
     assert [row["error"] for row in rows] == [error for _, error in expected]
     assert rows[0]["token_ids"] == [1, 2, 1023]
     assert (rows[6]["max_tokens"], found.num_capped) == (1, 1)
 
 
-def test_negative_and_huge_token_ids_are_bad(tmp_path, tokenizer):
+def test_negative_and_huge_token_ids_are_bad(tmp_path):
     signed, unsigned = pa.array([[-1], [3]], pa.list_(pa.int32())), pa.array([[2**64 - 1], [3]], pa.list_(pa.uint64()))
     for lists, shown in ((signed, "-1"), (unsigned, str(2**64 - 1))):
-        _, rows = check(tmp_path, tokenizer, {"id": [1, 2], "t": lists}, make_job(token_ids="t"))
+        _, rows = check(tmp_path, {"id": [1, 2], "t": lists}, make_job(token_ids="t"))
         assert [row["error"] for row in rows] == [f"a token id is {shown}, which is not in [0, 1024)", None]
 
 
-def test_text_whose_tokens_the_model_does_not_have_is_bad(tmp_path, tokenizer):
+def test_text_whose_tokens_the_model_does_not_have_is_bad(tmp_path):
     limits = PromptLimits(window=2048, vocab_size=300)
-    _, rows = check(tmp_path, tokenizer, {"id": [1], "prompt": ["kitchen"]}, limits=limits)
+    _, rows = check(tmp_path, {"id": [1], "prompt": ["kitchen"]}, limits=limits)
     assert "which is not in [0, 300)" in rows[0]["error"]
 
 
 # ---- rows: sampling
 
 
-def test_a_row_overrides_the_jobs_sampling(tmp_path, tokenizer):
+def test_a_row_overrides_the_jobs_sampling(tmp_path):
     overrides = [None, {}, {"n": 3, "seed": 7}, {"max_tokens": 5, "stop": ["x"]}, {"max_tokens": 16, "n": 2}]
     columns = {"id": range(5), "prompt": ["hello"] * 5, "s": overrides}
-    _, rows = check(tmp_path, tokenizer, columns, make_job({"temperature": 0.5}, prompt="prompt", sampling="s"))
+    _, rows = check(tmp_path, columns, make_job({"temperature": 0.5}, prompt="prompt", sampling="s"))
     assert [row["error"] for row in rows] == [None] * 5
     assert [row["n"] for row in rows] == [2, 2, 3, 2, 2]
     assert [row["max_tokens"] for row in rows] == [16, 16, 16, 5, 16]
@@ -566,30 +618,30 @@ def test_a_row_overrides_the_jobs_sampling(tmp_path, tokenizer):
         ({"top_p": b"1"}, "s.top_p is b'1', but"),
     ],
 )
-def test_an_override_that_cannot_be_is_a_bad_row(tmp_path, tokenizer, override, told):
+def test_an_override_that_cannot_be_is_a_bad_row(tmp_path, override, told):
     columns = {"id": [1, 2, 3], "prompt": ["hello"] * 3, "s": [None, override, dict.fromkeys(override)]}
-    found, rows = check(tmp_path, tokenizer, columns, make_job(prompt="prompt", sampling="s"))
+    found, rows = check(tmp_path, columns, make_job(prompt="prompt", sampling="s"))
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert told in rows[1]["error"]
     assert rows[1]["n"] == 2
     assert found.first_error.startswith("row 1: s.")
 
 
-def test_many_different_overrides_are_all_resolved(tmp_path, tokenizer):
+def test_many_different_overrides_are_all_resolved(tmp_path):
     columns = {"id": range(3000), "prompt": ["hello"] * 3000, "s": [{"seed": row} for row in range(3000)]}
-    _, rows = check(tmp_path, tokenizer, columns, make_job(prompt="prompt", sampling="s"))
+    _, rows = check(tmp_path, columns, make_job(prompt="prompt", sampling="s"))
     assert [json.loads(row["sampling"])["seed"] if row["sampling"] else 0 for row in rows] == list(range(3000))
 
 
 # ---- the sample
 
 
-def test_the_sample_prompts_have_what_they_promise(tmp_path, tokenizer):
+def test_the_sample_prompts_have_what_they_promise(tmp_path):
     shards = find_shards([str(SAMPLE / "prompts" / "*.parquet")])
     bad, prompts, ids = 0, [], []
     for shard in shards:
         job = make_job(messages="messages")
-        bad += tokenize_shard(shard, job, tokenizer, LIMITS, tmp_path / shard.name, lambda rows: None).num_bad
+        bad += tokenize(shard, tmp_path / shard.name, job).num_bad
         for row in pq.read_table(tmp_path / shard.name).to_pylist():
             ids.append(row["id"])
             prompts += [tuple(row["token_ids"])] if row["error"] is None else []

@@ -159,6 +159,23 @@ def test_the_same_inputs_give_the_same_plan(tmp_path):
         assert one == two
 
 
+def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(tmp_path):
+    texts = ["a", "b<｜User｜>", "", "<｜Assistant｜><｜User｜>", "c"]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": texts[:3]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": texts[3:]})
+    for control, num_bad in (("parse", 1), ("text", 1), ("error", 3)):
+        job = write_job(tmp_path, input={"control_tokens": control}, output={"dir": control})
+        ended = batchinfer("plan", job)
+        assert ended.code == 0
+        assert re.search(r"^control +2 rows spell control tokens", ended.out, re.M)
+        (summary,) = pq.read_table(tmp_path / control / "plan" / "summary.parquet").to_pylist()
+        assert (summary["control_rows"], summary["bad_rows"]) == (2, num_bad)
+    job = write_job(tmp_path, input={"control_tokens": "text"}, output={"dir": "parse"})
+    ended = batchinfer("plan", job)
+    assert ended.code == 2
+    assert "input columns.control_tokens was parse and is now text" in ended.err
+
+
 @pytest.mark.parametrize(
     ("num_rows", "most_bytes"), [(200_000, 0.5e9), pytest.param(1_000_000, 2e9, marks=pytest.mark.slow)]
 )

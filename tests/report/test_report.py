@@ -29,6 +29,7 @@ from batchinfer.report.terminal import UNCUT, WARNING, drawn, text
 from batchinfer.report.terminal import table as drawn_table
 from batchinfer.report.views import open_views, run_query
 from batchinfer.sanitize import display_width, fit
+from support.jobs import start
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run
 
 HOUR_S = 3600.0
@@ -501,6 +502,41 @@ def test_a_large_result_is_taken_bit_by_bit(tmp_path):
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 20e6
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT count(*) FROM range(1000000000000) t(i) WHERE i * 7 % 13 = 14",
+        "WITH RECURSIVE t AS (SELECT 1 x UNION ALL SELECT x + 1 FROM t) SELECT count(*) FROM t",
+        "SELECT levenshtein(repeat('ab', 200000), repeat('ba', 200000))",  # one call: DuckDB cannot stop it
+        "SELECT i FROM range(1000000000000) t(i)",
+    ],
+)
+def test_a_query_without_end_is_stopped(small_run, sql):
+    with start("report", small_run, "--json", "--sql-seconds", "1", "--sql", sql) as command:
+        out, err = command.communicate()
+    assert (command.returncode, out) == (2, "")
+    assert err == "error: the SQL takes more than 1 s; give it more with --sql-seconds\n"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT list(i) FROM range(1000000000000) t(i)",
+        "SELECT length(repeat('x', 4000000000))",  # DuckDB's own limit does not count it
+        "SELECT repeat('x', 300000000) FROM range(100)",  # small for DuckDB, not for who takes the rows
+    ],
+)
+def test_a_query_that_wants_too_much_memory_is_refused(small_run, sql):
+    code = (
+        "from batchinfer.report import query_limits; query_limits.free_memory_bytes = lambda: 2 << 30;"
+        "from batchinfer.program import program; program()"
+    )
+    command = [sys.executable, "-c", code, "report", small_run, "--json", "--sql", sql]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: the SQL needs more than 1.0 GiB of memory, half of what was free;")
 
 
 def test_a_result_can_be_left_halfway(small_run):

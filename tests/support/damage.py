@@ -29,27 +29,27 @@ def files_of(run: Path) -> list[Path]:
     return sorted([*files, run / "run.json", run / "job.toml"])
 
 
-def flip_bit(path: Path, rng: random.Random) -> None:
+def flip_bit(path: Path, rng: random.Random, _: list[Path] | None = None) -> None:
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 
-def truncate(path: Path, rng: random.Random) -> None:
+def truncate(path: Path, rng: random.Random, _: list[Path] | None = None) -> None:
     path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
 
 
-def delete(path: Path, _: random.Random) -> None:
+def delete(path: Path, rng: random.Random, _: list[Path]) -> None:
     path.unlink()
 
 
-def zero(path: Path, _: random.Random) -> None:
+def zero(path: Path, rng: random.Random, _: list[Path]) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def swap(path: Path, rng: random.Random) -> None:
+def swap(path: Path, rng: random.Random, files: list[Path]) -> None:
     """Exchange a file with another one of its kind; alone, it stays."""
-    others = [other for other in path.parent.parent.rglob(f"*{path.suffix}") if other.is_file() and other != path]
+    others = [other for other in files if other != path and other.suffix == path.suffix]
     if others:
         other = rng.choice(others)
         content = path.read_bytes()
@@ -57,15 +57,17 @@ def swap(path: Path, rng: random.Random) -> None:
         other.write_bytes(content)
 
 
-KINDS: tuple[Callable[[Path, random.Random], None], ...] = (flip_bit, truncate, delete, zero, swap)
+Kind = Callable[[Path, random.Random, list[Path]], None]  # damages a file, which is one of these
+KINDS: tuple[Kind, ...] = (flip_bit, truncate, delete, zero, swap)
 
 
-def damaged_copy(run: Path, target: Path, number: int, *, kind: Callable[[Path, random.Random], None]) -> str:
+def damaged_copy(run: Path, target: Path, number: int, *, kind: Kind) -> str:
     """A copy of a run with damage in it; the same number does the same damage. Says which file."""
     rng = random.Random(f"{kind.__name__} {number}")
     shutil.copytree(run, target)
-    path = rng.choice(files_of(target))
-    kind(path, rng)
+    files = files_of(target)
+    path = rng.choice(files)
+    kind(path, rng, files)
     return path.relative_to(target).as_posix()
 
 

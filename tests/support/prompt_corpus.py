@@ -79,5 +79,6 @@ def _rows(shard: int, first_row: int, token_ids: np.ndarray, offsets: np.ndarray
         "max_tokens": np.full(len(rows), 100, dtype=np.int32),
         "sampling": pa.nulls(len(rows), pa.string()),
         "error": pa.nulls(len(rows), pa.string()),
+        "control_tokens": np.zeros(len(rows), dtype=bool),
     }
     return pa.table(columns, schema=TOKENS.schema)

@@ -1,7 +1,8 @@
-"""Ranks forked from a server that has imported their program once, for commands that run in the tests' own process.
+"""Ranks and tokenizer processes forked from a server that has imported their programs once.
 
-Importing torch takes a rank longer than most jobs of these tests. Forked ranks run the same program with the same
-variables; those of commands that are processes of their own (`jobs.start`) are started as they are for users.
+They are for commands that run in the tests' own process: importing torch takes a rank longer than most jobs of these
+tests. Forked ones run the same program with the same variables; those of commands that are processes of their own
+(`jobs.start`) are started as they are for users.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import os
 import runpy
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from batchinfer.data import tokenizer_process, tokenizer_worker
 from batchinfer.launch import rank_process
 from batchinfer.rank import main
 from batchinfer.rank.rank_task import read_task
@@ -37,15 +40,15 @@ def open_forge() -> None:
 def fork_server() -> ForkServerContext:
     """What processes of tests are forked with."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["batchinfer.rank.main"])
+    context.set_forkserver_preload(["batchinfer.rank.main", "batchinfer.data.tokenizer_worker"])
     return context
 
 
-class ForkedRank:
-    """A rank's process, with what the rank watcher uses of subprocess.Popen."""
+class Forked:
+    """A process with what the program uses of subprocess.Popen."""
 
-    def __init__(self, variables: dict[str, str], end: socket.socket | None, trap: Path | None) -> None:
-        self._process = fork_server().Process(target=_run, args=(variables, end, os.getcwd(), trap), daemon=True)
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        self._process = fork_server().Process(target=target, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -63,18 +66,30 @@ class ForkedRank:
         return self.returncode
 
 
-def start_rank(variables: dict[str, str], end: socket.socket | None) -> ForkedRank | subprocess.Popen[bytes]:
+def start_tokenizer(control: int, stderr: int) -> Forked:
+    """As tokenizer_process.start_process."""
+    return Forked(_run_tokenizer, socket.socket(fileno=os.dup(control)), Connection(os.dup(stderr)))
+
+
+def start_rank(variables: dict[str, str], end: socket.socket | None) -> Forked | subprocess.Popen[bytes]:
     """As rank_process.start_rank; forked unless what is imported might be another thing with these variables."""
     early = _early(variables)
     folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
     trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None
     path = others if trap else variables.get("PYTHONPATH")
     early |= {"PYTHONPATH": path} if path else {}
-    return ForkedRank(variables, end, trap) if early == _environment else _start_rank(variables, end)
+    return Forked(_run, variables, end, os.getcwd(), trap) if early == _environment else _start_rank(variables, end)
 
 
 def _early(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not name.startswith(READ_LATE)}
+
+
+def _run_tokenizer(control: socket.socket, stderr: Connection) -> None:
+    os.environ.update(tokenizer_process.ENVIRONMENT)
+    os.dup2(stderr.fileno(), 1)
+    os.dup2(stderr.fileno(), 2)
+    tokenizer_worker.serve(control)
 
 
 def _run(variables: dict[str, str], end: socket.socket | None, folder: str, trap: Path | None) -> None:

@@ -1,0 +1,187 @@
+"""Control tokens that people's texts spell: finding them, and keeping them ordinary text.
+
+A tokenizer takes every occurrence of an added token's text for that token, whoever wrote it. A chat's template writes
+its own, so those of the messages must be told apart from them: the chat is rendered a second time with the characters
+at which control tokens begin and end replaced in the messages, and what is found then is the template's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from batchinfer.data.text_encoder import TextEncoder, keeps_text
+from batchinfer.records import ModelError
+
+Render = Callable[[list[dict[str, Any]]], str]
+_SPARE = range(0x10F000, 0x110000)  # code points for private use, of which those are taken that a chat does not hold
+_IS_SPARE = re.compile("[\U0010f000-\U0010ffff]")
+
+
+class ControlTokenError(ValueError):
+    """A row's control tokens cannot be treated as the job wants; the message is the row's error."""
+
+
+class ControlTokens:
+    """The added tokens of a tokenizer, without those of white space alone, which are for text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().items()
+        # special tokens are text already where the model folder says so (split_special_tokens)
+        parsed = {id: token for id, token in added if not (token.special and tokenizer.encode_special_tokens)}
+        found = {id: token for id, token in parsed.items() if token.content.strip()}
+        self._ids = set(found)
+        self._texts = sorted({token.content for token in found.values()}, key=len, reverse=True)
+        self._pattern = _any_of(self._texts)
+        self._marks = sorted({char for text in self._texts for char in (text[0], text[-1])})
+        self._normalizer = None if keeps_text(tokenizer) else tokenizer.normalizer
+        self._normalized = _any_of(
+            [self._normalizer.normalize_str(token.content) for token in found.values() if token.normalized]
+            if self._normalizer
+            else []
+        )
+        self._literal: LiteralTokenizer | None = None
+
+    @property
+    def literal(self) -> LiteralTokenizer:
+        """The tokenizer that takes control tokens for text."""
+        if self._literal is None:
+            self._literal = LiteralTokenizer(self._tokenizer, self._ids)
+        return self._literal
+
+    def first_in(self, value: Any) -> str | None:
+        """The first control token that a text, or some text in a chat, spells."""
+        found = (self._pattern.search(text) or self._first_normalized(text) for text in _texts_in(value))
+        return next((match[0] for match in found if match), None)
+
+    def pieces(self, chat: list[dict[str, Any]], text: str, render: Render) -> list[str] | None:
+        """The text of a chat, rendered, as [text, control token that the template wrote, text, ...].
+
+        Returns:
+            None: all its control tokens are the template's.
+
+        Raises:
+            ControlTokenError: the template does not treat control tokens of the messages like other text.
+        """
+        spare = self._spare_chars(text, chat)
+        marked = _Hidden({char: next(spare) for char in self._marks})
+        rendered = render(marked.hide(chat))
+        own = self._pattern.findall(rendered)
+        if self._pattern.findall(text) == own and not any(map(self._first_normalized, _texts_in(chat))):
+            return None
+        # a template may look for a token in the messages (to drop an answer's thinking) and leave none: only what it
+        # leaves is hidden then
+        left = _Hidden({token: next(spare) * len(token) for token in self._texts if token in text})
+        for hidden in (marked, left):
+            rendered = render(hidden.hide(chat))
+            if hidden.restore(rendered) == text and self._pattern.findall(rendered) == own:
+                return [hidden.restore(piece) for piece in re.split(f"({self._pattern.pattern})", rendered)]
+        token = self.first_in(chat) or self._pattern.findall(text)[-1]
+        raise ControlTokenError(f"the chat template does not treat the control token {token} in the messages as text")
+
+    def _first_normalized(self, text: str) -> re.Match[str] | None:
+        return self._normalized.search(self._normalizer.normalize_str(text)) if self._normalizer else None
+
+    def _spare_chars(self, text: str, chat: list[dict[str, Any]]) -> Iterator[str]:
+        taken = {char for part in (text, *_texts_in(chat)) for char in _IS_SPARE.findall(part)}
+        return (chr(code) for code in _SPARE if chr(code) not in taken)
+
+
+class LiteralTokenizer:
+    """A tokenizer whose control tokens go by other names, which nobody can guess; their own are text."""
+
+    def __init__(self, tokenizer: Tokenizer, control_ids: set[int]) -> None:
+        parts = json.loads(tokenizer.to_str())
+        added = sorted(tokenizer.get_added_tokens_decoder().items())
+        renamed = Tokenizer.from_str(json.dumps({**parts, "added_tokens": [], "post_processor": None}))
+        renamed.encode_special_tokens = tokenizer.encode_special_tokens
+        secret = os.urandom(8).hex()
+        self._names = {token.content: f"{secret}-{id}." for id, token in added if id in control_ids}
+        true_ids: dict[int, int] = {}
+        for id, token in added:
+            name = self._names.get(token.content, token.content)
+            alias = AddedToken(
+                name,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized and id not in control_ids,
+                special=token.special,
+            )
+            renamed.add_special_tokens([alias]) if token.special else renamed.add_tokens([alias])
+            own_id = renamed.token_to_id(name)
+            assert own_id is not None
+            true_ids[own_id] = id
+        self._true_ids = np.arange(1 + max(renamed.get_vocab().values(), default=0))
+        self._true_ids[list(true_ids)] = list(true_ids.values())
+        # those that the model has in its own vocabulary, too: its merges may lead there
+        self._unwanted = np.array([id for id in control_ids if id not in true_ids])
+        self._encoder = TextEncoder(renamed)
+        self._start, self._end = _around(tokenizer)
+
+    def encode(self, pieces: list[str], most_tokens: int | None, *, in_template: bool = False) -> list[int] | str:
+        """The ids of [text, control token, text, ...], or the error sentence.
+
+        Args:
+            most_tokens: see TextEncoder.encode.
+            in_template: without what the tokenizer puts around each text by itself.
+        """
+        text = "".join(self._names[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+        (found,) = self._encoder.encode([text], most_tokens, add_special_tokens=False)
+        if isinstance(found, str):
+            return found
+        array = np.asarray(found, dtype=np.int64)
+        if np.isin(array, self._unwanted).any():
+            return "the tokenizer has no other tokens for the text of a control token in it"
+        ids: list[int] = self._true_ids[array].tolist()
+        return ids if in_template else [*self._start, *ids, *self._end]
+
+
+class _Hidden:
+    """Texts that are replaced by others, which nothing else holds."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+        self._pattern, self._back = _any_of(names), _any_of(names.values())
+        self._texts = {name: text for text, name in names.items()}
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: self._names[found[0]], value)
+        if isinstance(value, dict):
+            return {key: self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list) else value
+
+    def restore(self, text: str) -> str:
+        return self._back.sub(lambda found: self._texts[found[0]], text)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The leftmost and of those the longest."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item)
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before and after each text."""
+    alone = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    for first in range(len(whole) - len(alone) + 1):
+        if whole[first : first + len(alone)] == alone:
+            return whole[:first], whole[first + len(alone) :]
+    raise ModelError("control_tokens = 'text' does not go with this tokenizer's post-processor; use 'parse' or 'error'")

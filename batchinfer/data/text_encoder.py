@@ -1,0 +1,84 @@
+"""Ready texts to token ids, in runs that bound the tokenizer's memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from tokenizers import Tokenizer
+
+ENCODE_CHARS = 1 << 18  # characters encoded at once: the tokenizer holds some hundred bytes per token while it works
+
+
+class TextEncoder:
+    """A tokenizer that is never asked for more than ENCODE_CHARS, or one text, at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._longest_token = _longest_token(tokenizer)
+
+    def most_chars(self, most_tokens: int | None) -> int | None:
+        """Characters with which a text must have more tokens than this; None: not known."""
+        return None if most_tokens is None or self._longest_token is None else most_tokens * self._longest_token
+
+    def encode(self, texts: list[str], most_tokens: int | None, *, add_special_tokens: bool) -> list[list[int] | str]:
+        """The ids of each text, or its error sentence."""
+        most_chars = self.most_chars(most_tokens)
+        results: list[list[int] | str] = []
+        for first, end in _slices([len(text) for text in texts], most_chars):
+            if most_chars is not None and len(texts[first]) > most_chars:
+                results.append(too_long(len(texts[first]), most_tokens))
+            else:
+                results += self._encode_together(texts[first:end], add_special_tokens)
+        return results
+
+    def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | str]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
+        except MemoryError:
+            raise  # says nothing about one text
+        except Exception as error:
+            # one bad text fails them all: find it
+            if len(texts) == 1:
+                return [f"the tokenizer cannot encode the text: {' '.join(str(error).split())[:200]}"]
+            half = len(texts) // 2
+            first = self._encode_together(texts[:half], add_special_tokens)
+            return first + self._encode_together(texts[half:], add_special_tokens)
+
+
+def too_long(num_chars: int, most_tokens: int | None) -> str:
+    """The error sentence of a text that is not encoded since it cannot fit."""
+    return f"the prompt has {num_chars} characters, more than fit into {most_tokens} tokens"
+
+
+def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, int]]:
+    """Cut [0, len(lengths)) into runs of about ENCODE_CHARS characters; a text of more than most_chars stands alone."""
+    first, chars = 0, 0
+    for place, length in enumerate(lengths):
+        alone = most_chars is not None and length > most_chars
+        if place > first and (alone or chars + length > ENCODE_CHARS):
+            yield first, place
+            first, chars = place, 0
+        chars += ENCODE_CHARS + 1 if alone else length
+    if first < len(lengths):
+        yield first, len(lengths)
+
+
+def _longest_token(tokenizer: Tokenizer) -> int | None:
+    """Most characters that one token can stand for; None when the tokenizer may drop or merge characters."""
+    parts = json.loads(tokenizer.to_str())
+    model, pre_tokenizer = parts["model"], json.dumps(parts.get("pre_tokenizer"))
+    keeps_all = keeps_text(tokenizer) and model["type"] == "BPE" and model.get("unk_token") is None
+    keeps_all = keeps_all and "ByteLevel" in pre_tokenizer and "Removed" not in pre_tokenizer
+    if not keeps_all or any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
+        return None
+    return max(map(len, tokenizer.get_vocab()), default=None)
+
+
+def keeps_text(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer looks at texts as they are, without normalizing them."""
+    if tokenizer.normalizer is None:
+        return True
+    found = json.loads(tokenizer.normalizer.__getstate__())
+    return bool(found["type"] == "Sequence" and not found["normalizers"])

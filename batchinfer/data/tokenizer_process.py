@@ -1,0 +1,174 @@
+"""The process that loads a model's tokenizer and template and forks workers from itself: its start and its losses.
+
+Tokenizer, template and prompts are other people's. A library may end its process over them, or never come back, so none
+of it happens in the process of a command. What runs inside: data/tokenizer_worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.records import BatchinferError, ModelError
+from batchinfer.sanitize import clip
+
+TOGETHER = b"together"  # a batch in one go: quick
+ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
+WORDS_BYTES = 4096  # of what a process wrote last
+
+# One thread each: there is a worker for every core. Arrow's own allocator would reserve memory that is never used.
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "RUST_BACKTRACE": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended.
+
+    code: its exit code, or minus the signal that ended it.
+    words: the last line that it wrote to stderr, "" for none.
+    """
+
+    code: int
+    words: str
+
+    @property
+    def by_time(self) -> bool:
+        """It used up its processor time."""
+        return self.code == -signal.SIGXCPU
+
+    @property
+    def by_memory(self) -> bool:
+        """It asked for more memory than it may have."""
+        signs = ("MemoryError", "memory allocation of", "bad_alloc")  # of Python, Rust and C++
+        return any(sign in self.words for sign in signs)
+
+    @property
+    def from_outside(self) -> bool:
+        """Somebody ended it: the kernel for want of memory on this host, say."""
+        return self.code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
+
+    def reason(self) -> str:
+        """The end as words for a person."""
+        if self.code >= 0:
+            return self.words or f"exit code {self.code}"
+        return ": ".join(filter(None, [signal.Signals(-self.code).name, self.words]))
+
+
+class Worker:
+    """One fork: its channel for bytes; whoever has one closes it."""
+
+    def __init__(self, pid: int, channel: socket.socket, stderr: int) -> None:
+        self.pid = pid
+        self.channel = Connection(channel.detach())
+        self.stderr = stderr
+
+    def close(self) -> None:
+        """Let it go: without its channel the process ends."""
+        self.channel.close()
+        os.close(self.stderr)
+
+
+class TokenizerProcess:
+    """The process from its start, which is early since its imports take their time, to `end`."""
+
+    def __init__(self) -> None:
+        self._stderr = _unnamed_file()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = start_process(theirs.fileno(), self._stderr)
+
+    def load(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Load the model folder `settings["folder"]`; call it once.
+
+        Returns:
+            What data/tokenizer_worker.py says of it.
+
+        Raises:
+            ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
+        """
+        self._control.send(json.dumps(settings).encode())
+        answer = self._control.recv(1 << 16)
+        if not answer:
+            folder = settings["folder"]
+            raise ModelError(f"cannot use the tokenizer and template of {folder}: {self._why()}; restore the files")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise ModelError(found["error"])
+        return found
+
+    def fork(self) -> Worker:
+        """A worker, in the state that the process had after loading."""
+        ours, theirs = socket.socketpair()
+        stderr = _unnamed_file()
+        with theirs:
+            pid = self._ask(b"fork", [theirs.fileno(), stderr])
+        return Worker(pid, ours, stderr)
+
+    def ended(self, worker: Worker) -> Ended:
+        """How a worker ended whose channel has closed."""
+        status = self._ask(b"%d" % worker.pid)
+        return Ended(os.waitstatus_to_exitcode(status), _last_line(worker.stderr))
+
+    def end(self) -> None:
+        """End it and its workers, whatever they do; again: nothing happens."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._control.close()
+
+    def _ask(self, question: bytes, descriptors: list[int] | None = None) -> int:
+        with self._lock:
+            socket.send_fds(self._control, [question], descriptors or [])
+            answer = self._control.recv(64)
+        if not answer:
+            raise BatchinferError(f"the tokenizer's process ended: {self._why()}; run the same command to go on")
+        return int(answer)
+
+    def _why(self) -> str:
+        ended = Ended(self._process.wait(), _last_line(self._stderr))
+        if ended.by_time:
+            return "it takes too much processor time"
+        return "it takes too much memory" if ended.by_memory else ended.reason()
+
+
+def start_process(control: int, stderr: int) -> subprocess.Popen[bytes]:
+    """Start it with its control channel (a descriptor) and a file for what it writes to stderr."""
+    command = [sys.executable, "-m", "batchinfer.data.tokenizer_worker", str(control)]
+    environment = {**os.environ, **ENVIRONMENT}
+    # a session of its own: Ctrl-C is for the command, which ends this process when it stops
+    return subprocess.Popen(
+        command,
+        env=environment,
+        pass_fds=[control],
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def _unnamed_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _last_line(file: int) -> str:
+    size = os.fstat(file).st_size
+    text = os.pread(file, WORDS_BYTES, max(0, size - WORDS_BYTES)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return clip(lines[-1]) if lines else ""

@@ -1,0 +1,152 @@
+"""What runs in the tokenizer's process and in the workers that it forks: load once, then encode batch after batch.
+
+Time is limited in processor time and memory relative to what a process holds, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
+from batchinfer.data.row_encoder import RowEncoder
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer_process import TOGETHER
+from batchinfer.records import ModelError
+from batchinfer.sanitize import clip
+from batchinfer.stop import leave_signals_to_controller
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(control: socket.socket) -> NoReturn:
+    """Load what the first message asks for, then fork a worker, or wait for one's end, at each further message."""
+    leave_signals_to_controller()
+    _end_with_parent()
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    settings = control.recv(1 << 16)
+    if not settings:
+        os._exit(0)
+    encoder, answer = _load(json.loads(settings))
+    control.send(json.dumps(answer).encode())
+    gc.freeze()  # what is there stays, in memory that the workers share
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 64, 2)
+        if not message:
+            os._exit(0)
+        if not descriptors:
+            control.send(b"%d" % os.waitpid(int(message), 0)[1])
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _end_with_parent()
+            os.dup2(descriptors[1], 2)
+            _work(Connection(descriptors[0]), encoder, json.loads(settings))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(b"%d" % pid)
+
+
+def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
+    """(the encoder, what the command wants to know of it), or (None, {"error": sentence})."""
+    try:
+        with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
+            tokenizer = load_tokenizer(Path(settings["folder"]))
+            names = ("column", "kind", "most_tokens", "control_tokens")
+            encoder = RowEncoder(tokenizer, *(settings[name] for name in names))
+            encoder.try_out()
+    except ModelError as error:
+        return None, {"error": clip(str(error))}
+    return encoder, {"digest": tokenizer.digest, "most_chars": tokenizer.most_chars(settings["most_tokens"])}
+
+
+def _work(channel: Connection, encoder: RowEncoder | None, settings: dict[str, Any]) -> NoReturn:
+    assert encoder is not None
+    is_limited = False
+    try:
+        while True:
+            how = channel.recv_bytes()
+            with pa.ipc.open_stream(channel.recv_bytes()) as reader:
+                (column,) = reader.read_next_batch().columns
+            seconds = json.loads(channel.recv_bytes())
+            if not is_limited:
+                _limit_memory(settings["batch_bytes" if how == TOGETHER else "row_bytes"])
+                is_limited = True
+            if how == TOGETHER:
+                _answer(channel, encoder, column, seconds[0])
+            else:
+                for row, row_seconds in enumerate(seconds):
+                    _answer(channel, encoder, column.slice(row, 1), row_seconds)
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:
+        # Rust's panics are no Exceptions, and after one its data may be in any state
+        os.write(2, f"\n{type(error).__name__}: {' '.join(str(error).split())}".encode(errors="replace"))
+        os._exit(1)
+
+
+def _answer(channel: Connection, encoder: RowEncoder, column: pa.Array, seconds: float) -> None:
+    _limit_time(seconds)
+    batch = encoder.encode(column)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    channel.send_bytes(sink.getvalue())
+
+
+# ---- limits
+
+
+@contextmanager
+def _limited(*, seconds: float, num_bytes: int) -> Iterator[None]:
+    _limit_time(seconds)
+    undo = _limit_memory(num_bytes)
+    yield
+    undo()
+    _set_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+
+
+def _limit_time(seconds: float) -> None:
+    """From now on the process may use this much processor time, to the next second; then SIGXCPU ends it."""
+    _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
+
+
+def _limit_memory(num_bytes: int) -> Callable[[], None]:
+    """The process may take this much more memory of its own than it holds now; returns how to undo it."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert held is not None
+    _set_limit(resource.RLIMIT_DATA, int(held[1]) * 1024 + num_bytes)
+    return lambda: _set_limit(resource.RLIMIT_DATA, before)
+
+
+def _set_limit(name: int, value: int) -> None:
+    hard = resource.getrlimit(name)[1]
+    lower = [limit for limit in (value, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(name, (min(lower, default=resource.RLIM_INFINITY), hard))
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

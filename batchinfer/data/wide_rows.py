@@ -1,0 +1,139 @@
+"""Batches of rows by what they hold decoded: a dictionary in a Parquet file turns a few bytes into any number.
+
+Text columns whose dictionary is large are read as indices into it, and values are put in place slice by slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.data.columns import plain_type
+
+BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
+ROW_BYTES = 1 << 30  # most decoded bytes of one row
+DICTIONARY_BYTES = 32 << 20  # larger ones are not resolved while reading
+DECODED_BYTES = 256 << 20  # what a batch may become by a smaller one
+
+
+class WideRowError(ValueError):
+    """A row is too large to be held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dictionaries:
+    """What the dictionaries of some columns mean for reading them.
+
+    unresolved: paths of the leaf columns to read as indices into their dictionaries.
+    most_rows: rows that decode to DECODED_BYTES at most, if none holds a list.
+    """
+
+    unresolved: list[str]
+    most_rows: int
+
+
+def look_up(source: pa.NativeFile, metadata: pq.FileMetaData, columns: Sequence[str]) -> Dictionaries:
+    """The dictionaries of the text columns among `columns`, by the headers of their pages."""
+    unresolved: dict[str, None] = {}
+    largest = 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(metadata.num_columns)):
+            path = chunk.path_in_schema
+            if path.split(".")[0] not in columns or chunk.physical_type != "BYTE_ARRAY":
+                continue
+            num_bytes = _dictionary_bytes(source, chunk) if chunk.has_dictionary_page else 0
+            # beside values that are not in the dictionary, Arrow would make it grow by them
+            if num_bytes > DICTIONARY_BYTES and chunk.total_uncompressed_size - num_bytes < DECODED_BYTES:
+                unresolved[path] = None
+            else:
+                largest = max(largest, num_bytes)
+    return Dictionaries(list(unresolved), max(1, DECODED_BYTES // largest))
+
+
+def _dictionary_bytes(source: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:
+    """Uncompressed bytes of a chunk's dictionary page, or an upper bound."""
+    most = chunk.total_uncompressed_size
+    if most <= BATCH_BYTES // 8 or not chunk.dictionary_page_offset:
+        return int(most)
+    # Thrift's compact form: 0x15, the page's type, 0x15, its size, ...; numbers are doubled and in groups of seven bits
+    found = re.match(
+        rb"\x15[\x80-\xff]*[\0-\x7f]\x15([\x80-\xff]*[\0-\x7f])", source.read_at(32, chunk.dictionary_page_offset)
+    )
+    if found is None:
+        return int(most)
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(found[1])) // 2
+
+
+def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
+    """The batch with its values in place, in slices of about BATCH_BYTES.
+
+    Raises:
+        WideRowError: a row has more than ROW_BYTES; the message counts rows from `first_row`.
+    """
+    if not any(map(_has_dictionary, batch.schema.types)):
+        yield batch
+        return
+    row_bytes = np.sum([bytes_of_rows(column) for column in batch.columns], axis=0)
+    if (row_bytes > ROW_BYTES).any():
+        row = int(np.argmax(row_bytes > ROW_BYTES))
+        raise WideRowError(f"row {first_row + row} holds {row_bytes[row]} bytes, more than {ROW_BYTES}")
+    for first, end in runs_of_rows(row_bytes, BATCH_BYTES, len(batch)):
+        columns = [_in_place(column.slice(first, end - first)) for column in batch.columns]
+        yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
+    """Cut rows into runs [first, end) of so many bytes and rows at most; a row of more bytes stands alone."""
+    ends, first = np.cumsum(row_bytes), 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        fitting = int(np.searchsorted(ends, before + most_bytes, side="right"))
+        end = max(first + 1, min(fitting, first + most_rows))
+        yield first, end
+        first = end
+
+
+def _has_dictionary(kind: pa.DataType) -> bool:
+    return _plain(kind) != kind
+
+
+def bytes_of_rows(array: pa.Array) -> np.ndarray:
+    """[R] int64, bytes that the values of each row take."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        of_value = bytes_of_rows(array.dictionary)
+        return of_value[array.indices.fill_null(0).to_numpy()] if len(of_value) else np.zeros(len(array), np.int64)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        ends = np.cumsum(np.concatenate([[0], bytes_of_rows(array.values)]))[array.offsets.to_numpy()]
+        return np.diff(ends)
+    if pa.types.is_struct(kind):
+        return np.sum([bytes_of_rows(part) for part in array.flatten()], axis=0, initial=0) + np.zeros(
+            len(array), np.int64
+        )
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+        return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.full(len(array), array.nbytes // max(1, len(array)))
+
+
+def _in_place(array: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(array.type):
+        if len(array) == 1 and array.is_valid()[0].as_py():  # however large, nothing is copied
+            return array.dictionary.slice(array.indices[0].as_py(), 1)
+        return array.dictionary_decode()
+    return array.cast(_plain(array.type)) if _has_dictionary(array.type) else array
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type with dictionaries resolved at any depth of lists and structs."""
+    if pa.types.is_struct(kind):
+        return pa.struct([part.with_type(_plain(part.type)) for part in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        of = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return of(kind.value_field.with_type(_plain(kind.value_type)))
+    return plain_type(kind) if pa.types.is_dictionary(kind) else kind

@@ -1,0 +1,100 @@
+"""Time and memory for other people's SQL."""
+
+from __future__ import annotations
+
+import re
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from batchinfer.host_info import free_memory_bytes
+from batchinfer.records import ConfigError
+
+if TYPE_CHECKING:
+    import duckdb
+
+SQL_SECONDS = 600.0
+GRACE_SECONDS = 2.0  # for DuckDB to stop: it does between parts of a query, but not inside one call of a function
+LEAST_BYTES = 1 << 30
+BESIDE_BYTES = 512 << 20  # for rows on their way out, beyond what DuckDB may hold
+
+Result = TypeVar("Result")
+
+
+def query_bytes() -> int:
+    """Memory that a query may take: half of what is free."""
+    return max(LEAST_BYTES, free_memory_bytes() // 2)
+
+
+@contextmanager
+def memory_limited(num_bytes: int) -> Iterator[None]:
+    """Inside, this process gets no more than this beyond what it holds: some functions of SQL ask DuckDB for none.
+
+    Raises:
+        ConfigError: Python itself ran out of it.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    if held is not None:
+        limits.append(int(held[1]) * 1024 + num_bytes + BESIDE_BYTES)
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    except MemoryError:
+        raise too_much_memory(num_bytes) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def too_much_memory(num_bytes: int) -> ConfigError:
+    """The sentence for a query that wants more."""
+    return ConfigError(
+        f"the SQL needs more than {num_bytes / 2**30:.1f} GiB of memory, half of what was free; let it give fewer or "
+        "smaller rows"
+    )
+
+
+class Deadline:
+    """Seconds that one query may take from here on, its rows included.
+
+    Attributes:
+        is_stuck: the query did not stop when it was told to; its connection cannot be closed.
+    """
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, seconds: float) -> None:
+        self._connection, self._seconds = connection, seconds
+        self._end = time.monotonic() + seconds
+        self.is_stuck = False
+
+    def call(self, step: Callable[[], Result]) -> Result:
+        """The step's result.
+
+        Raises:
+            ConfigError: the time is over.
+        """
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(step())
+            except BaseException as error:
+                errors.append(error)
+
+        # beside this thread, which a signal can reach and which can go on without it
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(max(0.0, self._end - time.monotonic()))
+        if thread.is_alive():
+            self._connection.interrupt()
+            thread.join(GRACE_SECONDS)
+            self.is_stuck = thread.is_alive()
+            raise ConfigError(f"the SQL takes more than {self._seconds:g} s; give it more with --sql-seconds")
+        if errors:
+            raise errors[0]
+        return results[0]
