@@ -5,8 +5,6 @@ product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and th
 MKL reads it once, before its first product.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -7,8 +7,6 @@ Files in a run folder follow the umask: who cannot enter the folder reaches none
 made may be read by others; it is refused when others may write, since they could put anything in the place of anything.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

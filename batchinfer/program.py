@@ -1,7 +1,5 @@
 """The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """The nouns of batchinfer and its errors; every room speaks in these. Standard library only."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field

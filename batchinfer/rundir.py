@@ -1,7 +1,5 @@
 """Every path in a run folder, and how files are published in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Other people's text for terminals and pages: what does not print is escaped, what is too long is cut."""
 
-from __future__ import annotations
-
 import unicodedata
 
 MAX_CHARS = 500  # of an error in a row or on a terminal

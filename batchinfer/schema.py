@@ -1,7 +1,5 @@
 """The job file's keys and the run folder's tables as text, from their definitions."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from types import UnionType

@@ -3,8 +3,6 @@
 Ranks leave them to their controller.
 """
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

@@ -1,7 +1,5 @@
 """The KV store on disk: stat, verify, gc, path."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures: of a run (report), of numbers (price), of a cluster that is not here (simulate)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

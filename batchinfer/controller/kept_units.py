@@ -1,7 +1,5 @@
 """What is computed stays when a plan is made anew, as far as its units have the same rows in it."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 

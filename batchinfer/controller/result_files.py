@@ -1,7 +1,5 @@
 """Result files of units: named by what they hold, part-<number>-<digest>.parquet, so that damage shows by the name."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

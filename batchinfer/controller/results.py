@@ -1,7 +1,5 @@
 """What the ranks hand back, made durable: result files of claimed units, steps, experts."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -5,8 +5,6 @@ gives, but what depends on the clock or on chance is missing (the same row must 
 size is limited.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

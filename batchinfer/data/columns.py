@@ -1,7 +1,5 @@
 """The column types that input may have, and their values in a common form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

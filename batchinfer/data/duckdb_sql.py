@@ -1,7 +1,5 @@
 """File names as DuckDB's SQL wants them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

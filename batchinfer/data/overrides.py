@@ -1,7 +1,5 @@
 """A row's own sampling: the struct column named by input.sampling, laid over [sampling]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Parquet in and out: reading input shards in bounded memory, writing whole files or none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prompts of a batch of rows as token ids; what is wrong with one is a sentence at its row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A column of prompts as token ids, row by row: what a worker does with the model's tokenizer and template."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

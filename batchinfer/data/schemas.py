@@ -3,8 +3,6 @@
 Written by plan, engine and finish.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """The input shards: files and objects that match the job's patterns, and what their footers say."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

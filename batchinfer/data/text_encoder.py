@@ -1,7 +1,5 @@
 """Ready texts to token ids, in runs that bound the tokenizer's memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Tokenizer, template and prompts are other people's. A library may end its proces
 of it happens in the process of a command. What runs inside: data/tokenizer_worker.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Time is limited in processor time and memory relative to what a process holds, so that a busy machine changes nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -3,8 +3,6 @@
 A bad row becomes a sentence, never a crash. One row in gives one row of tokens/<shard>.parquet (schemas.TOKENS).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Text columns whose dictionary is large are read as indices into it, and values are put in place slice by slice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One finish of a run: every row counted first, then outputs/, stats/ and what is published of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

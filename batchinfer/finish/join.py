@@ -1,7 +1,5 @@
 """Results of the counted claims, joined with the plan: what is missing, what is double, and the rows to write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

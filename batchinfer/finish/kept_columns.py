@@ -1,7 +1,5 @@
 """The kept columns of a shard, read beside its outputs from start to end."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pyarrow.compute as pc
 

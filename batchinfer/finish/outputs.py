@@ -1,7 +1,5 @@
 """outputs/: one Parquet file per readable shard, the same rows in the same order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import duckdb

@@ -1,7 +1,5 @@
 """stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, fields
 from typing import Any

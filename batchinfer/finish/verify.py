@@ -1,7 +1,5 @@
 """Everything a run folder vouches for, read and compared; nothing in it is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ tokens    │  0 .. 63   │ 64 .. 127  │ …
 names   key ─> name 0 ─┴─> name 1 ──┴─> …     so two prompts share the names of their common whole blocks only
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The KV store on disk: blocks by name, shared by processes and hosts."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -5,8 +5,6 @@ farthest next use first (Belady). Of files that are alike in this, the later one
 without those before it, so whatever keeps a block keeps them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from batchinfer.kv_store.block_file import FileName

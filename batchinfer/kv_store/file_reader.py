@@ -1,7 +1,5 @@
 """Reads blocks from files, checks each, and puts damaged files aside."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """Writes files of KV blocks, below the store's bound and each at once or not at all."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

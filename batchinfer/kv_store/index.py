@@ -4,8 +4,6 @@ Opening lists 64 folders and reads no file. Afterwards only folders that changed
 processes wrote or removed is learned at the price of 64 `stat` calls.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ A claim counts while its file is fresh; that of a run that was killed runs out b
 are, over all ranks of a run and all runs on a store: they are numbers of work units.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Whether reading KV from disk is still worth it: the rule of [kv] reuse, pure logic."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 TRIAL_BYTES = 64_000_000  # a verdict needs at least this many

@@ -4,8 +4,6 @@ A store never fails a job. When the disk does, the store is switched off, has on
 nothing and writes nothing from then on. Trouble with writing alone leaves reading on.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import secrets

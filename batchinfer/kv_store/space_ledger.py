@@ -6,8 +6,6 @@ What a killed process leaves booked, or somebody deletes by hand, is found when 
 store is opened and whenever space is made.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

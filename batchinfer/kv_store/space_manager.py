@@ -4,8 +4,6 @@ Ranking all files of a large store takes a second or so. So a ranking serves for
 of those it ranked; what has been claimed since is passed over. In a small store every file is ranked anew.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

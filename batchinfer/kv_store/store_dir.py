@@ -10,8 +10,6 @@ history/<session>.json            what each run found and wrote
 used-bytes                        size of all files, under a lock (space_ledger.py)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What `batchinfer kv` does: describe, verify and shrink a store, find a block in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

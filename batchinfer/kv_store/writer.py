@@ -4,8 +4,6 @@ The caller never waits. When the buffer is full, blocks are dropped and counted 
 costs at most one computation later, waiting for the disk would cost all requests of a step now.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

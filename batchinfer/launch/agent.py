@@ -1,7 +1,5 @@
 """Starts the ranks of one node of a larger group and keeps them running; the group's controller is on another node."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import fields
 

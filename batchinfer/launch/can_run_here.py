@@ -1,7 +1,5 @@
 """Whether this machine runs what a job names: a backend, an exchange, a dtype. Its ranks know."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from batchinfer.config import JobConfig

@@ -4,8 +4,6 @@ A group over several processes meets through a small file in the run folder: the
 writes where it listens; the others (agent.py) read it and send their ranks there.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """The connections of a job's ranks to their controller: who has called, what comes, what one rank tells the others."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable
 from contextlib import suppress

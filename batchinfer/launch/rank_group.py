@@ -4,8 +4,6 @@ Those of other nodes are started by an agent there (agent.py); to the controller
 lost the others cannot go on: all are ended and all start anew.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

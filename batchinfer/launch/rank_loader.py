@@ -3,8 +3,6 @@
 Importing and loading take a rank as long as planning takes the command: `ranks_ahead` has both done at once.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rank processes of this host: started, watched, killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

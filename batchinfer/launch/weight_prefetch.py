@@ -3,8 +3,6 @@
 Ranks map the files and take weights from there: what is not in memory yet they would wait for, a few pages at a time.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -5,8 +5,6 @@ present that certificate and accept no other (TLS 1.3, mutual), so whoever liste
 without it is sent away.
 """
 
-from __future__ import annotations
-
 import datetime
 import ssl
 import tempfile

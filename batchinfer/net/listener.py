@@ -1,7 +1,5 @@
 """A port for the group's processes on other hosts: lets in who shows the credentials."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

@@ -4,8 +4,6 @@ A rank that the controller has started itself inherits its end of a socket pair:
 of it, and nothing has to be shown.
 """
 
-from __future__ import annotations
-
 import socket
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """What carries bytes between hosts: TLS, between two ends that have the group's credentials (credentials.py)."""
 
-from __future__ import annotations
-
 import random
 import socket
 import ssl

@@ -4,8 +4,6 @@ Torch's own stores do not fit: TCPStore listens on a port and takes values from 
 locks of the file system.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 

@@ -6,8 +6,6 @@ a rank ends its connections, which the others notice at once.
 
 # R ranks, C counts per rank
 
-from __future__ import annotations
-
 import queue
 import struct
 import threading

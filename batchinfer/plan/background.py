@@ -1,7 +1,5 @@
 """Work done one step ahead in another thread, so that reading and sorting overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar

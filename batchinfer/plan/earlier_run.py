@@ -2,8 +2,6 @@
 
 # L MoE layers, E experts
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ A planner has a minute, so it searches longer than the engine does after a first
 
 # L MoE layers, E experts
 
-from __future__ import annotations
-
 import numpy as np
 
 from batchinfer.balance.experts import place_experts

@@ -2,8 +2,6 @@
 
 # N requests in the order of execution, U units
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Cuts the ordered requests into work units of equal work."""
 
-from __future__ import annotations
-
 import numpy as np
 
 MIN_UNIT_TOKENS = 65_536  # below this, claiming and committing would cost more than they protect

@@ -1,7 +1,5 @@
 """Writes the plan's tables, requests with their token ids in the order of execution."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -137,7 +137,7 @@ def _open_run(
 
 
 def _publish_state(prepared: _Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
-    """Say that the plan is made and vouch for its files; checksums of token files have their place there from now on."""
+    """Say that the plan is made and vouch for its files; checksums of token files are there from now on."""
     run = prepared.run
     files = prepared.manifest.as_json()
     publish_json(run.run_json, {**state, "shards": [asdict(shard) for shard in shards], "files": files})

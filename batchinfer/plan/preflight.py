@@ -3,8 +3,6 @@
 What depends on the machine that computes (its GPU, libraries, compiler) its ranks say: launch/can_run_here.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 
 # N prompts in prefix order, K requests in the order of execution
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """From ordered rows to ordered requests: equal greedy requests merged, samples expanded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

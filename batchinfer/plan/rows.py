@@ -1,7 +1,5 @@
 """The tokenised rows of a job column by column; their token ids are handed on and not kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

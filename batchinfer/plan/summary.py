@@ -1,7 +1,5 @@
 """What a plan says about a job: counts, balance, time, cost."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

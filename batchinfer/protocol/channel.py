@@ -4,8 +4,6 @@ Both ends read in a thread of their own, so that neither ever blocks the other b
 which makes the bytes while the model computes.
 """
 
-from __future__ import annotations
-
 import queue
 import struct
 import threading

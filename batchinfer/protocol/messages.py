@@ -4,8 +4,6 @@ A message is a struct, named in its bytes. Each end takes only what the other on
 types: whatever else comes is a MalformedMessageError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

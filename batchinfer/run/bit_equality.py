@@ -4,8 +4,6 @@ A rank knows it of itself (rank/bit_equality.py). A row must not depend on which
 that round differently make it unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What makes two runs the same job: digests of model, tokenizer, inputs and settings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

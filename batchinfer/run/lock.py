@@ -1,7 +1,5 @@
 """Only one plan, finish or retry at a time in a run folder; the lock goes with the process, however that ends."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager

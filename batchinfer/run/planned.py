@@ -1,7 +1,5 @@
 """The run folder and job that a person names, by job file or run folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from batchinfer.config import JobConfig, load_job

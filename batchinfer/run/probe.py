@@ -5,8 +5,6 @@ taken), a rename puts a file in the place of another at once, a folder cannot be
 what was written is read back. Folders that show an object store (s3fs, gcsfuse, mountpoint-s3) often lack some of them.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -5,8 +5,6 @@ outputs/… stats/…   each object appears whole
 _SUCCESS            put last: its objects with their sizes (`_PARTIAL` after `finish --allow-partial`)
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor

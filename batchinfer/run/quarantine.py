@@ -1,7 +1,5 @@
 """Damaged files are set aside under quarantine/, by the path that they had: nobody reads them, nothing is deleted."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

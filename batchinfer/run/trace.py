@@ -1,7 +1,5 @@
 """Spans of a run as Chrome/Perfetto JSON (`--trace`); a no-op when off."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Opening a run folder: nobody else may write in it but the group that shares it, if one does."""
 
-from __future__ import annotations
-
 import os
 
 from batchinfer.config import JobConfig

@@ -4,8 +4,6 @@ The fingerprint of a run samples its model's weights (fingerprint.py): a run fol
 another one. A store of KV meets every version of a model, and must not take one for the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

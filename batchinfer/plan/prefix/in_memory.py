@@ -1,7 +1,5 @@
 """The global prefix plan in memory: the order in which each distinct prefix is computed once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

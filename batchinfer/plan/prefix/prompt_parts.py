@@ -1,7 +1,5 @@
 """A part of many prompts as flat arrays, and what it takes in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

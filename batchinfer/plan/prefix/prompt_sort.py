@@ -5,8 +5,6 @@ Prompts are flat token_ids [num_tokens] uint32 with offsets [N + 1] int64, as in
 the tokens a prompt shares with the one before it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

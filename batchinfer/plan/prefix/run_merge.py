@@ -1,7 +1,5 @@
 """Merging sorted runs from disk into one sorted sequence, part by part, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

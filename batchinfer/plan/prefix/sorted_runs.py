@@ -4,8 +4,6 @@ A run is an Arrow IPC file; its record batches are blocks that can be read one b
 is stored whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compiled code is loaded only from where nobody but this user and root can have put it."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd
