@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 
-.PHONY: demo test chaos bench bench-peers bench-llama lint format clean
+.PHONY: demo test mutants chaos bench bench-peers bench-llama lint format clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Small sabotages of the product, each of which a test must catch; ten of them are in `make test`.
+mutants: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m support.mutants
 
 # Slower than `make test`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev

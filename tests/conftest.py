@@ -106,6 +106,7 @@ LONG_FILES = (
     "test_bad_places",
     "test_balanced_run",
     "test_clock_skew",
+    "test_mutants",
     "test_elastic",
     "test_gpu_check",
     "test_object_stores",

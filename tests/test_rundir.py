@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from batchinfer.rundir import create_exclusively, publish_text, remove_leftovers
+from batchinfer.records import DamagedFileError
+from batchinfer.rundir import create_exclusively, publish_json, publish_text, read_json, remove_leftovers
 from support.jobs import answers, batchinfer, write_job, write_questions
 
 OLD_S = 7200
@@ -78,3 +79,50 @@ def test_a_run_ends_without_what_killed_processes_left_in_it(tmp_path):
     assert [path for path in left if path.exists()] == []
     assert young.exists()
     assert len(answers(run)) == 4
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is synced and named, in order; a temporary name is `new`."""
+    made = []
+
+    def short(path):
+        name = os.path.basename(path)
+        return "new" if name.endswith(".tmp") else name
+
+    def recorded(name, plain):
+        def call(*arguments, **options):
+            paths = [os.readlink(f"/proc/self/fd/{item}") if isinstance(item, int) else item for item in arguments]
+            made.append((name, *map(short, paths)))
+            return plain(*arguments, **options)
+
+        return call
+
+    for name in ("fsync", "rename", "link"):
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
+    return made
+
+
+def test_a_file_is_on_disk_before_it_gets_its_name_and_its_name_before_anybody_goes_on(tmp_path, calls):
+    folder = tmp_path / "folder"
+    publish_text(folder / "file", "text")
+    assert calls == [("fsync", "new"), ("rename", "new", "file"), ("fsync", "folder")]
+    calls.clear()
+    assert create_exclusively(folder / "mark", "text")
+    assert calls == [("fsync", "new"), ("link", "new", "mark"), ("fsync", "folder")]
+
+
+def test_of_two_that_create_a_file_the_first_wins(tmp_path):
+    assert create_exclusively(tmp_path / "mark", "first")
+    assert not create_exclusively(tmp_path / "mark", "second")
+    assert (tmp_path / "mark").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["mark"]
+
+
+def test_a_json_file_that_was_changed_is_refused(tmp_path):
+    path = tmp_path / "file.json"
+    publish_json(path, {"num_rows": 10})
+    assert read_json(path) == {"num_rows": 10}
+    path.write_text(path.read_text().replace("10", "11"))
+    with pytest.raises(DamagedFileError, match="its checksum does not fit what it says"):
+        read_json(path)

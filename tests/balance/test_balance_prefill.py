@@ -55,6 +55,13 @@ def test_worked_example():
     assert rank.tolist() == [0, 0, 1, 1]
 
 
+def test_ranks_that_have_something_already_get_less():
+    new, cached = np.full(40, 100), np.zeros(40, dtype=np.int64)
+    load = np.array([[2000.0, 20 * 5050.0], [0.0, 0.0]])  # 20 of these prompts
+    rank = assign_prefill(new, cached, num_ranks=2, load_of_rank=load)
+    assert np.bincount(rank).tolist() == [10, 30]
+
+
 @pytest.mark.parametrize(
     ("num", "sigma", "seed"),
     [(3000, sigma, seed) for sigma in (0.5, 1.0) for seed in range(4)] + [(20_000, 1.0, 0), (60_000, 1.0, 0)],

@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from batchinfer.controller import claims
-from batchinfer.controller.claims import UnitClaims, last_claim
-from batchinfer.rundir import RunDir
+from batchinfer.controller.claims import UnitClaims, last_claim, result_files
+from batchinfer.controller.result_files import write_results
+from batchinfer.rundir import RunDir, publish_json, read_json
 
 HOLD = """
 import sys, time
@@ -101,14 +103,18 @@ print(subprocess.check_output(ask, text=True).strip())
     assert answers.split() == ["True", "False", "True"]
 
 
+def held_by(lease, **holder):
+    """Put another holder into a lease, which stays a sound one."""
+    publish_json(lease, {**read_json(lease), **holder})
+
+
 def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path, monkeypatch):
     """With hidepid only one's own processes are in /proc; a run may be shared with users of other ones."""
     run = RunDir(tmp_path)
     with UnitClaims(run) as holder, UnitClaims(run) as watcher:
         assert holder.try_claim(0) is not None
         lease = last_claim(run, 0) / "lease.json"
-        content = json.loads(lease.read_text())
-        lease.write_text(json.dumps({**content, "pid": os.getppid(), "process": f"{claims._process_numbering()}:1"}))
+        held_by(lease, pid=os.getppid(), process=f"{claims._process_numbering()}:1")
         monkeypatch.setattr(Path, "exists", lambda path, plain=Path.exists: "/proc/" not in str(path) and plain(path))
         assert watcher.try_claim(0) is None
 
@@ -128,8 +134,7 @@ def test_of_processes_elsewhere_nothing_but_their_lease_counts(tmp_path, monkeyp
     with UnitClaims(run) as watcher:
         assert UnitClaims(run).try_claim(0) is not None
         lease = last_claim(run, 0) / "lease.json"
-        dead = {**json.loads(lease.read_text()), "pid": 2**22 + 1, **change}
-        lease.write_text(json.dumps(dead))
+        held_by(lease, pid=2**22 + 1, **change)
         assert watcher.try_claim(0) is None
         monkeypatch.setattr(claims, "LEASE_S", 0.0)
         assert watcher.try_claim(0) is not None
@@ -178,3 +183,57 @@ def test_claims_leases_and_done_marks_follow_the_umask(tmp_path, umask, folder, 
     for path in run.root.rglob("*"):
         assert path.stat().st_mode & 0o777 == (folder if path.is_dir() else file), path
     assert run.done(0).exists()
+
+
+def test_a_holder_that_has_ended_here_is_dead_at_once(tmp_path):
+    run = RunDir(tmp_path)
+    child = subprocess.Popen(["sleep", "60"])
+    with UnitClaims(run) as watcher:
+        assert UnitClaims(run).try_claim(0) is not None
+        lease = last_claim(run, 0) / "lease.json"
+        held_by(lease, pid=child.pid, process=claims._process_identity(child.pid))
+        try:
+            assert watcher.try_claim(0) is None  # it lives
+        finally:
+            child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+        assert watcher.try_claim(0) is not None
+        child.wait()
+
+
+def test_the_heartbeat_renews_the_lease_of_every_unit_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "HEARTBEAT_S", 0.01)
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as holder:
+        leases = [holder.try_claim(unit).folder / "lease.json" for unit in (0, 1)]
+        for lease in leases:
+            os.utime(lease, (1000.0, 1000.0))
+        deadline = time.monotonic() + 60
+        while any(lease.stat().st_mtime == 1000.0 for lease in leases):
+            assert time.monotonic() < deadline, "no heart beats"
+            time.sleep(0.01)
+
+
+def test_a_claim_inherits_results_of_its_own_unit_alone(tmp_path):
+    run, table = RunDir(tmp_path), pa.table({"row": [1]})
+    with UnitClaims(run) as mine:
+        for unit in (0, 1):
+            write_results(mine.try_claim(unit).folder, 0, table)
+        own, foreign = (result_files(last_claim(run, unit))[0] for unit in (0, 1))
+        assert claims.offer_again(run, 0, inherited=[own, foreign], fill=lambda folder: None)
+        assert result_files(last_claim(run, 0)) == [own]
+
+
+def test_a_damaged_result_file_is_not_inherited(tmp_path):
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as mine:
+        claim = mine.try_claim(0)
+        for number in range(2):
+            write_results(claim.folder, number, pa.table({"row": [number]}))
+        sound, damaged = result_files(claim.folder)
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        mine.release(claim)
+        assert mine.try_claim(0).inherited == (sound,)
+    assert not damaged.exists()  # set aside

@@ -138,6 +138,28 @@ def test_a_plan_places_experts_by_the_loads_of_an_earlier_run(job, layout):
     assert output_bytes(run) == output_bytes(job / "one")
 
 
+def test_ranks_compute_the_rows_that_the_table_of_experts_gives_them(job):
+    """Measured rows against the placement; each phase has one of its own, by the loads of that phase."""
+    run = job / "rows-of-experts"
+    path = write(job, run.name, **LAYOUTS["2+2"])
+    assert batchinfer("plan", path, "--expert-loads", job / "one").code == 0
+    assert batchinfer("run", path).code == 0
+    by_expert = (
+        "SELECT sum(tokens)::INT AS n FROM experts WHERE phase = '{}' GROUP BY layer, expert ORDER BY layer, expert"
+    )
+    by_rank = "SELECT sum(expert_rows)::INT AS n FROM steps WHERE kind = '{}' GROUP BY rank ORDER BY rank"
+    for phase, table in read_expert_tables(RunDir(run)).items():
+        known, counted = (
+            np.array([row["n"] for row in query(where, by_expert.format(phase))]).reshape(len(table.layers), -1)
+            for where in (job / "one", run)
+        )
+        assert (np.take_along_axis(known, table.expert_of_slot, axis=1) == table.load_of_slot).all()
+        rows_of_slot = np.take_along_axis(counted, table.expert_of_slot, axis=1)
+        assert (table.expert_of_slot != np.arange(rows_of_slot.shape[1])).any(), "all in order: nothing is shown"
+        expected = rows_of_slot.reshape(len(table.layers), 2, -1).sum(axis=(0, 2)).tolist()
+        assert [row["n"] for row in query(run, by_rank.format(phase))] == expected
+
+
 def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
     path = write(job, "refused", prefill_ranks=2)
     refused = batchinfer("plan", path, "--expert-loads", tmp_path)

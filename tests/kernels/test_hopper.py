@@ -200,6 +200,27 @@ def test_what_stands_between_the_products_skips_rows_of_nobody(gpu):
     assert all(torch.equal(counts, num_rows.int()) for _, _, counts, _ in asked)
 
 
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["fp8", "bfloat16"])
+def test_the_library_is_told_how_many_rows_of_each_block_are_filled(gpu, monkeypatch, is_fp8):
+    gpu(stand_ins.deep_gemm_sgl())
+    told = []
+    library = libraries.deep_gemm
+
+    def recording(names):
+        def product(a, b, out, masked_m, expected_m):
+            told.append((masked_m.tolist(), expected_m))
+            library(names)(a, b, out, masked_m, expected_m)
+
+        return product
+
+    counts = [3, 0, 128, 64, 1]
+    blocks, _ = blocks_of(counts, 128)
+    weights = tuple(to_blocks(weight) if is_fp8 else weight for weight in experts())
+    monkeypatch.setattr(libraries, "deep_gemm", recording)
+    hopper.masked_mlp(blocks, torch.tensor(counts), *weights, expected_rows=40)
+    assert told == [(counts, 40)] * 2
+
+
 def test_places_of_rows_worked_out(monkeypatch):
     # tiles of 4 rows: expert 0 has 5 rows, expert 1 none, expert 2 one, expert 3 four
     monkeypatch.setattr(hopper, "_TILE_ROWS", 4)

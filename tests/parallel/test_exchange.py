@@ -156,6 +156,15 @@ def test_more_exchanges_under_way_than_allowed_are_refused():
             first.buffer(1, 8)
 
 
+def test_rows_of_another_exchange_are_not_taken():
+    with shared_memory_group(2) as (first, second):
+        Round(0, 0, 2).start(second)
+        first._sequence = 1  # as if it had missed one
+        pending = Round(0, 1, 2).start(first)
+        with pytest.raises(AssertionError, match="rank 1 is at exchange 0, this rank at 1"):
+            pending.wait()
+
+
 def test_rows_are_here_when_the_last_rank_has_sent_them_whenever_this_rank_looks():
     with shared_memory_group(2) as (first, second):
         pending = Round(0, 0, 2).start(first)

@@ -316,3 +316,35 @@ def test_ranks_that_share_experts_and_overlap_equal_one_that_does_neither(folder
         check_equal(prefill, alone.forward(requests.prefill(*requests.everything()), pages))
         for token, outputs in enumerate(decode):
             check_equal(outputs, alone.forward(requests.decode(list(range(len(requests.lengths))), token), pages))
+
+
+def test_experts_that_move_between_steps_compute_their_rows_on_their_new_rank(folders):
+    name, num_ranks = MODELS[0], 2
+    alone = Transformer.load(folders(name), dtype=torch.float32)
+    num_experts, num_layers = alone.config.n_routed_experts, alone.num_moe_layers
+    before = Placement.in_order(num_experts, num_ranks)
+    # even numbers here, odd ones there
+    order = (*range(0, num_experts, 2), *range(1, num_experts, 2))
+    after = Placement(order, (1.0,) * num_experts, num_experts, num_ranks)
+
+    def work(exchange):
+        dispatchers = [AllToAllDispatcher(exchange, before, RowFormat("float32")) for _ in range(num_layers)]
+        experts = [before.experts_of_rank(exchange.rank)] * num_layers
+        model = Transformer.load(folders(name), dtype=torch.float32, dispatchers=dispatchers, expert_ids=experts)
+        requests, steps = Requests((9, 70), seed=exchange.rank), []
+        for placement in (before, after):
+            if placement is after:
+                model.place_experts(folders(name), [after] * num_layers, exchange.rank)
+            num_before = model.num_expert_rows
+            output = model.forward(requests.prefill(*requests.everything()), model.new_pages(NUM_PAGES))
+            steps.append((output, model.num_expert_rows - num_before))
+        return steps
+
+    ranks = ThreadedMesh(num_ranks).run(work)
+    for step, placement in enumerate((before, after)):
+        counts_E = sum(outputs[step][0].expert_counts.sum(0) for outputs in ranks)
+        for rank, outputs in enumerate(ranks):
+            requests = Requests((9, 70), seed=rank)
+            expected = alone.forward(requests.prefill(*requests.everything()), alone.new_pages(NUM_PAGES))
+            check_equal(outputs[step][0], expected)
+            assert outputs[step][1] == counts_E[list(placement.experts_of_rank(rank))].sum()

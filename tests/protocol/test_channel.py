@@ -216,8 +216,11 @@ def test_a_malformed_message_is_refused_by_name_and_ends_the_reading(ends, conte
         raise reason
 
 
-def test_more_than_a_message_can_have_ends_the_connection_before_memory_is_taken(ends):
+def test_more_than_a_message_can_have_ends_the_connection_before_memory_is_taken(ends, monkeypatch):
     near, far = ends
+    asked, plain = [], Stream.receive
+    monkeypatch.setattr(Stream, "receive", lambda stream, size: asked.append(size) or plain(stream, min(size, 1000)))
     near._stream.send(struct.pack("!I", (1 << 32) - 1) + b"x" * 1000)
     with pytest.raises(ChannelClosedError):
         far.receive()
+    assert asked == [4]  # the length alone

@@ -1,0 +1,47 @@
+"""What a group of ranks does next, by what each could do."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from batchinfer.rank.step_vote import Agreed, Kind, StepVote, agree
+
+
+class Mesh:
+    """A group of which the others' votes are known."""
+
+    rank, size = 0, 3
+
+    def __init__(self, *others: StepVote):
+        self._others = [[int(value) for value in astuple(vote)] for vote in others]
+
+    def agree(self, values):
+        return [list(values), *self._others]
+
+
+PREFILL, DECODE, PLACE = StepVote(prefill=True), StepVote(decode=True), StepVote(place=True)
+
+
+@pytest.mark.parametrize(
+    ("votes", "kind"),
+    [
+        ([StepVote(), StepVote(), StepVote()], Kind.WAIT),
+        ([StepVote(), DECODE, StepVote()], Kind.DECODE),
+        ([DECODE, PREFILL, DECODE], Kind.PREFILL),
+        ([PLACE, PLACE, StepVote()], Kind.WAIT),  # one does not know yet
+        ([PLACE, PLACE, DECODE], Kind.DECODE),
+        ([PLACE, StepVote(place=True, prefill=True), PLACE], Kind.PLACE),
+        ([PLACE, StepVote(place=True, leave=True), PLACE], Kind.LEAVE),
+    ],
+)
+def test_all_draw_one_conclusion(votes, kind):
+    assert agree(Mesh(*votes[1:]), votes[0], overlap=False).kind is kind
+
+
+def test_two_micro_batches_run_when_some_rank_can_fill_both():
+    full = StepVote(decode=True, fills_both_halves=True)
+    assert agree(Mesh(DECODE, full), DECODE, overlap=True) == Agreed(Kind.DECODE, in_pairs=True)
+    assert not agree(Mesh(DECODE, DECODE), DECODE, overlap=True).in_pairs
+    assert not agree(Mesh(DECODE, full), DECODE, overlap=False).in_pairs
