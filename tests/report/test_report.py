@@ -393,7 +393,7 @@ def small_run(tmp_path_factory) -> Path:
         ("FROM outputs SELECT id WHERE row = 3; -- the third", [("id-3",)]),
         ("WITH n AS (SELECT * FROM nodes) SELECT session, end_s FROM n", [("a", 9.0)]),
         ("SELECT id FROM outputs ORDER BY row DESC LIMIT 1", [("id-4",)]),
-        ("SELECT count(*) FROM (DESCRIBE nodes)", [(18,)]),
+        ("SELECT count(*) FROM (DESCRIBE nodes)", [(19,)]),
         ("SELECT '; DROP VIEW outputs'", [("; DROP VIEW outputs",)]),
         ("VALUES (1), (2)", [(1,), (2,)]),
         ("SELECT TIMESTAMPTZ '2024-01-01 12:00:00+02' AS t, 1 AS t; -- x", [("2024-01-01 10:00:00+00", 1)]),
@@ -536,7 +536,9 @@ def squeezed(panel: str) -> list[str]:
 
 
 def test_the_panel_shows_units_and_fits_the_terminal():
-    panel = format_report(report_with(608_000_000_000, cache_hit_rate=0.5625, gross_margin=0.845))
+    panel = format_report(
+        report_with(608_000_000_000, cache_hit_rate=0.5625, gross_margin=0.845, decode_ranks_per_node=8)
+    )
     assert max(map(len, panel.splitlines())) <= 80
     lines = squeezed(panel)
     assert lines[0] == "demo (/models/tiny, bfloat16)"
@@ -544,7 +546,7 @@ def test_the_panel_shows_units_and_fits_the_terminal():
         "input 608,000,000,000 tokens",
         "hit share 56.2 %",
         "prompt tokens computed 265,000,000,000 266,000,000,000 –",
-        "decode per node 608,000,000,000 tok/s",
+        "decode per node 608,000,000,000 tok/s 8 x 608,000,000,000",
         "gross margin 84.5 % profit / revenue",
         "damaged 608,000,000,000 files computed again",
     ):
