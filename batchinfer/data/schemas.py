@@ -168,7 +168,7 @@ RESULTS = _table(
     ("finish_reason", pa.string(), "'stop', 'length' or 'error'"),
     ("stop_reason", pa.string(), "the stop string, or the stop token's id; null at the model's own end token"),
     ("prompt_tokens", pa.int32(), "prompt tokens"),
-    ("cached_memory_tokens", pa.int32(), "of these, KV found in memory"),
+    ("cached_memory_tokens", pa.int32(), "of these, shared in memory with earlier rows, by the plan"),
     ("cached_disk_tokens", pa.int32(), "of these, KV loaded from the store on disk"),
     ("replicated_tokens", pa.int32(), "prompt tokens computed on a second rank, too (below 0: not, against the plan)"),
     ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
@@ -196,7 +196,7 @@ OUTPUTS = _table(
     ("finish_reason", pa.string(), "'stop', 'length' or 'error'"),
     ("stop_reason", pa.string(), "the stop string, or the stop token's id; null at the model's own end token"),
     ("prompt_tokens", pa.int32(), "prompt tokens (hit + miss); 0 for an error row"),
-    ("cached_tokens", pa.int32(), "prompt tokens whose KV was not computed for this row (memory, disk or duplicate)"),
+    ("cached_tokens", pa.int32(), "prompt tokens that need not be computed for this row (memory, disk or duplicate)"),
     ("completion_tokens", pa.int32(), "generated tokens"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
 )
