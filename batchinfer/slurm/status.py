@@ -120,7 +120,7 @@ class StatusReader:
         return Status(
             run=str(self._run.root),
             state=state["state"],
-            activity="running" if holders else self._activity_of_nobody(state["state"], was_begun=was_begun),
+            activity="running" if holders else _idle(state["state"], was_begun, len(self._done), len(self._units)),
             workers=len({(holder.node, holder.process) for holder in holders}),
             units=len(self._units),
             units_done=len(self._done),
@@ -142,14 +142,6 @@ class StatusReader:
             + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
             + trouble,
         )
-
-    def _activity_of_nobody(self, state: str, *, was_begun: bool) -> str:
-        """What goes on while nobody holds a unit: see Status."""
-        if state in ("finished", "partial"):
-            return state
-        if len(self._done) == len(self._units):
-            return "computed"
-        return "interrupted" if was_begun or self._done else "planned"
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
@@ -227,6 +219,15 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:
+    """What goes on while nobody holds a unit: see Status."""
+    if state in ("finished", "partial"):
+        return state
+    if num_done == num_units:
+        return "computed"
+    return "interrupted" if was_begun or num_done else "planned"
 
 
 def _read_file(path: Path) -> _File:

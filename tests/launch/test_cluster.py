@@ -344,7 +344,7 @@ def test_experts_get_the_tokens_they_get_on_one_rank(ran):
     assert (more >= 0).all()
     config = load_model_config(Path(job.parts["model"]["path"]))
     metrics = run.metrics()
-    computed_again = metrics["replicated_tokens"] + metrics["wasted_tokens"]
+    computed_again = metrics["replicated_tokens"] + metrics["recomputed_tokens"]
     # the last layer finishes only the rows whose logits are wanted, and those of a prompt are computed once
     assert more.sum() == computed_again * (config.num_moe_layers - 1) * config.num_experts_per_tok
     rows = run.value("SELECT sum(expert_rows)::BIGINT FROM steps")
@@ -358,8 +358,8 @@ def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch,
     run = job.run(f"units-{ranks}", ranks, decode_requests=4)
     assert run.value("SELECT count(*) FROM units") > 5
     assert output_bytes(run.root) == output_bytes(job.reference.root)
-    computed, needed, wasted = prefill_tokens(run)
-    assert (computed, wasted) == (needed, 0)
+    computed, needed, recomputed = prefill_tokens(run)
+    assert (computed, recomputed) == (needed, 0)
 
 
 @pytest.mark.parametrize("ranks", ["4", "2+2"])
