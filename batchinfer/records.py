@@ -178,6 +178,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
     replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: found although it did
+    recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to give up, short of pages
+    computed_tokens: int = 0  # prompt tokens that ran for it, the last two among them
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

@@ -96,14 +96,18 @@ def submit(
 @click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def status(target: Path, watch: bool, as_json: bool) -> None:
-    """How far RUN (a run folder or a .toml file) is: units, rows, speed, time left, who works on what, problems."""
+    """What goes on in RUN (a run folder or a .toml file) and how far it is.
+
+    It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
+    next), finished or partial; then come units, rows, speed, time left, who works on what, and problems.
+    """
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.status import StatusReader
     from batchinfer.slurm.status_text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
-    reader = StatusReader(planned_run(target, ())[0])
+    reader = StatusReader(planned_run(target, (), may_be_planning=True)[0])
     if watch:
         watch_status(reader, click.echo)
     else:

@@ -124,7 +124,7 @@ class UnitClaims:
 
     def _is_alive(self, claim: Path) -> bool:
         lease, date_ns = _read_lease(claim)
-        if lease is not None and (lease["released"] or _is_dead(lease)):
+        if lease is not None and is_over(lease):
             return False
         seen_ns, since = self._seen.get(claim, (None, 0.0))
         if seen_ns != date_ns:
@@ -190,6 +190,11 @@ def is_released(claim: Path) -> bool:
         return bool(read_json(claim / "lease.json", "released")["released"])
     except DamagedFileError:
         return False
+
+
+def is_over(lease: dict[str, Any]) -> bool:
+    """Whether a unit was given back, or its holder is known to be dead."""
+    return bool(lease["released"]) or _is_dead(lease)
 
 
 def offer_again(run: RunDir, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:

@@ -13,7 +13,10 @@ from batchinfer.records import Completion, Request, RequestKey, Sampling, sampli
 from batchinfer.rundir import RunDir
 
 # of a completion, as a result file has them
-COUNTS = ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "kv_tokens_sum")
+COUNTS = (
+    "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
+    "computed_tokens", "kv_tokens_sum",
+)  # fmt: skip
 
 
 def read_unit(

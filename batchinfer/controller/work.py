@@ -73,7 +73,7 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
-    session.hold_ranks(job.cluster, num_ranks=len(node.ranks))
+    session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(run, session, stop, node)
         return

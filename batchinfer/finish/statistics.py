@@ -78,7 +78,7 @@ def run_equality(run: RunDir) -> dict[str, Any]:
     said = [
         EqualRows(**{name: session.get(name) for name in names})
         for session in sessions
-        if session.get("processor") is not None or session["first_prefill_s"] is not None
+        if session.get("processor") is not None or session.get("first_prefill_s") is not None
     ]
     return asdict(together(said))
 

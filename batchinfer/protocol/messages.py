@@ -59,7 +59,9 @@ class CachedTokens(Struct, frozen=True):
 
     memory: int = 0
     disk: int = 0
-    replicated: int = 0  # see Completion
+    replicated: int = 0  # see Completion, as the next two
+    recomputed: int = 0
+    computed: int = 0
 
 
 class Handover(Struct, frozen=True):

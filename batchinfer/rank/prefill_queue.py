@@ -80,16 +80,22 @@ class PrefillQueue:
         """How the first `num_known` tokens, in memory, and the first `num_stored`, on disk, are counted.
 
         The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
-        again or read; what the disk has beyond them has never been computed in this run.
+        again or read; what the disk has beyond them has never been computed in this run. What is computed again is
+        replicated where only another rank has had it, and recomputed where this one has had it:
+
+          prompt   [ found           )[ replicated )[ recomputed )[ new    )
+                   0              known             ^ any order   shared   end
         """
         shared = request.shared_tokens
-        found = max(num_known, min(num_stored, shared))
+        missing = shared - max(num_known, min(num_stored, shared))  # below 0: memory has more than was expected
+        replicated = min(request.replicated_tokens, missing)
         return CachedTokens(
             # without a store a row says what the plan says, so that it is the same after any restart
             memory=request.cached_tokens if self._stored is None else shared,
             disk=max(0, num_stored - max(num_known, shared)),
-            # what is missing beyond what other ranks have is not on purpose: it counts as wasted
-            replicated=min(request.replicated_tokens, shared - found),
+            replicated=replicated,
+            recomputed=missing - replicated,
+            computed=len(request.token_ids) - max(num_known, num_stored),
         )
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:

@@ -87,6 +87,8 @@ class Sequence:
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             error=self.error,
             replicated_tokens=self.cached.replicated,
+            recomputed_tokens=self.cached.recomputed,
+            computed_tokens=self.cached.computed,
         )
 
     def _look_for_stop_string(self, token: int) -> None:

@@ -68,6 +68,12 @@ def _of_length(values: Values) -> str:
     return f"{cut / ok:.1%} of ok: raise max_tokens?" if ok and cut / ok >= MANY_CUT_ROWS else ""
 
 
+def _such_ranks(values: Values, kind: str) -> str:
+    """How many ranks the rate of a node is of."""
+    ranks, rate = values[f"{kind}_ranks_per_node"], values[f"{kind}_tokens_per_s_per_rank"]
+    return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
+
+
 ROWS = Group(
     "Rows",
     (
@@ -85,31 +91,49 @@ TOKENS = Group(
     (
         Figure("input_tokens", "input", forms.count, "tokens", "prompt tokens, counted once per sample"),
         Figure("cached_tokens", "from a cache", forms.count, "tokens",
-               "prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's"),
-        Figure("memory_tokens", "  in memory", forms.count, "tokens", "of these, found in memory"),
+               "prompt tokens not to be computed for their row: shared in memory by the plan's order, loaded from "
+               "disk, or a duplicate's; what ran all the same is replicated, recomputed or wasted"),
+        Figure("memory_tokens", "  in memory", forms.count, "tokens", "of these, shared in memory by the plan's order"),
         Figure("disk_tokens", "  on disk", forms.count, "tokens", "of these, read from the store on disk"),
         Figure("duplicate_tokens", "  of duplicate rows", forms.count, "tokens",
                "of these, of rows that another row's answer serves"),
         Figure("cache_hit_rate", "hit share", forms.percent, "%", "cached_tokens / input_tokens", why_empty="no input"),
         Figure("optimal_cached_tokens", "at best from a cache", forms.count, "tokens",
                "input_tokens minus tokens of distinct prefixes that were not on disk: a perfect cache"),
-        Figure("computed_tokens", "computed", forms.count, "tokens"),
+        Figure("computed_tokens", "computed", forms.count, "tokens",
+               "prompt tokens that ran through the model, counted in prefill steps: the sum of the next four"),
+        Figure("needed_tokens", "  needed once", forms.count, "tokens",
+               "of these, what had to run once: neither shared by rows, as the plan orders them, nor on disk"),
+        Figure("replicated_tokens", "  replicated on purpose", forms.count, "tokens",
+               "of these, prefix tokens computed on more than one rank on purpose"),
+        Figure("recomputed_tokens", "  recomputed", forms.count, "tokens",
+               "of these, computed again by a rank that had computed them and given up their pages",
+               note=lambda values: "pages were short" if values["recomputed_tokens"] else ""),
+        Figure("wasted_prompt_tokens", "  wasted", forms.count, "tokens",
+               "of these, lost with a killed rank or session, or of failed rows"),
         Figure("output_tokens", "output", forms.count, "tokens",
                "tokens delivered, a duplicate's delivered output included"),
-        Figure("replicated_tokens", "replicated on purpose", forms.count, "tokens",
-               "prefix tokens computed on more than one rank on purpose"),
-        Figure("wasted_tokens", "wasted", forms.count, "tokens",
-               "tokens run through the model for nothing: lost with a killed session, done again, or of failed rows"),
+        Figure("wasted_tokens", "wasted in all", forms.count, "tokens",
+               "tokens run through the model for nothing: wasted_prompt_tokens, and the same of decode steps"),
     ),
 )  # fmt: skip
 SPEED = Group(
     "Speed",
     (
         Figure("prefill_tokens_per_s_per_node", "prefill per node", forms.rate, "tok/s",
-               "prompt tokens, cached ones included, per second of prefill steps on one node",
-               note="cached tokens included", why_empty="no prefill step"),
+               "prompt tokens, cached ones included, per second of prefill steps on one node with "
+               "prefill_ranks_per_node such ranks",
+               note=lambda values: ", ".join(filter(None, [_such_ranks(values, "prefill"), "cached included"])),
+               why_empty="no prefill step"),
+        Figure("prefill_tokens_per_s_per_rank", "", forms.rate, "tok/s", "the same on one rank that runs prefill"),
+        Figure("prefill_ranks_per_node", "", forms.rate, "",
+               "ranks that run prefill, on nodes that hold such ranks: mean over the time"),
         Figure("decode_tokens_per_s_per_node", "decode per node", forms.rate, "tok/s",
-               "generated tokens per second of decode steps on one node", why_empty="no decode step"),
+               "generated tokens per second of decode steps on one node with decode_ranks_per_node such ranks",
+               note=lambda values: _such_ranks(values, "decode"), why_empty="no decode step"),
+        Figure("decode_tokens_per_s_per_rank", "", forms.rate, "tok/s", "the same on one rank that runs decode"),
+        Figure("decode_ranks_per_node", "", forms.rate, "",
+               "ranks that run decode, on nodes that hold such ranks: mean over the time"),
         Figure("output_tokens_per_s_per_request", "output per request", forms.rate, "tok/s",
                "mean over generated requests of (tokens - 1) / (time of last - of first token)",
                why_empty="no request of two tokens"),

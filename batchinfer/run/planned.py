@@ -9,7 +9,7 @@ from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
 
-def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobConfig]:
+def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bool = False) -> tuple[RunDir, JobConfig]:
     """The run folder and job behind a job file or a run folder.
 
     Raises:
@@ -22,7 +22,7 @@ def planned_run(target: Path, overrides: tuple[str, ...]) -> tuple[RunDir, JobCo
     if run.run_json.exists():
         trust_run(run, job)
         state = read_state(run)
-    if state is None or state["state"] == "planning":
+    if state is None or (state["state"] == "planning" and not may_be_planning):
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
     check_same(state["fingerprint"], settings_fingerprint(job), run.root)
     return run, job

@@ -39,7 +39,7 @@ class Session:
         self.name = f"{int(time.time() * 1000):013d}-{self.node}-{secrets.token_hex(4)}"
         Session._sessions += 1
         self._cluster: ClusterConfig | None = None
-        self._num_ranks = 0
+        self._ranks = range(0)
         self.restarts = 0  # of the ranks, after one of them died
         self.moves = 0  # of running requests from one rank to another
         self.device: str | None = None
@@ -52,9 +52,9 @@ class Session:
         self._run = run
         self.record("running")
 
-    def hold_ranks(self, cluster: ClusterConfig, *, num_ranks: int) -> None:
-        """From now on the command holds this many of the job's ranks on this node."""
-        self._cluster, self._num_ranks = cluster, num_ranks
+    def hold_ranks(self, cluster: ClusterConfig, ranks: range) -> None:
+        """From now on the command holds these ranks of the job's on this node."""
+        self._cluster, self._ranks = cluster, ranks
 
     def record(self, state: str) -> None:
         """Publish the row with the end set to now."""
@@ -64,7 +64,8 @@ class Session:
             "session": self.name,
             "command": self.command,
             "node": self.node,
-            "num_ranks": self._num_ranks,
+            "num_ranks": len(self._ranks),
+            "first_rank": self._ranks.start,
             "mode": None if self._cluster is None else self._cluster.mode,
             "prefill_ranks": 0 if self._cluster is None else self._cluster.num_prefill_ranks,
             "decode_ranks": 0 if self._cluster is None else self._cluster.num_decode_ranks,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import LEASE_S, done_mark, last_claim, result_files
+from batchinfer.controller.claims import LEASE_S, done_mark, is_over, last_claim, result_files
 from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError
@@ -25,6 +25,7 @@ class Holder:
 
     unit: int
     node: str
+    process: str  # its name on that node
     task: str | None  # of Slurm
     restarts: int  # of that task
     held_s: float  # since it was claimed
@@ -38,22 +39,26 @@ class Status:
     """How far a run is; `status --json` prints these names."""
 
     run: str
-    state: str  # 'planning', 'planned', 'finished' or 'partial'
-    units: int
-    units_done: int
-    units_running: int
-    units_waiting: int
-    units_failed: int  # units with failed requests
-    rows: int  # output rows
-    rows_bad: int  # of these, error rows since the plan
-    requests: int  # to compute
-    requests_done: int  # durable, the failed ones too
-    requests_failed: int
-    tokens_per_s: float | None  # run through the model, lately; None while nobody works
-    requests_per_s: float | None
-    left_s: float | None  # at this speed
-    tasks_running: int | None  # of Slurm; None where its commands are missing or nothing was submitted
-    tasks_waiting: int | None
+    state: str  # of the run folder: 'planning', 'planned', 'finished' or 'partial'
+    # 'planning'; 'planned': nobody has begun to work; 'running': somebody holds a unit; 'interrupted': units are left
+    # and nobody holds one any more; 'computed': all units are done, `finish` is next; 'finished'; 'partial'
+    activity: str
+    workers: int = 0  # processes that hold units
+    units: int = 0
+    units_done: int = 0
+    units_running: int = 0
+    units_waiting: int = 0
+    units_failed: int = 0  # units with failed requests
+    rows: int = 0  # output rows
+    rows_bad: int = 0  # of these, error rows since the plan
+    requests: int = 0  # to compute
+    requests_done: int = 0  # durable, the failed ones too
+    requests_failed: int = 0
+    tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
+    requests_per_s: float | None = None
+    left_s: float | None = None  # at this speed
+    tasks_running: int | None = None  # of Slurm; None where its commands are missing or nothing was submitted
+    tasks_waiting: int | None = None
     running: list[Holder] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -73,10 +78,7 @@ class StatusReader:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        state = read_state(run)
-        if state["state"] == "planning":
-            raise ConfigError(f"{run.root} has no complete plan yet; wait for `batchinfer plan`, or run it again")
-        self._units = read_rows(run.units, Manifest(run.root, state.get("files")))
+        self._units: list[dict[str, Any]] = []  # read when the plan is complete
         self._files: dict[Path, _File] = {}
         self._damaged: dict[Path, str] = {}  # and why
         self._done: dict[int, list[Path]] = {}  # unit -> its files
@@ -88,16 +90,22 @@ class StatusReader:
             ConfigError: a file of the run folder is missing or damaged.
         """
         state = read_state(self._run)
+        if state["state"] == "planning":
+            return Status(run=str(self._run.root), state="planning", activity="planning")
+        if not self._units:
+            self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
         self._damaged.clear()
         holders: list[Holder] = []
         silent: list[Holder] = []
         finished: list[list[_File]] = []
+        was_begun = False
         for row in self._units:
             unit = row["unit"]
             files = self._done_files(unit)
             if files is None:
                 claim = last_claim(self._run, unit)
+                was_begun = was_begun or claim is not None
                 files = [] if claim is None else result_files(claim)
                 holder = None if claim is None else self._holder(row, claim, files, now_s)
                 if holder is not None:
@@ -112,6 +120,8 @@ class StatusReader:
         return Status(
             run=str(self._run.root),
             state=state["state"],
+            activity="running" if holders else _idle(state["state"], was_begun, len(self._done), len(self._units)),
+            workers=len({(holder.node, holder.process) for holder in holders}),
             units=len(self._units),
             units_done=len(self._done),
             units_running=len(holders),
@@ -153,11 +163,12 @@ class StatusReader:
         except DamagedFileError as error:
             self._damaged[path] = error.reason
             return None
-        if lease["released"]:
+        if is_over(lease):
             return None
         return Holder(
             unit=row["unit"],
             node=lease.get("node", lease["host"]),
+            process=str(lease["process"]),
             task=lease.get("task"),
             restarts=lease.get("restarts", 0),
             held_s=max(0.0, now_s - (claim / "claim.json").stat().st_mtime),
@@ -208,6 +219,15 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:
+    """What goes on while nobody holds a unit: see Status."""
+    if state in ("finished", "partial"):
+        return state
+    if num_done == num_units:
+        return "computed"
+    return "interrupted" if was_begun or num_done else "planned"
 
 
 def _read_file(path: Path) -> _File:

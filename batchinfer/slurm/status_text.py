@@ -21,7 +21,7 @@ def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
         status = reader.read()
         # on a terminal each one replaces the one before
         show(("\033[H\033[2J" if sys.stdout.isatty() else "") + format_status(status))
-        if status.state in ("finished", "partial"):
+        if status.activity in ("finished", "partial"):
             return
         time.sleep(WATCH_S)
 
@@ -33,9 +33,11 @@ def as_document(status: Status) -> dict[str, Any]:
 
 def format_status(status: Status) -> str:
     """The status as lines for a terminal."""
+    if status.activity == "planning":
+        return f"{status.run}: {_activity(status)}"
     done = status.requests_done / status.requests if status.requests else 1.0
     lines = [
-        f"{status.run}: {status.state}",
+        f"{status.run}: {_activity(status)}",
         f"units     {status.units_done:,} done, {status.units_running:,} running, {status.units_waiting:,} waiting, "
         f"{status.units_failed:,} with failed requests; {status.units:,} in all",
         f"requests  {status.requests_done:,} of {status.requests:,} ({done:.1%}), {status.requests_failed:,} of them "
@@ -58,3 +60,15 @@ def format_status(status: Status) -> str:
         lines.append(f"  and {len(status.running) - MOST_LINES:,} more")
     lines += [fit(f"problem: {problem}", PROBLEM_WIDTH) for problem in status.problems]
     return "\n".join(lines)
+
+
+def _activity(status: Status) -> str:
+    """What goes on, and what to do where nobody does anything about it."""
+    workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"
+    return {
+        "planning": "planning; there is nothing to count yet",
+        "planned": "planned, nobody works on it yet: `batchinfer work` does",
+        "running": workers,
+        "interrupted": "interrupted, nobody works on it any more: `batchinfer work` goes on",
+        "computed": "computed, not finished: `batchinfer finish` writes the outputs",
+    }.get(status.activity, status.activity)

@@ -207,6 +207,27 @@ def test_two_sessions_on_one_host_are_one_node(tmp_path):
     assert metrics["decode_tokens_per_s_per_node"] == pytest.approx(2 * 10 / 50)
 
 
+def test_a_rate_per_node_is_of_the_ranks_of_that_kind_on_nodes_that_hold_such(tmp_path):
+    # ranks 0 to 5 of one group on three nodes:  n0 [prefill, prefill]   n1 [prefill, decode]   n2 [decode, decode]
+    group = {"mode": "disaggregated", "prefill_ranks": 3, "decode_ranks": 3}
+    nodes = [session(f"s{i}", 0, 100, ranks=2, node=f"n{i}", first_rank=2 * i) | group for i in range(3)]
+    steps = [step("s0", "prefill", 10, new=100, cached=0, output=1, rank=rank) for rank in range(3)]
+    steps += [step("s0", "decode", 20, new=80, cached=0, output=80, rank=rank) for rank in range(3, 6)]
+    metrics = read_report(write_run(tmp_path / "r", steps=steps, nodes=nodes)).values
+    assert (metrics["prefill_tokens_per_s_per_rank"], metrics["decode_tokens_per_s_per_rank"]) == (10, 4)
+    assert (metrics["prefill_ranks_per_node"], metrics["decode_ranks_per_node"]) == (1.5, 1.5)
+    assert (metrics["prefill_tokens_per_s_per_node"], metrics["decode_tokens_per_s_per_node"]) == (15, 6)
+
+
+def test_a_rate_per_node_is_of_the_mean_number_of_ranks_where_nodes_differ(tmp_path):
+    nodes = [session("a", 0, 100, ranks=4, node="n1"), session("b", 50, 100, ranks=1, node="n2")]
+    steps = [step(name, "prefill", 10, new=100, cached=0, output=1) for name in "ab"]
+    metrics = read_report(write_run(tmp_path / "r", steps=steps, nodes=nodes)).values
+    assert metrics["prefill_ranks_per_node"] == pytest.approx((4 * 100 + 1 * 50) / 150)
+    assert metrics["prefill_tokens_per_s_per_node"] == pytest.approx(10 * 3)
+    assert metrics["decode_tokens_per_s_per_node"] is None
+
+
 def test_nodes_that_follow_one_another_are_not_held_together(tmp_path):
     nodes = [session("a", 0, 50, node="n1"), session("b", 50, 90, node="n2"), session("c", 70, 70, node="n3")]
     metrics = read_report(write_run(tmp_path / "r", nodes=nodes)).values
@@ -394,7 +415,7 @@ def small_run(tmp_path_factory) -> Path:
         ("FROM outputs SELECT id WHERE row = 3; -- the third", [("id-3",)]),
         ("WITH n AS (SELECT * FROM nodes) SELECT session, end_s FROM n", [("a", 9.0)]),
         ("SELECT id FROM outputs ORDER BY row DESC LIMIT 1", [("id-4",)]),
-        ("SELECT count(*) FROM (DESCRIBE nodes)", [(18,)]),
+        ("SELECT count(*) FROM (DESCRIBE nodes)", [(19,)]),
         ("SELECT '; DROP VIEW outputs'", [("; DROP VIEW outputs",)]),
         ("VALUES (1), (2)", [(1,), (2,)]),
         ("SELECT TIMESTAMPTZ '2024-01-01 12:00:00+02' AS t, 1 AS t; -- x", [("2024-01-01 10:00:00+00", 1)]),
@@ -572,7 +593,9 @@ def squeezed(panel: str) -> list[str]:
 
 
 def test_the_panel_shows_units_and_fits_the_terminal():
-    panel = format_report(report_with(608_000_000_000, cache_hit_rate=0.5625, gross_margin=0.845))
+    panel = format_report(
+        report_with(608_000_000_000, cache_hit_rate=0.5625, gross_margin=0.845, decode_ranks_per_node=8)
+    )
     assert max(map(len, panel.splitlines())) <= 80
     lines = squeezed(panel)
     assert lines[0] == "demo (/models/tiny, bfloat16)"
@@ -580,7 +603,7 @@ def test_the_panel_shows_units_and_fits_the_terminal():
         "input 608,000,000,000 tokens",
         "hit share 56.2 %",
         "prompt tokens computed 265,000,000,000 266,000,000,000 –",
-        "decode per node 608,000,000,000 tok/s",
+        "decode per node 608,000,000,000 tok/s 8 x 608,000,000,000",
         "gross margin 84.5 % profit / revenue",
         "damaged 608,000,000,000 files computed again",
     ):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.controller.claims import UnitClaims
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, publish_json, read_json
 from support.faults import fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 
@@ -49,12 +49,13 @@ def status(run):
 
 def test_before_and_after_the_work(reference, planned):
     before = status(planned)
+    assert (before["state"], before["activity"], before["workers"]) == ("planned", "planned", 0)
     assert before["units"] > 3
     assert (before["units_done"], before["units_running"], before["units_waiting"]) == (0, 0, before["units"])
     assert (before["requests"], before["requests_done"], before["rows"], before["rows_bad"]) == (27, 0, 28, 1)
     assert before["tokens_per_s"] is before["left_s"] is before["tasks_running"] is None
     after = status(reference[0] / "run")
-    assert after["state"] == "finished"
+    assert after["state"] == after["activity"] == "finished"
     assert (after["units_done"], after["units_waiting"], after["units_failed"]) == (before["units"], 0, 0)
     assert (after["requests_done"], after["requests_failed"]) == (27, 0)
     assert "27 of 27 (100.0%)" in batchinfer("status", reference[0] / "run").out
@@ -76,6 +77,8 @@ def test_while_somebody_works(planned, monkeypatch):
         worker.send_signal(signal.SIGSTOP)  # so that it still works when we look
         found = status(planned)
         assert found["units_running"] >= 1
+        assert (found["state"], found["activity"], found["workers"]) == ("planned", "running", 1)
+        assert "running with 1 worker\n" in batchinfer("status", planned).out
         assert 0 < found["requests_done"] < 27
         assert found["tokens_per_s"] > 0
         assert found["left_s"] > 0
@@ -88,17 +91,44 @@ def test_while_somebody_works(planned, monkeypatch):
         _, err = worker.communicate(timeout=60)
     assert worker.returncode == 75, err
     assert "Slurm task 12_3 on node7, restart 2" in err
-    assert status(planned)["units_running"] == 0
+    found = status(planned)
+    assert (found["activity"], found["units_running"], found["workers"]) == ("interrupted", 0, 0)
+    assert "interrupted, nobody works on it any more" in batchinfer("status", planned).out
+    assert batchinfer("work", planned).code == 0
+    assert status(planned)["activity"] == "computed"
+
+
+def test_a_killed_worker_of_this_host_is_no_worker(planned):
+    worker = start("work", planned)
+    try:
+        deadline = time.monotonic() + 90
+        while status(planned)["activity"] == "planned":
+            assert worker.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        worker.kill()
+        worker.communicate(timeout=60)
+    assert status(planned)["activity"] == "interrupted"
+
+
+def test_a_plan_under_way_is_planning(planned):
+    run = RunDir(planned)
+    publish_json(run.run_json, read_json(run.run_json) | {"state": "planning"})
+    found = status(planned)
+    assert (found["state"], found["activity"], found["units"]) == ("planning", "planning", 0)
+    assert "planning; there is nothing to count yet" in batchinfer("status", planned).out
+    assert batchinfer("work", planned).code == 2
 
 
 def test_a_worker_that_is_silent_is_a_problem(planned):
     with UnitClaims(RunDir(planned)) as claims:
         claim = claims.try_claim(0)
         lease = claim.folder / "lease.json"
-        assert status(planned)["units_running"] == 1
+        assert (status(planned)["units_running"], status(planned)["activity"]) == (1, "running")
         os.utime(lease, (lease.stat().st_mtime - 300,) * 2)
         found = status(planned)
-    assert found["units_running"] == 0
+    assert (found["units_running"], found["activity"]) == (0, "interrupted")
     assert any("unit 0" in problem and "silent for 5 min" in problem for problem in found["problems"])
 
 
@@ -136,6 +166,7 @@ def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     assert "1 rows are bad in the input" in again.out
     found = status(planned)
     assert (found["requests_failed"], found["requests_done"], found["units_waiting"]) == (0, 24, 3)
+    assert found["activity"] == "interrupted"
     assert "0 failed requests" in batchinfer("retry", planned).out
 
     before = set(planned.glob("units/*/[0-9]*/part-*.parquet"))

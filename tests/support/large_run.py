@@ -90,6 +90,8 @@ def _requests(draw: np.random.Generator, shard: int, num: int) -> dict[str, obje
         "cached_disk_tokens": zeros,
         "cached_duplicate_tokens": zeros,
         "replicated_tokens": zeros,
+        "recomputed_tokens": zeros,
+        "computed_tokens": (prompt - cached).astype(np.int32),
         "completion_tokens": answer.astype(np.int32),
         "generated_tokens": answer.astype(np.int32),
         "kv_tokens_sum": answer * (prompt + answer // 2),

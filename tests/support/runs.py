@@ -50,8 +50,8 @@ def write_run(
 def request(
     row: int, prompt: int, generated: int, first_s: float = 0, finished_s: float | None = 0, **more: Any
 ) -> dict[str, Any]:
-    counts = {"cached_memory_tokens": 0, "cached_disk_tokens": 0, "cached_duplicate_tokens": 0}
-    return {
+    counts = {"cached_memory_tokens": 0, "cached_disk_tokens": 0, "cached_duplicate_tokens": 0, "recomputed_tokens": 0}
+    found = {
         "shard": 0,
         "row": row,
         "sample": 0,
@@ -66,6 +66,8 @@ def request(
         **counts,
         **more,
     }
+    new = prompt - found["cached_memory_tokens"] - found["cached_disk_tokens"] if generated else 0
+    return {"computed_tokens": new + found["replicated_tokens"] + found["recomputed_tokens"], **found}
 
 
 def error_request(row: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 -- What each planned unit took, by its counted claim.
 SELECT unit, any_value(planned.num_requests) AS num_requests, any_value(planned.prompt_tokens) AS prompt_tokens,
        any_value(planned.new_tokens) AS new_tokens,
-       coalesce(sum(results.prompt_tokens - cached_memory_tokens - cached_disk_tokens), 0) AS computed_tokens,
+       coalesce(sum(computed_tokens), 0) AS computed_tokens,
        coalesce(sum(completion_tokens), 0) AS completion_tokens,
        coalesce(any_value(num_claims), 0) AS num_claims, any_value(claim) AS claim,
        min(admitted_s) AS started_s, max(finished_s) AS finished_s

@@ -3,7 +3,7 @@
 --   peak_nodes      most nodes held at one time
 --   mean_nodes      node-seconds held / working_s
 --   mean_ranks      rank-seconds held / working_s
---   ranks_per_node  rank-seconds held / node-seconds held
+--   prefill_ranks_per_node, decode_ranks_per_node   rank-seconds of this kind / seconds of nodes that held such ranks
 --   gpu_hours       rank-seconds held / 3600
 WITH changes AS (
     SELECT start_s AS time_s, 1 AS change FROM spans WHERE scope = 'node' AND end_s > start_s
@@ -19,6 +19,10 @@ totals AS (
         (SELECT coalesce(sum(end_s - start_s), 0) FROM spans WHERE scope = 'working') AS working_s,
         (SELECT coalesce(sum(end_s - start_s), 0) FROM spans WHERE scope = 'node') AS node_s,
         (SELECT coalesce(sum(num_ranks * length_s), 0) FROM sessions) AS rank_s,
+        (SELECT coalesce(sum(num_prefill * length_s), 0) FROM sessions) AS prefill_rank_s,
+        (SELECT sum(end_s - start_s) FROM spans WHERE scope = 'prefill') AS prefill_node_s,
+        (SELECT coalesce(sum(num_decode * length_s), 0) FROM sessions) AS decode_rank_s,
+        (SELECT sum(end_s - start_s) FROM spans WHERE scope = 'decode') AS decode_node_s,
         (SELECT coalesce(max(num_nodes), 0) FROM counted) AS peak_nodes
 )
 SELECT
@@ -26,6 +30,7 @@ SELECT
     CAST(peak_nodes AS BIGINT) AS peak_nodes,
     node_s / nullif(working_s, 0) AS mean_nodes,
     rank_s / nullif(working_s, 0) AS mean_ranks,
-    rank_s / nullif(node_s, 0) AS ranks_per_node,
+    prefill_rank_s / nullif(prefill_node_s, 0) AS prefill_ranks_per_node,
+    decode_rank_s / nullif(decode_node_s, 0) AS decode_ranks_per_node,
     rank_s / 3600 AS gpu_hours
 FROM totals

@@ -1,4 +1,6 @@
 -- sessions: one row per session of `nodes`, with its length and start-up.
+--   num_prefill, num_decode   of its ranks those that run prefill, and those that run decode; a disaggregated group
+--              counts its prefill ranks first
 --   length_s   start of the process to its end (or last sign of life)
 --   startup_s  until its first prefill step (import, plan, load, compile); all of it when there was none
 WITH clean AS (
@@ -6,6 +8,9 @@ WITH clean AS (
         session,
         coalesce(node, '') AS node,
         coalesce(num_ranks, 0) AS num_ranks,
+        mode,
+        coalesce(first_rank, 0) AS first_rank,
+        coalesce(prefill_ranks, 0) AS prefill_ranks,
         start_s,
         first_prefill_s,
         -- a clock that was set back must not give a negative length
@@ -17,6 +22,14 @@ SELECT
     session,
     node,
     num_ranks,
+    CASE
+        WHEN mode = 'disaggregated' THEN greatest(0, least(num_ranks, prefill_ranks - first_rank))
+        ELSE num_ranks
+    END AS num_prefill,
+    CASE
+        WHEN mode = 'disaggregated' THEN least(num_ranks, greatest(0, first_rank + num_ranks - prefill_ranks))
+        ELSE num_ranks
+    END AS num_decode,
     start_s,
     end_s,
     end_s - start_s AS length_s,

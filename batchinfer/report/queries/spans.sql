@@ -1,5 +1,6 @@
--- spans: the times covered by at least one session, overlapping sessions melted into one span, in three scopes.
+-- spans: the times covered by at least one session, overlapping sessions melted into one span, by scope.
 --   'wall'  all sessions   'working'  sessions that hold ranks   'node'  the same, host by host
+--   'prefill', 'decode'  sessions that hold ranks of this kind, host by host
 --
 --   sessions  [-----)  [------)          spans  [-----)  [----------)
 --                         [-----)
@@ -9,6 +10,10 @@ WITH intervals AS (
     SELECT 'working', '', start_s, end_s FROM sessions WHERE num_ranks > 0
     UNION ALL
     SELECT 'node', node, start_s, end_s FROM sessions WHERE num_ranks > 0
+    UNION ALL
+    SELECT 'prefill', node, start_s, end_s FROM sessions WHERE num_prefill > 0
+    UNION ALL
+    SELECT 'decode', node, start_s, end_s FROM sessions WHERE num_decode > 0
 ),
 marked AS (
     SELECT

@@ -2,9 +2,10 @@
 --   output_tokens_per_s_per_request  mean over generated requests of two or more tokens of
 --                                    (generated tokens - 1) / (time of the last token - time of the first)
 --   mean_kv_tokens_per_output_token  KV length attended to, averaged over generated tokens
---   prefill_tokens_per_s_per_node    prompt tokens (cached ones included) of prefill steps, per second in these steps
---   decode_tokens_per_s_per_node     output tokens of decode steps, per second in these steps
--- A node's ranks work side by side: tokens per rank-second times the ranks that a node held on average.
+--   prefill_tokens_per_s_per_rank    prompt tokens (cached ones included) of prefill steps, per rank's second in these
+--   decode_tokens_per_s_per_rank     output tokens of decode steps, per rank's second in these
+--   prefill_, decode_tokens_per_s_per_node   these, times the ranks of this kind that a node with such ranks held on
+--                                    average (held.sql): they work side by side
 WITH per_request AS (
     SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) AS tokens_per_s
     FROM requests
@@ -21,6 +22,8 @@ per_rank AS (
 SELECT
     per_request.tokens_per_s AS output_tokens_per_s_per_request,
     tokens.kv_tokens / nullif(tokens.generated_tokens, 0) AS mean_kv_tokens_per_output_token,
-    per_rank.prefill_tokens_per_s * held.ranks_per_node AS prefill_tokens_per_s_per_node,
-    per_rank.decode_tokens_per_s * held.ranks_per_node AS decode_tokens_per_s_per_node
+    per_rank.prefill_tokens_per_s AS prefill_tokens_per_s_per_rank,
+    per_rank.decode_tokens_per_s AS decode_tokens_per_s_per_rank,
+    per_rank.prefill_tokens_per_s * prefill_ranks_per_node AS prefill_tokens_per_s_per_node,
+    per_rank.decode_tokens_per_s * decode_ranks_per_node AS decode_tokens_per_s_per_node
 FROM per_request, per_rank, tokens, held

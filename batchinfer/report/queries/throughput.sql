@@ -25,7 +25,7 @@ stepped AS (
 ),
 prefills AS (
     SELECT
-        cached_memory_tokens,
+        computed_tokens,
         cached_disk_tokens,
         prompt_tokens,
         -- at least a thousandth of a bin long
@@ -52,9 +52,10 @@ shares AS (
 admitted AS (
     SELECT
         CAST(bin AS INTEGER) AS bin,
-        sum(cached_memory_tokens * part) AS memory,
+        -- what was there and is not counted for the disk
+        sum((prompt_tokens - computed_tokens - cached_disk_tokens) * part) AS memory,
         sum(cached_disk_tokens * part) AS disk,
-        sum((prompt_tokens - cached_memory_tokens - cached_disk_tokens) * part) AS computed
+        sum(computed_tokens * part) AS computed
     FROM shares
     GROUP BY bin
 )

@@ -5,7 +5,8 @@
 --                          store on disk did not hold (what is read from it beyond the plan's prefixes was there before)
 --   output_tokens          delivered, duplicates included
 --   generated_tokens       of these, run through the model
---   computed_tokens        prompt tokens of requests that were run, without what was found in memory or on disk
+--   needed_tokens          prompt tokens that had to be run once, by the plan's order: neither shared nor on disk
+--   computed_tokens        prompt tokens that ran, counted in prefill steps
 WITH ok AS (
     SELECT *, cached_memory_tokens + cached_disk_tokens AS found_tokens FROM requests WHERE status = 'ok'
 ),
@@ -18,7 +19,7 @@ sums AS (
         coalesce(sum(cached_duplicate_tokens), 0) AS duplicate_tokens,
         coalesce(sum(completion_tokens), 0) AS output_tokens,
         coalesce(sum(generated_tokens), 0) AS generated_tokens,
-        coalesce(sum(prompt_tokens - found_tokens) FILTER (generated_tokens > 0), 0) AS computed_tokens,
+        coalesce(sum(prompt_tokens - found_tokens) FILTER (generated_tokens > 0), 0) AS needed_tokens,
         count(*) FILTER (generated_tokens > 0) AS num_generated,
         coalesce(sum(kv_tokens_sum) FILTER (generated_tokens > 0), 0) AS kv_tokens
     FROM ok
@@ -36,7 +37,8 @@ SELECT
     greatest(0, input_tokens - (SELECT sum(distinct_tokens) FROM run) + disk_tokens) AS optimal_cached_tokens,
     output_tokens,
     generated_tokens,
-    computed_tokens,
+    needed_tokens,
+    (SELECT CAST(coalesce(sum(new_tokens), 0) AS BIGINT) FROM steps WHERE kind = 'prefill') AS computed_tokens,
     num_generated,
     kv_tokens
 FROM sums

@@ -1,0 +1,287 @@
+"""Every published figure of real runs, computed a second time from the files that the run has written.
+
+Nothing of batchinfer/report/ is used here but the report itself: sums are over outputs/ and stats/, distinct prefixes
+are counted from the prompts. Runs are colocated, disaggregated, short of pages, and with a rank that is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.config import load_model_config
+from batchinfer.report.figures import PUBLISHED
+from support.jobs import batchinfer, question, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+PRICES = {"gpu_hour": 2.0, "input_hit": 0.14, "input_miss": 0.55, "output": 2.19}
+OTHER = "Say how a summer in the mountains smells, and what you would take along to remember it by. " * 3
+PAGE_BYTES = PAGE_TOKENS * load_model_config(RANDOM_MODEL).kv_bytes_per_token(4)
+# one rank ends itself after some steps, once; ranks find this by PYTHONPATH
+KILLED = """
+import os, signal
+if "BATCHINFER_RANK_NUMBER" in os.environ:
+    from batchinfer.protocol import channel, feed
+    channel.Channel.send_on = lambda self, at_fault: None  # what is sent is on its way
+    plain, steps = feed.Feed.send, []
+    def counted(self, report):
+        plain(self, report)
+        self.send_steps()
+        steps.append(report)
+        if len(steps) == 30 and not os.path.exists({mark!r}):
+            open({mark!r}, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    feed.Feed.send = counted
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    cluster: dict[str, Any]
+    prefill: int = 1  # ranks that run it
+    decode: int = 1
+    is_killed: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        return self.cluster.get("mode") == "disaggregated"
+
+    @property
+    def ranks(self) -> int:
+        return self.prefill + self.decode if self.is_apart else self.prefill
+
+
+CASES = [
+    Case("one rank", {}),
+    Case("two ranks", {"prefill_ranks": 2}, 2, 2),
+    Case("apart 1 + 1", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}),
+    Case("apart 2 + 1", {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}, 2, 1),
+    Case("tight", {"page_bytes": "least"}),
+    Case("killed", {"decode_requests": 3}, is_killed=True),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def ran(request, tmp_path_factory):
+    """A finished run and its report."""
+    case, folder = request.param, tmp_path_factory.mktemp("run")
+    prompts = [question(number, (OTHER, "", OTHER * 2)[number % 3]) for number in range(24)]
+    for shard, rows in enumerate((prompts[:13], [*prompts[13:], prompts[3], ""])):  # a duplicate, and a bad row
+        write_shard(folder / "prompts" / f"part-{shard}.parquet", {"prompt": rows})
+    cluster = {"backend": "reference", "decode_requests": 4, **case.cluster}
+    if cluster.get("page_bytes") == "least":
+        cluster["page_bytes"] = _least_pages(folder) * PAGE_BYTES
+    job = write_job(folder, cluster=cluster, sampling={"max_tokens": 12}, pricing=PRICES)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.is_killed:
+            (folder / "site").mkdir()
+            code = textwrap.dedent(KILLED).format(mark=str(folder / "killed"))
+            (folder / "site" / "sitecustomize.py").write_text(code)
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), *_python_path()]))
+        done = batchinfer("run", job)
+    assert done.code == 3, done.err
+    report = json.loads(batchinfer("report", folder / "run", "--json").out)
+    return case, folder / "run", report
+
+
+def _python_path() -> list[str]:
+    return list(filter(None, [os.environ.get("PYTHONPATH")]))
+
+
+def _least_pages(folder: Path) -> int:
+    """Pages of the largest request."""
+    refused = batchinfer("plan", write_job(folder, name="least.toml", cluster={"page_bytes": 1},
+                                           sampling={"max_tokens": 12}, output={"dir": "least"}))  # fmt: skip
+    assert refused.code == 2
+    return -(-int(refused.err.split("needs ")[1].split(" bytes")[0]) // PAGE_BYTES)
+
+
+def one(run: Path, sql: str) -> Any:
+    """The only row of a query on a run's files, as a tuple, or its only value."""
+    names = {
+        "outputs": "outputs/**/*.parquet",
+        "tokens": "tokens/*.parquet",
+        "requests": "stats/requests.parquet",
+        "steps": "stats/steps/*.parquet",
+        "nodes": "stats/nodes/*.parquet",
+    }
+    with duckdb.connect() as connection:
+        for name, files in names.items():
+            connection.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{run}/{files}')")
+        (row,) = connection.execute(sql).fetchall()
+    return row if len(row) > 1 else row[0]
+
+
+def figures_of_rows(run: Path) -> dict[str, Any]:
+    """Rows and tokens, from the outputs."""
+    rows, ok, error, stop, length, inputs, cached, outputs = one(
+        run,
+        """SELECT count(*), count(*) FILTER (status = 'ok'), count(*) FILTER (status = 'error'),
+        count(*) FILTER (finish_reason = 'stop'), count(*) FILTER (finish_reason = 'length'),
+        sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens) FROM outputs""",
+    )
+    duplicates = one(run, "SELECT sum(prompt_tokens) FROM requests WHERE completion_tokens > generated_tokens")
+    needed = one(
+        run,
+        """SELECT count(DISTINCT prefix) FROM (
+            SELECT unnest(list_transform(range(1, len(token_ids) + 1), lambda i: token_ids[1:i])) AS prefix
+            FROM tokens WHERE error IS NULL)""",
+    )
+    kv_tokens, generated = one(
+        run,
+        """SELECT sum(completion_tokens * prompt_tokens + completion_tokens * (completion_tokens - 1) // 2),
+        sum(completion_tokens) FROM requests WHERE generated_tokens > 0""",
+    )
+    return {
+        "rows": rows,
+        "rows_ok": ok,
+        "rows_error": error,
+        "finish_reasons": {"stop": stop, "length": length, "error": error},
+        "input_tokens": inputs,
+        "cached_tokens": cached,
+        "memory_tokens": cached - duplicates,
+        "disk_tokens": 0,
+        "duplicate_tokens": duplicates,
+        "cache_hit_rate": cached / inputs,
+        "optimal_cached_tokens": inputs - needed,
+        "needed_tokens": needed,
+        "output_tokens": outputs,
+        "mean_kv_tokens_per_output_token": kv_tokens / generated,
+    }
+
+
+def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
+    """What ran, and how fast, from the steps."""
+    prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, hidden_s = one(
+        run,
+        """SELECT sum(new_tokens) FILTER (kind = 'prefill'), sum(new_tokens + cached_tokens) FILTER (kind = 'prefill'),
+        sum(duration_s) FILTER (kind = 'prefill'), sum(output_tokens) FILTER (kind = 'decode'),
+        sum(duration_s) FILTER (kind = 'decode'), sum(comm_s), sum(hidden_comm_s) FROM steps""",
+    )
+    decode_needed = one(run, "SELECT sum(generated_tokens - 1) FROM requests WHERE generated_tokens > 0")
+    replicated, recomputed = one(run, "SELECT sum(replicated_tokens), sum(recomputed_tokens) FROM requests")
+    wasted = prompt_tokens - figures_of_rows(run)["needed_tokens"] - replicated - recomputed
+    return {
+        "computed_tokens": prompt_tokens,
+        "replicated_tokens": replicated,
+        "recomputed_tokens": recomputed,
+        "wasted_prompt_tokens": wasted,
+        "wasted_tokens": wasted + decoded - decode_needed,
+        "prefill_tokens_per_s_per_rank": prefilled / prefill_s,
+        "prefill_ranks_per_node": case.prefill,
+        "prefill_tokens_per_s_per_node": prefilled / prefill_s * case.prefill,
+        "decode_tokens_per_s_per_rank": decoded / decode_s,
+        "decode_ranks_per_node": case.decode,
+        "decode_tokens_per_s_per_node": decoded / decode_s * case.decode,
+        "output_tokens_per_s_per_request": one(
+            run,
+            """SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) FROM requests
+            WHERE generated_tokens > 1""",
+        ),
+        "hidden_comm_share": hidden_s / comm_s if comm_s else None,
+    }
+
+
+def figures_of_time(run: Path, case: Case) -> dict[str, Any]:
+    """Seconds and dollars of the one session."""
+    wall_s, startup_s = one(run, "SELECT end_s - start_s, first_prefill_s - start_s FROM nodes")
+    busy_s = one(run, "SELECT sum(duration_s) FROM steps") / case.ranks
+    rows = figures_of_rows(run)
+    cost = case.ranks * wall_s / 3600 * PRICES["gpu_hour"]
+    misses = rows["input_tokens"] - rows["cached_tokens"]
+    amounts = zip((rows["cached_tokens"], misses, rows["output_tokens"]), list(PRICES.values())[1:], strict=True)
+    revenue = sum(tokens * price for tokens, price in amounts) / 1e6
+    share = one(
+        run, "SELECT sum(duration_s) FILTER (kind = 'prefill') / sum(duration_s) FROM steps WHERE new_tokens > 0"
+    )
+    prefill_cost = cost * (case.prefill / case.ranks if case.is_apart else share)
+    return {
+        "wall_s": wall_s,
+        "busy_s": busy_s,
+        "startup_s": startup_s,
+        "idle_s": wall_s - busy_s - startup_s,
+        "peak_nodes": 1,
+        "mean_nodes": 1.0,
+        "gpu_hours": case.ranks * wall_s / 3600,
+        "cost_usd": cost,
+        "revenue_usd": revenue,
+        "cost_profit_margin": (revenue - cost) / cost,
+        "gross_margin": (revenue - cost) / revenue,
+        "usd_per_million_output_tokens": cost / rows["output_tokens"] * 1e6,
+        "usd_per_million_tokens": cost / (rows["output_tokens"] + rows["input_tokens"]) * 1e6,
+        "prefill_usd_per_million_input_tokens": prefill_cost / rows["input_tokens"] * 1e6,
+        "decode_usd_per_million_output_tokens": (cost - prefill_cost) / rows["output_tokens"] * 1e6,
+    }
+
+
+def costs_of_parts(run: Path, case: Case) -> dict[str, float]:
+    """Dollars by what ranks did in each second."""
+    steps = figures_of_steps(run, case)
+    times = figures_of_time(run, case)
+    prefill, decode, waits, tokens = one(
+        run,
+        """SELECT coalesce(sum(duration_s - waits_s) FILTER (kind = 'prefill'), 0),
+        coalesce(sum(duration_s - waits_s) FILTER (kind = 'decode'), 0), sum(waits_s), sum(new_tokens)
+        FROM (SELECT *, greatest(0, comm_s - hidden_comm_s) AS waits_s FROM steps WHERE new_tokens > 0)""",
+    )
+    tail = one(
+        run,
+        """SELECT sum(last_s - end_s) FROM (SELECT end_s, max(end_s) OVER () AS last_s FROM (
+            SELECT max(start_s + duration_s) AS end_s FROM steps WHERE new_tokens > 0 GROUP BY rank))""",
+    )
+    useful = 1 - steps["wasted_tokens"] / tokens
+    seconds = {
+        "startup": times["startup_s"] * case.ranks,
+        "prefill": prefill * useful,
+        "decode": decode * useful,
+        "exchange": waits * useful,
+        "waste": (prefill + decode + waits) * (1 - useful),
+        "tail": tail,
+    }
+    seconds["idle"] = times["wall_s"] * case.ranks - sum(seconds.values())
+    return {f"{part}_cost_usd": value / 3600 * PRICES["gpu_hour"] for part, value in seconds.items()}
+
+
+def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
+    case, run, report = ran
+    expected = (
+        figures_of_rows(run) | figures_of_steps(run, case) | figures_of_time(run, case) | costs_of_parts(run, case)
+    )
+    assert expected.keys() == {figure.key.partition(".")[0] for figure in PUBLISHED}
+    for key, value in expected.items():
+        close = value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)
+        assert report[key] == close, key
+
+
+def test_every_prompt_token_that_ran_is_needed_replicated_recomputed_or_wasted(ran):
+    case, run, report = ran
+    parts = {key: report[f"{key}_tokens"] for key in ("needed", "replicated", "recomputed", "wasted_prompt")}
+    assert sum(parts.values()) == report["computed_tokens"]
+    # no failure: nothing is wasted, so that these have no remainder among them
+    assert (parts["wasted_prompt"] > 0) == case.is_killed
+    assert (report["wasted_tokens"] > 0) == case.is_killed
+    assert (parts["recomputed"] > 0) == (case.name == "tight")
+    assert (parts["replicated"] > 0) == (case.prefill > 1)
+    assert one(run, "SELECT max(restarts) FROM nodes") == case.is_killed
+
+
+def test_the_plan_and_what_happened_are_counted_apart(ran):
+    case, run, report = ran
+    predicted = report["predictions"]["computed_tokens"]
+    ran_tokens = one(run, "SELECT sum(new_tokens) FROM steps WHERE kind = 'prefill'")
+    assert predicted["happened"] == ran_tokens
+    assert predicted["planned"] == one(run, f"SELECT computed_tokens FROM read_parquet('{run}/plan/summary.parquet')")
+    assert (predicted["happened"] > predicted["planned"]) == (
+        case.is_killed or case.name == "tight" or case.prefill > 1
+    )
+    units = one(run, f"SELECT sum(computed_tokens) FROM read_parquet('{run}/stats/units.parquet')")
+    assert units == ran_tokens if not case.is_killed else units < ran_tokens
