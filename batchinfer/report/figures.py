@@ -69,8 +69,8 @@ def _of_length(values: Values) -> str:
 
 
 def _such_ranks(values: Values, kind: str) -> str:
-    """How many ranks the rate of a node is of."""
-    ranks, rate = values[f"{kind}_ranks_per_node"], values[f"{kind}_tokens_per_s_per_rank"]
+    """How many ranks the rate of a node is of; a simulated node's are its GPUs."""
+    ranks, rate = values.get(f"{kind}_ranks_per_node"), values.get(f"{kind}_tokens_per_s_per_rank")
     return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from batchinfer.data import tokenizer_process, tokenizer_worker
 
 NOBODY = 65534
 
@@ -25,6 +29,7 @@ def as_user(function: Callable[[], object], *, uid: int = NOBODY, groups: Sequen
             os.setgroups(groups)
             os.setgid(NOBODY)
             os.setuid(uid)
+            tokenizer_process.start_process = _ForkedTokenizer  # type: ignore[assignment]
             function()
             status = 0
         except BaseException:
@@ -32,6 +37,37 @@ def as_user(function: Callable[[], object], *, uid: int = NOBODY, groups: Sequen
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1]
+
+
+class _ForkedTokenizer:
+    """The tokenizer's process as a fork of this one: the user may not be allowed to run Python from where it is.
+
+    As tokenizer_process.start_process.
+    """
+
+    def __init__(self, control: int, stderr: int) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.update(tokenizer_process.ENVIRONMENT)
+            for standard in (1, 2):
+                os.dup2(stderr, standard)
+            tokenizer_worker.serve(socket.socket(fileno=os.dup(control)))
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
 
 @contextmanager
