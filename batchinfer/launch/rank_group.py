@@ -7,6 +7,7 @@ lost the others cannot go on: all are ended and all start anew.
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from batchinfer.launch.rank_connections import RankConnections
@@ -115,22 +116,21 @@ class RankGroup:
 
     def leave(self) -> list[tuple[int, FromRank]]:
         """Ask all ranks to finish their step and go; returns their last messages. Those that do not are killed."""
+        for place in self.places:
+            with suppress(ChannelClosedError):  # it has left with others of its group; what it said last is here
+                self.connections.send(place.rank, Leave())
         last: list[tuple[int, FromRank]] = []
-        try:
-            self.send_to_all(Leave())
-            deadline = time.monotonic() + LEAVE_S
-            gone: set[int] = set()
-            while len(gone) < len(self.places) and time.monotonic() < deadline:
-                try:
-                    rank, message = self.connections.next(POLL_S)
-                except queue.Empty:
-                    continue
-                if message is None or isinstance(message, Bye | Failed):
-                    gone.add(rank)
-                else:
-                    last.append((rank, message))
-        except RanksDiedError:  # they are on their way out in any case
-            pass
+        deadline = time.monotonic() + LEAVE_S
+        gone: set[int] = set()
+        while len(gone) < len(self.places) and time.monotonic() < deadline:
+            try:
+                rank, message = self.connections.next(POLL_S)
+            except queue.Empty:
+                continue
+            if message is None or isinstance(message, Bye | Failed):
+                gone.add(rank)
+            else:
+                last.append((rank, message))
         self.end()
         return last
 

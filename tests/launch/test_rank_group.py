@@ -14,6 +14,7 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Bye,
+    ExpertTokens,
     Failed,
     FromController,
     Hello,
@@ -46,6 +47,11 @@ def called(group: RankGroup, hello: Hello) -> Channel[FromController]:
     while connections.hosts.get(hello.rank) != hello.host:
         group.let_in()
     return rank
+
+
+def send_for_ever(group, rank):
+    while True:
+        group.connections.send(rank, SharedValue("", b""))
 
 
 def all_that_comes(group):
@@ -87,6 +93,24 @@ def test_the_latest_call_of_a_rank_counts(ends):
     assert group.receive() == [(0, NeedsRequests())]
     again.read_on(lambda message: again.send(Bye()) if message == Leave() else None, at_end=lambda reason: None)
     assert group.leave() == []
+
+
+def test_what_a_rank_said_last_counts_though_it_left_before_it_was_asked_to():
+    """Ranks of a group leave together, so that the first one's farewell may come before the last one is told."""
+    places = [RankPlace(rank, "both", rank, 3) for rank in range(3)]
+    group = RankGroup(places, LocalRanks(range(0)), "127.0.0.1")
+    try:
+        first, hasty, last = (called(group, Hello(rank, 1, f"host {rank}")) for rank in range(3))
+        hasty.send(ExpertTokens({"decode": [[1]]}))
+        hasty.send_last(Bye())
+        hasty.close()
+        with pytest.raises(ChannelClosedError):
+            send_for_ever(group, 1)
+        for rank in (first, last):
+            rank.read_on(lambda message, to=rank: to.send(Bye()) if message == Leave() else None, lambda reason: None)
+        assert (1, ExpertTokens({"decode": [[1]]})) in group.leave()
+    finally:
+        group.close()
 
 
 def test_what_a_rank_tells_reaches_its_group_alone():
