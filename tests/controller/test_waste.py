@@ -150,7 +150,7 @@ def test_a_killed_rank_loses_what_was_running_and_the_report_counts_it(reference
 def test_finished_requests_are_durable_within_commit_seconds(reference, tmp_path):
     """By the dates of result files; a machine that is busy with other things may take a little longer."""
     job, _ = reference
-    run, commit_s = tmp_path / "run", 0.05
+    run, commit_s = tmp_path / "run", 0.02
     done = batchinfer("run", job, "--set", f"output.dir={run}", "--set", f"cluster.commit_seconds={commit_s}")
     assert done.code == 0, done.err
     parts = sorted(run.glob("units/*/[0-9]*/part-*.parquet"))
