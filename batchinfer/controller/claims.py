@@ -42,6 +42,7 @@ from batchinfer.rundir import (
 
 HEARTBEAT_S = 5.0
 LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
+_HOLDER = ("released", "host", "pid", "process")  # what a lease is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,7 @@ def _read_lease(claim: Path) -> tuple[dict[str, Any] | None, int]:
     except OSError:
         return None, 0
     try:
-        return read_json(path, *_lease(released=False)), date_ns
+        return read_json(path, *_HOLDER), date_ns
     except DamagedFileError:
         return None, date_ns
 

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run
-from support.jobs import batchinfer, output_bytes
+from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 
 NUM_TRIALS = 2000
 FLIPS_OF_10 = 8  # the others go round the other kinds
@@ -17,11 +16,7 @@ REPAIR_EVERY = 10
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    run = make_computed_run(tmp_path_factory.mktemp("computed"))
-    calm = run.parent / "calm"
-    shutil.copytree(run, calm)
-    assert batchinfer("finish", calm).code == 0
-    return run, output_bytes(calm)
+    return make_computed_run_with_outputs(tmp_path_factory.mktemp("computed"))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_TRIALS, PER_TEST))

@@ -162,5 +162,7 @@ def test_finished_requests_are_durable_within_commit_seconds(reference, tmp_path
         for path in parts
         for finished_s in pq.read_table(path, columns=["finished_s"])["finished_s"].to_pylist()
     ]
-    print(f"{len(parts)} commits, longest wait {max(waits):.2f} s at commit_seconds {commit_s}, longest step {hiccup_s:.2f} s")
+    print(
+        f"{len(parts)} commits, longest wait {max(waits):.2f} s, commit_seconds {commit_s}, longest step {hiccup_s:.2f} s"
+    )
     assert max(waits) < commit_s + hiccup_s + 2.0

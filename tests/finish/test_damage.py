@@ -11,7 +11,7 @@ from batchinfer.controller.claims import done_mark
 from batchinfer.plan import packing
 from batchinfer.records import DamagedFileError
 from batchinfer.rundir import RunDir, publish_json, read_state
-from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run
+from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 from support.faults import UNIT_TOKENS
 from support.jobs import batchinfer, output_bytes
 
@@ -22,11 +22,7 @@ NUM_REPAIRED = 15  # of each other kind, with the commands that the sentence nam
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     """A run that is computed but not finished, and its outputs."""
-    run = make_computed_run(tmp_path_factory.mktemp("computed"))
-    calm = run.parent / "calm"
-    shutil.copytree(run, calm)
-    assert batchinfer("finish", calm).code == 0
-    return run, output_bytes(calm)
+    return make_computed_run_with_outputs(tmp_path_factory.mktemp("computed"))
 
 
 @pytest.mark.parametrize("number", range(NUM_FLIPS))

@@ -22,6 +22,15 @@ def make_computed_run(folder: Path) -> Path:
     return run
 
 
+def make_computed_run_with_outputs(folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """See `make_computed_run`; with the outputs that it has when nothing is damaged."""
+    run = make_computed_run(folder)
+    calm = folder / "calm"
+    shutil.copytree(run, calm)
+    assert batchinfer("finish", calm).code == 0
+    return run, output_bytes(calm)
+
+
 def files_of(run: Path) -> list[Path]:
     """Everything that the outputs of a run depend on; not its statistics, and not its lock."""
     folders = ("tokens", "plan", "units", "done")
