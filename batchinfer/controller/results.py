@@ -98,17 +98,17 @@ class Results:
         self._expert_tokens_now.clear()
 
     def commit(self) -> None:
-        """Make everything finished durable, then mark complete units done."""
-        for unit, completions in self._finished.items():
-            write_results(self._open[unit].folder, self._num_parts[unit], result_table(completions))
+        """Make everything finished durable, then mark complete units done; goes on where an error ended it before."""
+        for unit in list(self._finished):
+            write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
             self._num_parts[unit] += 1
-        self._finished.clear()
+            del self._finished[unit]
         self._write_steps()
         self._write_experts()
         self._write_store_counts()
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
-            self._claims.complete(self._open.pop(unit))
-            del self._missing[unit]
+            self._claims.complete(self._open[unit])
+            del self._open[unit], self._missing[unit]
         self._session.record("running")
         self.last_commit_s = time.monotonic()
 

@@ -1,6 +1,7 @@
 """Steps since the last commit, so that the report can count them when their controller is killed.
 
-    stats/steps/<session>.journal     one JSON line per step, written when the step is known, gone with the next commit
+    stats/steps/<session>.journal     a line per step, its checksum and JSON, written when the step is known, gone with
+                                      the next commit
     stats/steps/<session>-lost.parquet   what `finish` made of a journal that nobody took away
 
 A line is handed to the operating system, not forced to disk: it outlives its process, not its machine.
@@ -13,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from msgspec.structs import asdict
 
 from batchinfer.data.parquet import own_file, table_writer
@@ -33,12 +35,13 @@ class StepJournal:
 
     def add(self, rank: int, step: int, record: StepRecord) -> None:
         """Note a step. When that fails a warning says so, once: the next commit will say more."""
-        line = json.dumps({**asdict(record), "session": self._session, "rank": rank, "step": step}) + "\n"
+        step_of_rank = {**asdict(record), "session": self._session, "rank": rank, "step": step}
+        content = json.dumps(step_of_rank).encode()
         try:
             if self._handle is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.write(self._handle, line.encode())
+            os.write(self._handle, _checksum(content) + b" " + content + b"\n")
         except OSError as error:
             if not self._has_failed:
                 note(
@@ -65,15 +68,25 @@ def keep_lost_steps(run: RunDir) -> None:
     for path in sorted((run.stats / "steps").glob("*.journal")):
         session = path.stem
         known = _known_steps(run, session)
-        lost = [step for step in _steps(path.read_text("utf-8")) if (step["rank"], step["step"]) not in known]
+        lost = [step for step in _read_steps(path) if (step["rank"], step["step"]) not in known]
         if lost:
             with table_writer(_lost_file(run, session), STATS_STEPS.schema) as writer:
                 writer.write_table(pa.Table.from_pylist(lost, schema=STATS_STEPS.schema))
 
 
-def _steps(text: str) -> list[dict[str, Any]]:
+def _read_steps(path: Path) -> list[dict[str, Any]]:
+    """The steps of a journal; damaged ones are told and left out."""
     # killed while it was written, the last line has no end
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = [line[:-1] for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    parts = [line.partition(b" ") for line in lines]
+    sound = [json.loads(content) for checksum, _, content in parts if checksum == _checksum(content)]
+    if len(sound) < len(lines):
+        note(f"warning: {path} is damaged: {len(lines) - len(sound)} of {len(lines)} steps are in no statistics")
+    return sound
+
+
+def _checksum(content: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode()
 
 
 def _known_steps(run: RunDir, session: str) -> set[tuple[int, int]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from batchinfer.controller.claims import UnitClaims, done_mark
 from batchinfer.controller.result_files import result_keys
 from batchinfer.controller.results import Results
-from batchinfer.records import Completion, RequestKey
+from batchinfer.records import Completion, ConfigError, RequestKey
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -45,3 +49,29 @@ def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):
             if done_mark(run, 0) is None:
                 claims.release(claim)
         assert len(done_mark(run, 0).files) == 2
+
+
+def test_a_commit_that_fails_is_made_up_for_by_the_next(tmp_path):
+    """Nothing is written twice, and no unit stays without its mark."""
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as claims:
+        results = Results(run, Session("work", StopSignal()), claims)
+        run.done_marks.mkdir()
+        folders = []
+        for unit in range(2):
+            claim = claims.try_claim(unit)
+            results.open_unit(claim, {RequestKey(0, unit, 0)})
+            results.add([replace(completion(unit), unit=unit)])
+            folders.append(claim.folder)
+        for hindrance in (folders[1], run.done_marks):
+            hindrance.rename(tmp_path / "away")
+            hindrance.write_text("a file where a folder should be")
+            with pytest.raises(ConfigError, match="cannot write"):
+                results.commit()
+            hindrance.unlink()
+            (tmp_path / "away").rename(hindrance)
+        results.commit()
+    for unit in range(2):
+        (part,) = done_mark(run, unit).files
+        assert result_keys(part) == [RequestKey(0, unit, 0)]
+    assert all(len(list(folder.glob("part-*"))) == 1 for folder in folders)
