@@ -69,11 +69,12 @@ class Dealer:
         self._running |= {request.key: request for request in taken}
         return taken
 
-    def take_over(self, rank: int) -> None:
-        """Give a rank without requests the later half, by work, of those of the rank that has most left."""
+    def take_over(self, rank: int) -> bool:
+        """Give a rank without requests the later half, by work, of those of the rank that has most left, if any."""
         changed = self._queues.take_over(rank)
         if changed is not None:
             self._note([changed])
+        return changed is not None
 
     def running_request(self, key: RequestKey) -> Request:
         """The request that a rank got under this key."""

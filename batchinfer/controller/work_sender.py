@@ -26,6 +26,7 @@ class WorkSender:
     loads: DecodeLoads
     experts: ExpertPlacer
     _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
+    _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, to be sent at the end of the round
     _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
     _has_begun: bool = False  # whether any rank has got one since they were started
 
@@ -37,6 +38,7 @@ class WorkSender:
     def ranks_died(self) -> None:
         """What was on its way or decoding is lost."""
         self._handovers.clear()
+        self._adoptions.clear()
         self.loads.clear()
         self.experts.ranks_died()
 
@@ -53,35 +55,47 @@ class WorkSender:
                 self.loads.add_ready(self.dealer.running_request(handover.key))
             else:
                 self.session.moves += 1
-                self._send_handover(*moved)
+                self._adopt(*moved)
 
     def kv_read(self, rank: int, keys: list[RequestKey]) -> None:
         """A rank goes on with requests; whoever holds their KV may free it."""
+        free: dict[int, list[RequestKey]] = {}
         for key in keys:
             holder, handover = self._handovers.pop(key)
             self.loads.start(self.dealer.running_request(key), rank, len(handover.tokens))
-            self.group.send(holder, messages.FreeKv([key]))
+            free.setdefault(holder, []).append(key)
+        for holder, read in free.items():
+            self.group.send(holder, messages.FreeKv(read))
 
     def deal(self) -> None:
-        """Requests for the ranks that ask; opens the next unit when theirs have run out. Passes on and moves others."""
+        """Requests for the ranks that ask; opens the next unit when theirs have run out. Passes on and moves others.
+
+        However much there is to say in a round, a rank gets at most one message of each kind.
+        """
         # they begin together: who got requests first would run a step, and the others would have to take part idly
         self._has_begun = self._has_begun or len(self._needs_work) == self.cluster.num_prefill_ranks
-        fed: list[int] = []
+        fed: set[int] = set()
+        is_all_dealt = self.dealer.is_isolating  # for this round
         for rank in sorted(self._needs_work) if self._has_begun else []:
             requests = self._take_for(rank)
-            if not requests and not self.dealer.is_isolating:
-                if not self.units.open_next():
-                    self.dealer.take_over(rank)
+            if not requests and not is_all_dealt:
+                is_all_dealt = not self.units.open_next() and not self.dealer.take_over(rank)
                 requests = self._take_for(rank)
             if requests:
                 self._needs_work.discard(rank)
                 self.group.send(rank, messages.Requests(requests))
-                fed.append(rank)
-        self._wake_others(fed)
+                fed.add(rank)
         for request, rank in self.loads.assign_ready():
-            self._send_handover(request, rank)
+            self._adopt(request, rank)
+        for rank, adoptions in self._adoptions.items():
+            self.group.send(rank, messages.Adopt(adoptions))
+        self._wake_others(fed | self._adoptions.keys())
+        self._adoptions.clear()
+        asked: dict[int, list[RequestKey]] = {}
         for key, rank in self.loads.moves():
-            self.group.send(rank, messages.GiveAway([key]))
+            asked.setdefault(rank, []).append(key)
+        for rank, keys in asked.items():
+            self.group.send(rank, messages.GiveAway(keys))
 
     def place_experts(self) -> None:
         """After the first unit ask the ranks for their counts; when their experts are placed, let them move."""
@@ -96,11 +110,10 @@ class WorkSender:
         """What keeps a rank busy until it asks again: two prefill steps."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
 
-    def _send_handover(self, request: Request, rank: int) -> None:
-        self.group.send(rank, messages.Adopt([Adoption(request, self._handovers[request.key][1])]))
-        self._wake_others([rank])
+    def _adopt(self, request: Request, rank: int) -> None:
+        self._adoptions.setdefault(rank, []).append(Adoption(request, self._handovers[request.key][1]))
 
-    def _wake_others(self, ranks: list[int]) -> None:
+    def _wake_others(self, ranks: set[int]) -> None:
         """These ranks have got something: wake the others of their groups, since they take part in every step."""
         leaders = {self.group.places[rank].leader for rank in ranks}
         for place in self.group.places:

@@ -1,0 +1,98 @@
+"""What a controller sends in one round, however many ranks there are and whatever all of them want at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from batchinfer.balance.decode import OutputLengths
+from batchinfer.config import ClusterConfig, SamplingConfig
+from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.decode_loads import DecodeLoads
+from batchinfer.controller.work_sender import WorkSender
+from batchinfer.parallel.layout import RankPlace, rank_places
+from batchinfer.protocol.messages import CachedTokens, Handover, Message
+from batchinfer.records import Request, RequestKey, RequestTimes
+
+GREEDY = SamplingConfig(max_tokens=8).to_sampling()
+
+
+@dataclass
+class Sent:
+    """Keeps what ranks are sent instead of sending it."""
+
+    places: list[RankPlace]
+    messages: list[tuple[int, Message]] = field(default_factory=list)
+
+    def send(self, rank: int, message: Message) -> None:
+        self.messages.append((rank, message))
+
+    def take(self) -> Counter[tuple[str, int]]:
+        taken, self.messages = self.messages, []
+        return Counter((type(message).__name__, rank) for rank, message in taken)
+
+
+@dataclass
+class NoUnits:
+    """All units are open; counts how often somebody asks for one."""
+
+    num_asked: int = 0
+
+    def open_next(self) -> bool:
+        self.num_asked += 1
+        return False
+
+
+def make_sender(num_prefill: int, num_decode: int) -> tuple[WorkSender, Sent, NoUnits]:
+    cluster = ClusterConfig(mode="disaggregated", prefill_ranks=num_prefill, decode_ranks=num_decode)
+    sent, units = Sent(rank_places(cluster)), NoUnits()
+    dealer = Dealer(range(num_prefill), with_decode=False)
+    decode_ranks = range(num_prefill, num_prefill + num_decode)
+    loads = DecodeLoads(decode_ranks, OutputLengths(), max_requests=64, request_load=1.0, move_steps=4.0)
+    sender = WorkSender(cluster, SimpleNamespace(moves=0), sent, units, dealer, loads, experts=None)
+    sender.ranks_started()
+    return sender, sent, units
+
+
+def requests(number):
+    return [Request(RequestKey(0, row, 0), 0, [row, *range(20)], GREEDY, 0) for row in range(number)]
+
+
+def handed_over(request):
+    times = RequestTimes(0.0, 0.0)
+    return Handover(request.key, [1], [], times, CachedTokens(0, 0, 0), "", 0)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(8, 16), (32, 320)])
+def test_a_round_takes_each_rank_at_most_one_message_of_each_kind(num_prefill, num_decode):
+    sender, sent, units = make_sender(num_prefill, num_decode)
+    prompts = requests(4 * num_decode)
+    sender.dealer.add_unit(0, prompts)
+    for rank in range(num_prefill):
+        sender.needs_work(rank)
+    sender.deal()
+    assert sent.take() == {("Requests", rank): 1 for rank in range(num_prefill)}
+
+    sender.pass_on(0, [handed_over(request) for request in prompts])
+    sender.deal()
+    decode_ranks = range(num_prefill, num_prefill + num_decode)
+    assert sent.take() == {("Adopt", rank): 1 for rank in decode_ranks}, "each has something, so none is woken"
+
+    sender.kv_read(num_prefill, [request.key for request in prompts])  # all on one rank: some must go
+    assert sent.take() == {("FreeKv", 0): 1}
+
+
+def test_where_nothing_is_left_a_round_asks_for_units_once():
+    sender, sent, units = make_sender(64, 1)
+    sender.dealer.add_unit(0, requests(1))
+    for rank in range(64):
+        sender.needs_work(rank)
+    sender.deal()
+    assert units.num_asked == 1
+    assert Counter(kind for kind, _ in sent.take()) == {"Requests": 1, "Wake": 63}
+    sender.deal()
+    assert units.num_asked == 2
+    assert not sent.take()
