@@ -12,7 +12,8 @@ from batchinfer.protocol.messages import Adoption, ExpertSlots, FromController, 
 from batchinfer.records import Request, RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
-STEPS_S = 0.05  # short steps are reported together, this often
+STEPS_S = 0.05  # short steps are reported together, this often,
+STEPS_S_PER_RANK = 0.001  # or, so that many ranks do not keep their controller from its work, this often for each
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Feed:
     Args:
         received: what a reading thread has taken from the channel.
         expert_tokens: the rank's counts by phase, sent now and then.
+        num_ranks: of the job.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class Feed:
         channel: Channel[FromController],
         received: queue.SimpleQueue[FromController],
         expert_tokens: dict[str, np.ndarray],
+        num_ranks: int = 1,
     ) -> None:
         self._channel = channel
         self._received = received
         self._expert_tokens = expert_tokens
         self._has_asked = False
+        self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
         self._steps: list[StepReport] = []  # not told yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
 
@@ -71,7 +75,7 @@ class Feed:
         """Hand over what a step gave."""
         self._steps.append(report)
         now_s = time.monotonic()
-        if now_s - self._last_steps_s >= STEPS_S:
+        if now_s - self._last_steps_s >= self._steps_s:
             self.send_steps()
         if now_s - self._last_experts_s >= EXPERTS_S:
             self.send_experts()

@@ -170,7 +170,7 @@ def _work(
     folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
     worker = make_worker(job, model, tokenizer, mesh, place, start, budget, folder)
-    feed = Feed(channel, received, worker.telemetry.expert_tokens)
+    feed = Feed(channel, received, worker.telemetry.expert_tokens, job.cluster.num_ranks)
     try:
         worker.run(feed)
     finally:

@@ -68,7 +68,7 @@ def handed_over(request):
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(8, 16), (32, 320)])
 def test_a_round_takes_each_rank_at_most_one_message_of_each_kind(num_prefill, num_decode):
-    sender, sent, units = make_sender(num_prefill, num_decode)
+    sender, sent, _ = make_sender(num_prefill, num_decode)
     prompts = requests(4 * num_decode)
     sender.dealer.add_unit(0, prompts)
     for rank in range(num_prefill):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from support.jobs import batchinfer
 from support.many_ranks import expect_outputs_of_one_rank, make_job
 
 
@@ -13,6 +12,6 @@ def job(tmp_path_factory):
     return make_job(tmp_path_factory.mktemp("many"), num_rows=48, max_tokens=8)
 
 
-@pytest.mark.parametrize("ranks", ["8", "3+5"])
+@pytest.mark.parametrize("ranks", ["8", "4+4"])
 def test_eight_ranks_give_the_outputs_of_one(job, ranks):
     expect_outputs_of_one_rank(job, ranks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from support.checkpoints import make_checkpoint
-from support.jobs import question, write_job, write_shard
+from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
 from support.paths import SAMPLE_MODEL
 
 NUM_EXPERTS = 32
@@ -34,3 +35,30 @@ def layout(ranks: str) -> dict[str, int | str]:
     if not decode:
         return {"prefill_ranks": int(prefill)}
     return {"mode": "disaggregated", "prefill_ranks": int(prefill), "decode_ranks": int(decode)}
+
+
+def settings(ranks: str) -> list[str]:
+    """See `layout`, as options of a command."""
+    return [item for key, value in layout(ranks).items() for item in ("--set", f"cluster.{key}={value}")]
+
+
+def expect_outputs_of_one_rank(job: Path, ranks: str, *options: str) -> Path:
+    """Run a job on a group of ranks, and on one when that has not been done yet; returns the group's run folder.
+
+    Raises:
+        AssertionError: a run failed, outputs differ, or a rank has had nothing to do.
+    """
+    one, many = (job.parent / f"ranks-{name}" for name in ("1", ranks))
+    if not one.exists():
+        _run(job, one)
+    _run(job, many, *settings(ranks), *options)
+    assert output_bytes(many) == output_bytes(one)
+    sql = "SELECT count(DISTINCT rank) AS n FROM steps WHERE expert_rows > 0"
+    found = json.loads(batchinfer("report", many, "--json", "--sql", sql).out)
+    assert found[0]["n"] == sum(map(int, ranks.split("+")))
+    return many
+
+
+def _run(job: Path, run: Path, *options: str) -> None:
+    ended = batchinfer("run", job, "--set", f"output.dir={run}", *options)
+    assert ended.code == 0, ended.err

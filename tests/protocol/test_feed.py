@@ -1,0 +1,35 @@
+"""What a rank tells its controller, and how often."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from batchinfer.protocol import feed as feed_module
+from batchinfer.protocol.feed import Feed
+from batchinfer.protocol.messages import StepRecord, StepReport, Steps
+
+RECORD = StepRecord(**dict.fromkeys(StepRecord.__struct_fields__, 1) | {"kind": "decode"})
+
+
+class Sent(list):
+    """A channel that keeps what is sent."""
+
+    send = list.append
+
+
+@pytest.mark.parametrize(("num_ranks", "reports_per_message"), [(2, 6), (320, 33)])
+def test_the_more_ranks_the_more_steps_are_told_together(monkeypatch, num_ranks, reports_per_message):
+    """One report each 10 ms: every 0.05 s, or every ms for each rank of the job."""
+    now_s = 0.0
+    monkeypatch.setattr(feed_module.time, "monotonic", lambda: now_s)
+    sent = Sent()
+    feed = Feed(sent, queue.SimpleQueue(), {}, num_ranks)
+    for step in range(100):
+        now_s = step * 0.01
+        feed.send(StepReport(RECORD, [], [], []))
+    assert {type(message) for message in sent} == {Steps}
+    assert max(len(message.reports) for message in sent) == reports_per_message
+    feed.send_steps()
+    assert sum(len(message.reports) for message in sent) == 100
