@@ -51,6 +51,7 @@ def expect_outputs_of_one_rank(job: Path, ranks: str, *options: str) -> Path:
     one, many = (job.parent / f"ranks-{name}" for name in ("1", ranks))
     if not one.exists():
         _run(job, one)
+    shutil.rmtree(many, ignore_errors=True)  # of the same group with other options
     _run(job, many, *settings(ranks), *options)
     assert output_bytes(many) == output_bytes(one)
     sql = "SELECT count(DISTINCT rank) AS n FROM steps WHERE expert_rows > 0"
