@@ -108,6 +108,27 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None  # number of alternatives to report beside the chosen token; None: no logprobs
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    structured: tuple[str, str] | None = None  # what the answer must be: kind and text, as grammar/ takes them
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are not picked by the model's own logits alone."""
+        return bool(
+            self.min_tokens
+            or self.bad_words
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.structured
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -218,4 +239,7 @@ def sampling_to_json(sampling: Sampling) -> str:
 def sampling_from_json(text: str) -> Sampling:
     """The sampling that `sampling_to_json` stored."""
     values = json.loads(text)
-    return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"])})
+    values |= {name: tuple(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+    values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
+    values["structured"] = None if values["structured"] is None else tuple(values["structured"])
+    return Sampling(**values)

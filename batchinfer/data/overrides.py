@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig
-from batchinfer.records import Sampling, sampling_to_json
+from batchinfer.records import ConfigError, Sampling, sampling_to_json
 
 MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few distinct ones, or one per row (seeds)
 
@@ -13,10 +13,10 @@ MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few disti
 class SamplingOverrides:
     """Resolves overrides; equal ones are checked once."""
 
-    def __init__(self, job: SamplingConfig, column: str) -> None:
+    def __init__(self, job: SamplingConfig, column: str, *, vocab_size: int) -> None:
         self._job_values = job.model_dump()
         self._job_sampling = job.to_sampling()
-        self._column = column
+        self._column, self._vocab_size = column, vocab_size
         self._known: dict[str, tuple[Sampling, str | None] | str] = {}
 
     def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
@@ -33,8 +33,11 @@ class SamplingOverrides:
     def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
         try:
             sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
+            check_biased_tokens(sampling, self._vocab_size)
         except ValidationError as error:
             return self._sentence(error)
+        except ConfigError as error:
+            return f"{self._column}.{error}"
         return sampling, None if sampling == self._job_sampling else sampling_to_json(sampling)
 
     def _sentence(self, error: ValidationError) -> str:
@@ -44,3 +47,14 @@ class SamplingOverrides:
             return f"{where} is not a sampling key (`batchinfer schema` lists them)"
         message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
+
+
+def check_biased_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse a bias on a token that the model does not have.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for token, _ in sampling.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias names token {token}, but the model has ids 0 to {vocab_size - 1} only")

@@ -181,6 +181,14 @@ class PromptTokenizer:
             self._template = ChatTemplate(self._template_text, self._named_tokens)
         return self._template
 
+    def encode_piece(self, text: str) -> list[int]:
+        """The ids of a piece of text, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it, with the tokens that other files of the folder add."""
+        return self._tokenizer.to_str()
+
     def decode(self, ids: list[int]) -> str:
         """The text of generated ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -88,7 +88,7 @@ class _RowChecker:
         self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
         self._id = job.input.id
         self._sampling = job.input.sampling
-        self._overrides = SamplingOverrides(job.sampling, self._sampling or "")
+        self._overrides = SamplingOverrides(job.sampling, self._sampling or "", vocab_size=limits.vocab_size)
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)
         schema = shard_schema(shard, job.s3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,9 @@ class SamplingRows:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.key, self.num_logprobs
 
 
+# Row numbers, each with what changes that row's logits [V] in place before a token is picked.
+Changes = Sequence[tuple[int, Callable[[torch.Tensor], None]]]
+
 _PLAIN_OPS = LogitOps()
 
 
@@ -83,6 +86,7 @@ def sample(
     rows: SamplingRows,
     positions: np.ndarray,
     ops: LogitOps = _PLAIN_OPS,
+    changes: Changes = (),
 ) -> Sampled:
     """Pick one token per row.
 
@@ -91,15 +95,18 @@ def sample(
     in vocabulary order at a uniform number made from (key, position) only.
 
     Args:
-        logits_SV: [S, V] float32.
+        logits_SV: [S, V] float32; rows with changes are changed in place unless log-probabilities are wanted.
         positions: [S] index of the new token in its output, from 0.
     """
-    tokens, is_finite = (values.numpy() for values in to_host(*ops.argmax(logits_SV)))
+    num_logprobs = int(rows.num_logprobs.max(initial=-1))
+    changed_SV = logits_SV.clone() if changes and num_logprobs >= 0 else logits_SV
+    for row, change in changes:
+        change(changed_SV[row])
+    tokens, is_finite = (values.numpy() for values in to_host(*ops.argmax(changed_SV)))
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
-        logits = logits_SV if len(drawn) == len(tokens) else logits_SV[_on(drawn, logits_SV)]
+        logits = changed_SV if len(drawn) == len(tokens) else changed_SV[_on(drawn, changed_SV)]
         tokens[drawn] = _draw(logits, rows.take(drawn), np.asarray(positions)[drawn], ops)
-    num_logprobs = int(rows.num_logprobs.max(initial=-1))
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
     total_S = ops.log_sum_exp(logits_SV)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.data.overrides import check_biased_tokens
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
 from batchinfer.model.tensor_names import check_tensors
@@ -24,8 +25,13 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
 
     Raises:
         ModelError: the tensors do not fit config.json, by the headers of their files.
-        ConfigError: the experts do not spread evenly, or exchange, backend and dtype do not go together.
+        ConfigError: the experts do not spread evenly, exchange, backend and dtype do not go together, or sampling
+            names tokens that the model does not have.
     """
+    try:
+        check_biased_tokens(job.sampling.to_sampling(), model.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"sampling.{error}") from None
     check_tensors(read_headers(Path(job.model.path)), model)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)

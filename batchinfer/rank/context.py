@@ -13,6 +13,7 @@ from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
+from batchinfer.rank.logit_rules import RuleMaker
 
 ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 
@@ -49,6 +50,11 @@ class RankContext:
         if self._has_graphs:
             return Schedule(decode=DecodeGraphs(filler_page=self.num_pages))
         return Schedule(decode=FusedDecode.of(self.model) or plain)
+
+    @cached_property
+    def rules(self) -> RuleMaker:
+        """Makes the rules of requests that change the model's logits."""
+        return RuleMaker(self.tokenizer, self.model.config.vocab_size)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

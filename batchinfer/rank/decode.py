@@ -19,10 +19,13 @@ def decode_step(context: RankContext, table: DecodeTable, log: SpanLog, *, in_pa
     """
     count, kv_tokens = len(table.sequences), table.kv_tokens
     step = table.next_halves() if in_pairs else table.next_step()
+    rules = context.rules.begin(table.rules)
     output = context.model.forward(step, context.pages, context.schedule, log)
     finished = []
     if count:
-        finished = table.accept(sample(output.logits, table.sampling, table.num_new, context.model.logit_ops))
+        finished = table.accept(
+            sample(output.logits, table.sampling, table.num_new, context.model.logit_ops, rules.changes())
+        )
     return StepResult(
         output,
         time.time(),

@@ -11,6 +11,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
+from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
 
@@ -25,7 +26,8 @@ ROW = np.dtype(
         ("last_token", np.int64),
         ("first_held", np.int64),  # column of the first token that its sequence does not have yet
         ("ignores_eos", np.bool_),
-        ("is_watched", np.bool_),  # it has stop strings or wants logprobs: the sequence looks at every token itself
+        ("is_watched", np.bool_),  # more than its end depends on a token: the sequence looks at each itself
+        ("has_rules", np.bool_),
     ],
     align=True,
 )
@@ -60,6 +62,12 @@ class DecodeTable:
         """KV tokens that the next step attends to."""
         return int(self._rows["kv_tokens"].sum())
 
+    @property
+    def rules(self) -> list[tuple[int, LogitRules]]:
+        """Of the rows that have some."""
+        rows = np.flatnonzero(self._rows["has_rules"]).tolist()
+        return [(row, rules) for row in rows if (rules := self.sequences[row].rules) is not None]
+
     def add(self, sequences: list[Sequence]) -> None:
         """Sequences with at least one generated token join."""
         if not sequences:
@@ -71,6 +79,7 @@ class DecodeTable:
         rows["last_token"] = [sequence.token_ids[-1] for sequence in sequences]
         rows["first_held"] = self._num_held
         rows["ignores_eos"] = [sequence.request.sampling.ignore_eos for sequence in sequences]
+        rows["has_rules"] = [sequence.rules is not None for sequence in sequences]
         rows["is_watched"] = [sequence.looks_at_every_token for sequence in sequences]
         most_pages = max(self._pages.shape[1], *(len(sequence.pages) for sequence in sequences))
         pages = np.zeros((len(self._rows) + len(sequences), most_pages), dtype=np.int64)

@@ -40,7 +40,8 @@ class Prefill:
         self._pages.end_step()
         if complete:
             num_new = np.zeros(len(complete), dtype=np.int64)
-            sampled = sample(output.logits, sampling_rows(complete), num_new, self._context.model.logit_ops)
+            changes = self._context.rules.begin([(row, s.rules) for row, s in enumerate(complete) if s.rules]).changes()
+            sampled = sample(output.logits, sampling_rows(complete), num_new, self._context.model.logit_ops, changes)
             for row, sequence in enumerate(complete):
                 take_token(sequence, sampled, row, self._context.eos_token_ids)
         done_s = time.time()

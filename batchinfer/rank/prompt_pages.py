@@ -16,7 +16,7 @@ class PromptPages:
     def __init__(self, context: RankContext) -> None:
         self.pool = PagePool(context.num_pages)
         self._tree = PrefixTree(self.pool)
-        self._tokenizer = context.tokenizer
+        self._context = context
         self._share_prefixes = context.share_prefixes
         self._prompt_only = not context.place.runs_decode  # another rank decodes
         self._copied_pages: list[int] = []  # held until the step that copies from them is over
@@ -49,7 +49,8 @@ class PromptPages:
             pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
             num_computed=match.num_tokens,
             times=times,
-            stream=self._tokenizer.stream() if request.sampling.stop else None,
+            stream=self._context.tokenizer.stream() if request.sampling.stop else None,
+            rules=self._context.rules.make(request),
         )
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:

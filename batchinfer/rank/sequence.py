@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from batchinfer.data.tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
 from batchinfer.protocol.messages import CachedTokens
+from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
 
@@ -21,11 +22,13 @@ class Sequence:
     num_computed: int  # prompt tokens whose KV is in the pages (after the step being built)
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
+    rules: LogitRules | None = None  # only for requests that change the model's logits
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text_so_far: str = ""
+    text_end: int | None = None  # where a stop string cuts the text
     finish_reason: str | None = None
     stop_reason: str | None = None
     ended_by_token: bool = False  # by the model's end token or a stop token, which is then not part of the text
@@ -43,7 +46,7 @@ class Sequence:
     @property
     def looks_at_every_token(self) -> bool:
         """Whether more than its end depends on a token."""
-        return self.stream is not None or self.request.sampling.logprobs is not None
+        return self.stream is not None or self.rules is not None or self.request.sampling.logprobs is not None
 
     def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
         """Add a generated token and decide whether it was the last one."""
@@ -51,10 +54,17 @@ class Sequence:
         self.token_ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if self.rules is not None:
+            self.rules.accept(token)
+            if self.rules.problem is not None:
+                self.fail(f"its structured output cannot go on: {self.rules.problem}")
+                return
         if token in eos_token_ids and not sampling.ignore_eos:
             self.finish_reason, self.ended_by_token = "stop", True
         elif token in sampling.stop_token_ids:
             self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
+        elif self.rules is not None and self.rules.is_complete:
+            self.finish_reason = "stop"
         else:
             self._look_for_stop_string(token)
         if self.finish_reason is None and len(self.token_ids) >= self.request.sampling.max_tokens:
@@ -65,11 +75,12 @@ class Sequence:
         self.finish_reason, self.error = "error", error
 
     def completion(self, tokenizer: PromptTokenizer) -> Completion:
-        """The finished request; the text ends before a stop token or stop string."""
+        """The finished request; the text ends before a stop token or stop string unless these are to be part of it."""
         failed = self.error is not None
-        text = "" if failed else tokenizer.decode(self.token_ids[:-1] if self.ended_by_token else self.token_ids)
-        if self.finish_reason == "stop" and not self.ended_by_token:
-            text = _before_first(text, self.request.sampling.stop)
+        without_end = self.ended_by_token and not self.request.sampling.include_stop_str_in_output
+        text = (
+            "" if failed else tokenizer.decode(self.token_ids[:-1] if without_end else self.token_ids)[: self.text_end]
+        )
         num_prompt, num_new = self.num_prompt_tokens, len(self.token_ids)
         return Completion(
             key=self.request.key,
@@ -97,14 +108,19 @@ class Sequence:
         piece = self.stream.push(token)
         if not piece:
             return
-        stop = self.request.sampling.stop
+        sampling = self.request.sampling
+        stop = sampling.stop
         self.text_so_far += piece
+        if len(self.token_ids) <= sampling.min_tokens:
+            return
         # a stop string can only be new where it touches the new piece
         start = max(0, len(self.text_so_far) - len(piece) - max(map(len, stop)) + 1)
         found = [(self.text_so_far.find(text, start), text) for text in stop]
         found = [(start, text) for start, text in found if start >= 0]
         if found:
-            self.finish_reason, self.stop_reason = "stop", min(found)[1]
+            self.text_end, self.stop_reason = min(found)
+            self.text_end += len(self.stop_reason) * sampling.include_stop_str_in_output
+            self.finish_reason = "stop"
 
 
 def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
@@ -114,8 +130,3 @@ def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
         prompt_only: without the generated tokens, for a rank that only runs prefill.
     """
     return pages_for(len(request.token_ids) + (0 if prompt_only else request.sampling.max_tokens - 1))
-
-
-def _before_first(text: str, stops: tuple[str, ...]) -> str:
-    starts = [start for start in (text.find(stop) for stop in stops) if start >= 0]
-    return text[: min(starts)] if starts else text

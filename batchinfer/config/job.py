@@ -1,4 +1,4 @@
-"""The job file: its schema, every default and every check."""
+"""The job file as TOML: its parts, and how it is read, checked and kept."""
 
 from __future__ import annotations
 
@@ -10,31 +10,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from batchinfer.records import ConfigError, Sampling
+from batchinfer.config.part import INT64_MAX, Part, Text
+from batchinfer.config.sampling import SamplingConfig
+from batchinfer.records import ConfigError
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
-INT64_MAX = 2**63 - 1
 
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
 RankCount = Annotated[int, Field(ge=1, le=4096)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Price = Annotated[float, Field(ge=0)]
 
 # a scheme of one letter would be a drive
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
-class _Part(BaseModel):
-    """Strict and frozen: unknown keys, wrong types, NaN and infinities are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class InputConfig(_Part):
+class InputConfig(Part):
     """Where the prompts are and which columns hold what."""
 
     files: list[Text] = Field(
@@ -71,7 +64,7 @@ class InputConfig(_Part):
         return "prompt" if self.prompt else "messages" if self.messages else "token_ids"
 
 
-class OutputConfig(_Part):
+class OutputConfig(Part):
     """Where the run folder is and what goes along to the outputs."""
 
     dir: Text = Field(description="run folder: plan, durable results, outputs/ and stats/")
@@ -111,7 +104,7 @@ class OutputConfig(_Part):
         return value
 
 
-class ModelPart(_Part):
+class ModelPart(Part):
     """The model folder, as Hugging Face lays it out."""
 
     path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json, tokenizer_config.json")
@@ -120,29 +113,7 @@ class ModelPart(_Part):
     )
 
 
-class SamplingConfig(_Part):
-    """How tokens are picked; a row may override each key."""
-
-    max_tokens: int = Field(ge=1, lt=2**31, description="most new tokens per sample (required: no silent default)")
-    temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
-    top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the top probability")
-    n: int = Field(1, ge=1, le=16384, description="samples per row")
-    seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
-    stop: list[Text] = Field(default=[], description="strings that end the text (not part of it)")
-    stop_token_ids: list[TokenId] = Field(
-        default=[], description="token ids that end the output, beside the model's own"
-    )
-    ignore_eos: bool = Field(False, description="go on after the model's end token")
-    logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
-
-    def to_sampling(self) -> Sampling:
-        values = self.model_dump()
-        return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"])})
-
-
-class ClusterConfig(_Part):
+class ClusterConfig(Part):
     """Ranks, memory and how often results become durable."""
 
     mode: Literal["colocated", "disaggregated"] = Field("colocated", description="same ranks for both phases, or apart")
@@ -217,7 +188,7 @@ class ClusterConfig(_Part):
         return both + self.num_decode_ranks if self.mode == "disaggregated" else both
 
 
-class KvConfig(_Part):
+class KvConfig(Part):
     """The KV store on disk: prompt prefixes that this or an earlier job has computed are read instead."""
 
     dir: Text | None = Field(None, description="folder of the store; unset: no store")
@@ -242,7 +213,7 @@ class KvConfig(_Part):
         return value
 
 
-class PricingConfig(_Part):
+class PricingConfig(Part):
     """Prices for the report; what is unset is not reported."""
 
     gpu_hour: Price | None = Field(None, description="$ per accelerator-hour (per rank on a CPU)")
@@ -251,7 +222,7 @@ class PricingConfig(_Part):
     output: Price | None = Field(None, description="$ per million output tokens")
 
 
-class S3Config(_Part):
+class S3Config(Part):
     """How s3:// is reached. Credentials are never here: they come from AWS's environment variables and profiles."""
 
     endpoint: Text | None = Field(
@@ -271,7 +242,7 @@ class S3Config(_Part):
 DEFAULT_S3 = S3Config()
 
 
-class SlurmConfig(_Part):
+class SlurmConfig(Part):
     """How a job uses a Slurm cluster; nothing here changes a result."""
 
     schedule: list[Text] = Field(
@@ -280,7 +251,7 @@ class SlurmConfig(_Part):
     )
 
 
-class JobConfig(_Part):
+class JobConfig(Part):
     """One job file."""
 
     input: InputConfig

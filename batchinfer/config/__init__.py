@@ -1,0 +1,36 @@
+"""The job file: its schema, every default and every check.
+
+job.py has the file and its parts, sampling.py how tokens are picked, structured_outputs.py what an answer must be.
+"""
+
+from batchinfer.config.job import (
+    DEFAULT_S3,
+    PAGE_TOKENS,
+    VALUE_BYTES,
+    ClusterConfig,
+    JobConfig,
+    ModelPart,
+    S3Config,
+    checked,
+    dump_job,
+    is_uri,
+    load_job,
+    read_toml,
+)
+from batchinfer.config.sampling import SamplingConfig
+
+__all__ = [
+    "DEFAULT_S3",
+    "PAGE_TOKENS",
+    "VALUE_BYTES",
+    "ClusterConfig",
+    "JobConfig",
+    "ModelPart",
+    "S3Config",
+    "SamplingConfig",
+    "checked",
+    "dump_job",
+    "is_uri",
+    "load_job",
+    "read_toml",
+]

@@ -1,0 +1,15 @@
+"""What the parts of a job file have in common."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+INT64_MAX = 2**63 - 1
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Part(BaseModel):
+    """Strict and frozen: unknown keys, wrong types, NaN and infinities are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -1,0 +1,128 @@
+"""How tokens are picked, by a job file or by one row: names and meaning as in vLLM and OpenAI's API."""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, field_validator, model_validator, with_config
+from typing_extensions import TypedDict
+
+from batchinfer.config.part import INT64_MAX, Part, Text
+from batchinfer.records import Sampling
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MOST_BIAS = 100.0
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class StructuredOutputs(TypedDict, total=False):
+    """One of these."""
+
+    json: str | dict[str, Any]  # a JSON schema, as text or as a table
+    regex: Text
+    choice: Annotated[list[Text], Field(min_length=1)]
+    grammar: Text  # Lark's or GBNF's notation
+    json_object: bool
+
+
+class SamplingConfig(Part):
+    """How tokens are picked; a row may override each key."""
+
+    max_tokens: int = Field(ge=1, lt=2**31, description="most new tokens per sample (required: no silent default)")
+    temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
+    top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the top probability")
+    n: int = Field(1, ge=1, le=16384, description="samples per row")
+    seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
+    stop: list[Text] = Field(default=[], description="strings that end the text (not part of it)")
+    stop_token_ids: list[TokenId] = Field(
+        default=[], description="token ids that end the output, beside the model's own"
+    )
+    include_stop_str_in_output: bool = Field(False, description="what ended the text is part of it")
+    ignore_eos: bool = Field(False, description="go on after the model's end token")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="nothing ends the output before it has this many tokens")
+    bad_words: list[Text] = Field(default=[], description="words that are not generated")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logit of each generated token")
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken off for each time that a token has been generated"
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="divides (below 0: multiplies) logits of tokens in the prompt or the output"
+    )
+    logit_bias: dict[str, float] = Field(
+        default={}, description="token id (as text) to what is added to its logit, -100 to 100"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="one of json (a schema), regex, choice (a list), grammar, json_object: what the answer must be",
+    )
+    logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _from_pairs(cls, value: Any) -> Any:
+        """A Parquet column holds a map as pairs, and may have numbers as its keys."""
+        if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+            value = dict(value)
+        if not isinstance(value, dict):
+            return value
+        return {str(key) if type(key) is int else key: bias for key, bias in value.items()}
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _are_token_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+                raise ValueError(f"{token!r} is not a token id")
+            if abs(bias) > MOST_BIAS:
+                raise ValueError(f"the bias of token {token} is {bias:g}; it may be -100 to 100")
+        return value
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """A row's struct has all fields, most of them null."""
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _compiles(cls, value: StructuredOutputs | None) -> StructuredOutputs | None:
+        if value is None:
+            return None
+        kind, text = _kind_and_text(value)
+        from batchinfer.config.structured_outputs import problem_of
+
+        problem = problem_of(kind, text)
+        if problem is not None:
+            raise ValueError(f"{kind} cannot be used: {problem}")
+        return value
+
+    @model_validator(mode="after")
+    def _can_end(self) -> "SamplingConfig":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens = {self.max_tokens}")
+        return self
+
+    def to_sampling(self) -> Sampling:
+        """The same as a record."""
+        values = self.model_dump()
+        structured, bias = values.pop("structured_outputs"), values.pop("logit_bias")
+        values |= {name: tuple(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+        return Sampling(
+            **values,
+            logit_bias=tuple(sorted((int(token), value) for token, value in bias.items())),
+            structured=None if structured is None else _kind_and_text(structured),
+        )
+
+
+def _kind_and_text(value: StructuredOutputs) -> tuple[str, str]:
+    """Which kind is asked for, and what it says as text."""
+    given = [kind for kind in KINDS if kind in value]
+    if len(given) != 1:
+        raise ValueError(f"one of {', '.join(KINDS)} must be set, not {' and '.join(given) or 'none'}")
+    (kind,) = given
+    content: Any = value[kind]  # type: ignore[literal-required]
+    if kind == "json_object" and content is not True:
+        raise ValueError("json_object may only be true; leave it out otherwise")
+    return kind, content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

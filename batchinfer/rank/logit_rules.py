@@ -1,0 +1,200 @@
+"""What a request changes in the model's logits before a token is picked from them.
+
+In the order of vLLM's sampler: what may not come at all, biases, then the penalties for what was there before.
+Definitions: repetition_penalty of Keskar et al. 2019 as in transformers, over prompt and output; presence_penalty and
+frequency_penalty of OpenAI's API, over the output; bad_words and min_tokens of vLLM.
+"""
+
+# V vocabulary, K tokens
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.model.sampling import Changes
+from batchinfer.records import Request, Sampling
+
+if TYPE_CHECKING:
+    from batchinfer.rank.grammars import GrammarMatcher, Grammars
+
+MOST_MASK_THREADS = 4
+
+# What may not come: finite, so that a row is still seen to be, and too small for any weight in a draw.
+NEVER = -1e30
+
+
+class LogitRules:
+    """One request's rules, as they are after the tokens that it has generated.
+
+    Args:
+        prompt: its tokens.
+        ends: tokens that end an answer.
+        bad_words: see `bad_word_tokens`.
+        grammar: what the answer must be, if anything.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: list[int],
+        ends: frozenset[int],
+        bad_words: list[list[int]],
+        grammar: GrammarMatcher | None,
+    ) -> None:
+        self._sampling, self._bad_words = sampling, bad_words
+        self.grammar = grammar
+        self._tokens: list[int] = []
+        self._ends = torch.tensor(sorted({*ends, *sampling.stop_token_ids}), dtype=torch.int64)
+        bias = sampling.logit_bias
+        self._biased = torch.tensor([token for token, _ in bias], dtype=torch.int64)
+        self._bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
+        self._repeated = _Seen(prompt if sampling.repetition_penalty != 1.0 else [])
+        self._generated = _Seen([])
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token."""
+        self._tokens.append(token)
+        if self._sampling.repetition_penalty != 1.0:
+            self._repeated.add(token)
+        if self._sampling.presence_penalty or self._sampling.frequency_penalty:
+            self._generated.add(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer can only end now."""
+        return self.grammar is not None and self.grammar.is_complete
+
+    @property
+    def problem(self) -> str | None:
+        """Why the answer cannot go on."""
+        return None if self.grammar is None else self.grammar.problem
+
+    def apply(self, logits_V: torch.Tensor, mask: np.ndarray | None) -> None:
+        """Change the logits of the next token in place.
+
+        Args:
+            mask: [ceil(V / 32)] uint32, of the grammar (`Grammars.masks`).
+        """
+        sampling = self._sampling
+        if len(self._bias):
+            biased = self._biased.to(logits_V.device)
+            logits_V[biased] += self._bias.to(logits_V.device)
+        if sampling.repetition_penalty != 1.0:
+            seen, _ = self._repeated.on(logits_V.device)
+            values = logits_V[seen]
+            logits_V[seen] = torch.where(
+                values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty
+            )
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            seen, counts = self._generated.on(logits_V.device)
+            logits_V[seen] -= sampling.frequency_penalty * counts
+            logits_V[seen] -= sampling.presence_penalty
+        if mask is not None:
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
+            logits_V.masked_fill_(torch.from_numpy(bits == 0).to(logits_V.device), NEVER)
+        if len(self._tokens) < sampling.min_tokens:
+            logits_V[self._ends.to(logits_V.device)] = NEVER
+        for *before, last in self._bad_words:
+            if before == self._tokens[len(self._tokens) - len(before) :]:
+                logits_V[last] = NEVER
+
+
+class RuleMaker:
+    """Makes the rules of a rank's requests.
+
+    Args:
+        vocab_size: the model's.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._bad_words = functools.lru_cache(1024)(functools.partial(bad_word_tokens, tokenizer=tokenizer))
+
+    def make(self, request: Request) -> LogitRules | None:
+        """None: the request takes the model's logits as they are."""
+        sampling = request.sampling
+        if not sampling.changes_logits:
+            return None
+        grammar = None if sampling.structured is None else self.grammars.matcher(*sampling.structured)
+        bad_words = self._bad_words(sampling.bad_words)
+        return LogitRules(sampling, request.token_ids, self._tokenizer.eos_token_ids, bad_words, grammar)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Made when the first request asks for one: it takes about a second for a large vocabulary."""
+        # few jobs need it: ranks of others start without loading the library
+        from batchinfer.rank.grammars import Grammars
+
+        threads = min(MOST_MASK_THREADS, torch.get_num_threads())
+        ends = self._tokenizer.eos_token_ids
+        return Grammars(self._tokenizer.to_json(), self._vocab_size, ends, num_threads=threads)
+
+    def begin(self, rows: list[tuple[int, LogitRules]]) -> StepRules:
+        """The rules of some rows of a step; what grammars allow is found while the model computes."""
+        matchers = [rules.grammar for _, rules in rows if rules.grammar is not None]
+        return StepRules(rows, self._thread.submit(self.grammars.masks, matchers) if matchers else None)
+
+    @functools.cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "grammar masks")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """The rules of the rows of one step."""
+
+    rows: list[tuple[int, LogitRules]]
+    masks: Future[np.ndarray] | None
+
+    def changes(self) -> Changes:
+        """For `sample`; waits for the masks."""
+        masks = iter(() if self.masks is None else self.masks.result())
+        return [
+            (row, functools.partial(rules.apply, mask=None if rules.grammar is None else next(masks)))
+            for row, rules in self.rows
+        ]
+
+
+class _Seen:
+    """Distinct tokens and how often each was there."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        distinct, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
+        self._place = {token: place for place, token in enumerate(distinct.tolist())}
+        self._tokens, self._counts = distinct, counts.astype(np.float32)
+
+    def add(self, token: int) -> None:
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = len(self._place)
+            if place == len(self._tokens):  # make room for twice as many
+                room = max(64, 2 * place)
+                self._tokens, self._counts = np.resize(self._tokens, room), np.resize(self._counts, room)
+            self._tokens[place], self._counts[place] = token, 0
+        self._counts[place] += 1
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """([K] int64 tokens, [K] float32 counts)"""
+        num = len(self._place)
+        tokens, counts = torch.from_numpy(self._tokens[:num]), torch.from_numpy(self._counts[:num])
+        return tokens.to(device), counts.to(device)
+
+
+def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:
+    """The tokens of each word at the start of a text, and of the same word behind a space where that is another one."""
+    found = []
+    for word in words:
+        plain, behind_space = (tokenizer.encode_piece(before + word.strip()) for before in ("", " "))
+        found.append(plain)
+        if behind_space[:1] != plain[:1] and len(behind_space) == len(plain):
+            found.append(behind_space)
+    return [tokens for tokens in found if tokens]
