@@ -6,6 +6,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from typing_extensions import is_typeddict
 
 from batchinfer.config import JobConfig
 from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
@@ -66,6 +67,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(f'"{value}"' for value in arguments)
     if origin in (Union, UnionType):
         return " | ".join(_type_name(argument) for argument in arguments if argument is not type(None))
+    if origin is dict or is_typeddict(annotation):
+        return "table"
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     return TYPE_NAMES[annotation]

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.config.sampling import SamplingConfig
+from batchinfer.config.sampling import KINDS, JobSampling, with_model_defaults
 from batchinfer.records import ConfigError
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
@@ -257,7 +257,7 @@ class JobConfig(Part):
     input: InputConfig
     output: OutputConfig
     model: ModelPart
-    sampling: SamplingConfig
+    sampling: JobSampling
     cluster: ClusterConfig = ClusterConfig()
     kv: KvConfig = KvConfig()
     pricing: PricingConfig = PricingConfig()
@@ -282,7 +282,8 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
     table = read_toml(path, "job file")
     for text in overrides:
         _apply_override(table, text)
-    return _with_absolute_paths(checked(JobConfig, table, path), path.absolute().parent.resolve())
+    job = _with_absolute_paths(checked(JobConfig, table, path), path.absolute().parent.resolve())
+    return job.model_copy(update={"sampling": with_model_defaults(job.sampling, Path(job.model.path))})
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -429,6 +430,8 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
 
 
@@ -437,10 +440,14 @@ def _sentence(error: ValidationError, schema: type[BaseModel], path: Path) -> st
     problem = error.errors(include_url=False)[0]
     # a key with a line break in it must not break the message
     names = [str(name) if str(name).isprintable() else repr(name) for name in problem["loc"]]
-    where = ".".join(names[:2]) + "".join(f"[{name}]" for name in names[2:] if name.isdigit())
+    # behind a key come places in lists, keys of tables, and pydantic's names for types
+    deeper = [f"[{name}]" if name.isdigit() else f".{name}" for name in names[2:] if name.isdigit() or name in KINDS]
+    where = ".".join(names[:2]) + "".join(deeper)
     kind, value = problem["type"], problem.get("input")
     what = "part" if schema is JobConfig and len(names) == 1 else "key"
     if kind == "extra_forbidden":
+        if len(names) > 2:
+            return f"{path}: {where} has no key {names[-1]}; use one of {', '.join(KINDS)}"
         part = schema if len(names) == 1 else schema.model_fields[names[0]].annotation
         known = ", ".join(getattr(part, "model_fields", {}))
         return f"{path}: {where} is not a known {what}; remove it" + (f" or use one of {known}" if known else "")

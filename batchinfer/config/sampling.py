@@ -1,16 +1,18 @@
 """How tokens are picked, by a job file or by one row: names and meaning as in vLLM and OpenAI's API."""
 
 import json
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator, with_config
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.records import Sampling
+from batchinfer.records import ConfigError, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MOST_BIAS = 100.0
+_OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -91,6 +93,8 @@ class SamplingConfig(Part):
         if value is None:
             return None
         kind, text = _kind_and_text(value)
+        if kind == "json":
+            value = {"json": text}
         from batchinfer.config.structured_outputs import problem_of
 
         problem = problem_of(kind, text)
@@ -106,7 +110,7 @@ class SamplingConfig(Part):
 
     def to_sampling(self) -> Sampling:
         """The same as a record."""
-        values = self.model_dump()
+        values = self.model_dump(include=set(SamplingConfig.model_fields))
         structured, bias = values.pop("structured_outputs"), values.pop("logit_bias")
         values |= {name: tuple(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
         return Sampling(
@@ -114,6 +118,41 @@ class SamplingConfig(Part):
             logit_bias=tuple(sorted((int(token), value) for token, value in bias.items())),
             structured=None if structured is None else _kind_and_text(structured),
         )
+
+
+class JobSampling(SamplingConfig):
+    """How tokens are picked; a row may override each key but `defaults`."""
+
+    defaults: Literal["generation_config"] | None = Field(
+        None,
+        description="generation_config: temperature, top_p, top_k, min_p and repetition_penalty that are not set here "
+        "are those of the model's generation_config.json, as with vLLM",
+    )
+
+
+def with_model_defaults(sampling: JobSampling, model: Path) -> JobSampling:
+    """With the values that `defaults` asks for written out.
+
+    Raises:
+        ConfigError: the model's file is missing or holds impossible values.
+    """
+    if sampling.defaults is None:
+        return sampling
+    path = model / "generation_config.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"sampling.defaults wants {path}, which cannot be read: {error}; leave it out") from None
+    given = {name: found[name] for name in _OF_MODELS if isinstance(found, dict) and found.get(name) is not None}
+    for name in {"temperature", "top_p", "min_p", "repetition_penalty"} & given.keys():
+        given[name] = float(given[name]) if type(given[name]) is int else given[name]
+    values = given | sampling.model_dump(exclude_unset=True) | {"defaults": None}
+    try:
+        return JobSampling.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(map(str, problem["loc"])) or "a value"
+        raise ConfigError(f"sampling.defaults: {name} in {path} cannot be used: {problem['msg']}") from None
 
 
 def _kind_and_text(value: StructuredOutputs) -> tuple[str, str]:

@@ -14,7 +14,7 @@ class SamplingOverrides:
     """Resolves overrides; equal ones are checked once."""
 
     def __init__(self, job: SamplingConfig, column: str, *, vocab_size: int) -> None:
-        self._job_values = job.model_dump()
+        self._job_values = job.model_dump(include=set(SamplingConfig.model_fields))
         self._job_sampling = job.to_sampling()
         self._column, self._vocab_size = column, vocab_size
         self._known: dict[str, tuple[Sampling, str | None] | str] = {}
@@ -46,6 +46,8 @@ class SamplingOverrides:
         if problem["type"] == "extra_forbidden":
             return f"{where} is not a sampling key (`batchinfer schema` lists them)"
         message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
+        if not problem["loc"]:  # of several keys: the message begins with one
+            return f"{where}.{message}"
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
 
 

@@ -92,7 +92,9 @@ def write_job(folder: Path, *, name: str = "job.toml", **parts: dict[str, Any]) 
 
 
 def toml(value: Any) -> str:
-    """A TOML value; JSON has the same form for texts, numbers, true, false and lists."""
+    """A TOML value; JSON has the same form for texts, numbers, true, false and lists of these."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml(key)} = {toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
 
 

@@ -1,0 +1,143 @@
+"""What requests change in the model's logits, by the definitions of transformers, vLLM and OpenAI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from batchinfer.config import SamplingConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.sampling import SamplingRows, sample
+from batchinfer.rank.logit_rules import NEVER, LogitRules, bad_word_tokens
+from support.paths import SAMPLE_MODEL
+
+VOCABULARY, EOS = 257, 3
+
+
+@pytest.fixture(params=range(5))
+def case(request):
+    """Random logits, a prompt, and tokens generated so far."""
+    rng = np.random.default_rng(request.param)
+    logits = torch.from_numpy(rng.normal(0, 4, VOCABULARY).astype(np.float32))
+    return logits, rng.integers(4, VOCABULARY, 40).tolist(), rng.integers(4, 30, rng.integers(0, 90)).tolist()
+
+
+def changed(case, bad_words=(), **sampling):
+    """The logits after the rules of this sampling."""
+    logits, prompt, generated = case
+    how = SamplingConfig(max_tokens=200, **sampling).to_sampling()
+    rules = LogitRules(how, prompt, frozenset([EOS]), [list(word) for word in bad_words], None)
+    for token in generated:
+        rules.accept(token)
+    logits = logits.clone()
+    rules.apply(logits, None)
+    return torch.where(logits == NEVER, -torch.inf, logits)
+
+
+def by_transformers(case, processor, *, with_prompt=True):
+    logits, prompt, generated = case
+    ids = torch.tensor([[*(prompt if with_prompt else []), *generated]], dtype=torch.int64)
+    return processor(ids, logits.clone()[None])[0]
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_is_penalised_as_in_transformers(case, penalty):
+    expected = by_transformers(case, RepetitionPenaltyLogitsProcessor(penalty))
+    assert torch.equal(changed(case, repetition_penalty=penalty), expected)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.5, 0.0), (0.0, -0.25), (1.5, 0.75)])
+def test_presence_and_frequency_are_penalised_as_openai_defines_it(case, presence, frequency):
+    logits, _, generated = case
+    counts = np.bincount(generated, minlength=VOCABULARY).astype(np.float32)
+    expected = logits - frequency * torch.from_numpy(counts) - presence * torch.from_numpy((counts > 0) * 1.0).float()
+    assert torch.equal(changed(case, presence_penalty=presence, frequency_penalty=frequency), expected)
+
+
+def test_biases_are_added_as_in_transformers(case):
+    bias = {"5": -7.5, "9": 3.25, "200": 100.0}
+    processor = SequenceBiasLogitsProcessor([[[int(token)], value] for token, value in bias.items()])
+    assert torch.equal(changed(case, logit_bias=bias), by_transformers(case, processor))
+
+
+def test_nothing_ends_an_answer_that_is_too_short(case):
+    _, prompt, generated = case
+    processor = MinNewTokensLengthLogitsProcessor(len(prompt), 30, [EOS, 11, 17])
+    found = changed(case, min_tokens=30, stop_token_ids=[11, 17])
+    assert torch.equal(found, by_transformers(case, processor))
+    assert torch.isneginf(found).sum() == (3 if len(generated) < 30 else 0)
+
+
+def test_bad_words_do_not_come(case):
+    _, _, generated = case
+    words = [[7], [*generated[-1:], 8], [*generated[-3:], 9], [4, 4, 4, 4, 10]]
+    # of the output alone, as in vLLM
+    processor = NoBadWordsLogitsProcessor(words)
+    if len(generated) > 5:
+        assert torch.equal(changed(case, words), by_transformers(case, processor, with_prompt=False))
+        assert torch.isneginf(changed(case, words))[[7, 8, 9]].all()
+
+
+def test_rules_come_in_the_order_of_vllms_sampler(case):
+    """Biases before penalties, and what may not come stays away whatever its bias."""
+    logits, prompt, _ = case
+    bias = {str(prompt[0]): 50.0, str(EOS): 100.0}
+    found = changed(case, logit_bias=bias, repetition_penalty=2.0, min_tokens=200)
+    assert found[prompt[0]] == (logits[prompt[0]] + 50) / 2
+    assert torch.isneginf(found[EOS])
+
+
+def test_words_are_found_at_the_start_of_a_text_and_behind_a_space():
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    found = bad_word_tokens(("the", " and", "a long phrase of words"), tokenizer)
+    texts = [tokenizer.decode(tokens) for tokens in found]
+    assert {text.strip() for text in texts} == {"the", "and", "a long phrase of words"}
+    assert {"the", " the"} & set(texts)
+
+
+def test_other_rows_and_log_probabilities_do_not_notice(case):
+    logits = torch.stack([case[0], case[0].flip(0), case[0].roll(7)])
+    how = [SamplingConfig(max_tokens=5, temperature=t, logprobs=3).to_sampling() for t in (0.0, 1.0, 0.0)]
+    rows = SamplingRows.of(how, [1, 2, 3])
+    positions = np.zeros(3, dtype=np.int64)
+    plain = sample(logits.clone(), rows, positions)
+    best = int(plain.tokens[2])
+
+    def never_the_best(row):
+        row[best] = NEVER
+
+    ruled = sample(logits.clone(), rows, positions, changes=[(2, never_the_best)])
+    assert ruled.tokens[:2].tolist() == plain.tokens[:2].tolist()
+    assert ruled.tokens[2] != best
+    assert ruled.is_finite.all()
+    assert ruled.top_tokens == plain.top_tokens
+    assert ruled.logprobs[2] < plain.logprobs[2]
+    assert ruled.logprobs[:2] == plain.logprobs[:2]
+
+
+def test_draws_follow_the_changed_logits():
+    """Chi-square of 20,000 draws with a bias and a token that may not come."""
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.normal(0, 1, 12).astype(np.float32))
+    how = SamplingConfig(max_tokens=5, temperature=0.8, logit_bias={"4": 1.5}, min_tokens=2).to_sampling()
+    rules = LogitRules(how, [], frozenset([EOS]), [], None)
+    num = 20_000
+    rows = SamplingRows.of([how] * num, rng.integers(0, 2**63, num).tolist())
+    changes = [(row, lambda logits_V: rules.apply(logits_V, None)) for row in range(num)]
+    tokens = sample(logits.repeat(num, 1), rows, np.zeros(num, dtype=np.int64), changes=changes).tokens
+    expected = logits.double()
+    expected[4] += 1.5
+    expected[EOS] = -torch.inf
+    shares = (expected / 0.8).softmax(0).numpy()
+    counts = np.bincount(tokens, minlength=12)
+    assert counts[EOS] == 0
+    others = shares > 0
+    chi_square = ((counts[others] - num * shares[others]) ** 2 / (num * shares[others])).sum()
+    assert chi_square < 29.6  # 10 degrees of freedom, 0.1 %
