@@ -54,6 +54,8 @@ class Status:
     requests: int = 0  # to compute
     requests_done: int = 0  # durable, the failed ones too
     requests_failed: int = 0
+    work: int = 0  # prompt tokens to compute and tokens that may be generated, by the plan
+    work_done: float = 0.0  # of it, by the share of each unit's requests that is durable
     tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
     requests_per_s: float | None = None
     left_s: float | None = None  # at this speed
@@ -96,8 +98,7 @@ class StatusReader:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
         self._damaged.clear()
-        holders: list[Holder] = []
-        silent: list[Holder] = []
+        holders, silent = list[Holder](), list[Holder]()
         finished: list[list[_File]] = []
         was_begun = False
         for row in self._units:
@@ -132,6 +133,8 @@ class StatusReader:
             requests=total,
             requests_done=done,
             requests_failed=failed,
+            work=sum(map(_work, self._units)),
+            work_done=sum(map(_work_done, self._units, finished)),
             tokens_per_s=self._tokens_per_s(now_s) if holders else None,
             requests_per_s=rate,
             left_s=(total - done) / rate if rate else None,
@@ -219,6 +222,15 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _work(unit: dict[str, Any]) -> int:
+    """Of a unit, as it was cut."""
+    return int(unit["new_tokens"] + unit["max_output_tokens"])
+
+
+def _work_done(unit: dict[str, Any], files: list[_File]) -> float:
+    return _work(unit) * sum(file.rows for file in files) / float(unit["num_requests"])
 
 
 def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:

@@ -1,0 +1,110 @@
+"""How fast a run's tasks are and what they have cost, from its folder: durable results and the sessions of `work`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config import JobConfig
+from batchinfer.data.parquet import read_rows
+from batchinfer.report.price.price_list import PriceList
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.slurm.status import Status, StatusReader
+
+# A speed counts when it was measured for this long, or for this share of the time that a goal leaves
+MEASURE_S, MEASURE_SHARE = 600.0, 0.05
+WINDOW_S = 3600.0  # older speeds do not count
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How far a run is."""
+
+    work_s: float | None  # seconds of one task for what is left; None: its speed is not known
+    startup_s: float  # from a task's start to its first step; 0 before any was seen
+    spent: float  # $ of all its tasks until now
+    units_open: int
+    num_ranks: int  # accelerators of a task
+    work_done: float = 0.0  # as the plan counts work
+    busy: frozenset[str] = frozenset()  # tasks of Slurm that hold units
+
+
+class Meter:
+    """Measures again and again.
+
+    A task's speed is the work that became durable by the seconds from each session's first step to its last sign of
+    life. Until that is long enough to count, the plan's own forecast fills up what is missing.
+
+    Args:
+        measure_s: how long a speed has to be measured to count, see MEASURE_S.
+    """
+
+    def __init__(self, run: RunDir, job: JobConfig, prices: PriceList, measure_s: float) -> None:
+        self._run, self._prices, self._measure_s = run, prices, measure_s
+        self._num_ranks = job.cluster.num_ranks
+        self._status = StatusReader(run)
+        self._ended: dict[Path, dict[str, Any]] = {}  # sessions that change no more
+        self._looks: list[tuple[float, float, float]] = []  # (time, task-seconds, work done), rising
+
+    def look(self, now_s: float) -> Measured:
+        """Everything as it is now.
+
+        Raises:
+            ConfigError: a file of the run folder is missing or damaged.
+        """
+        status = self._status.read()
+        sessions = self._sessions()
+        begun = [row for row in sessions if row["first_prefill_s"] is not None]
+        speed = self._speed(status, sum(row["end_s"] - row["first_prefill_s"] for row in begun), now_s)
+        startups = [row["first_prefill_s"] - row["start_s"] for row in begun]
+        return Measured(
+            work_s=None if speed is None else (status.work - status.work_done) / speed,
+            startup_s=sum(startups) / len(startups) if startups else 0.0,
+            spent=self._spent(sessions, status.tasks_running or 0, now_s),
+            units_open=status.units - status.units_done,
+            num_ranks=self._num_ranks,
+            work_done=status.work_done,
+            busy=frozenset(holder.task for holder in status.running if holder.task is not None),
+        )
+
+    def _speed(self, status: Status, task_s: float, now_s: float) -> float | None:
+        """Work per second of one task."""
+        looks = self._looks
+        if not looks or status.work_done < looks[-1][2]:  # units were opened again
+            looks[:] = [(now_s, 0.0, 0.0)]
+        looks.append((now_s, task_s, status.work_done))
+        while len(looks) > 2 and now_s - looks[1][0] >= WINDOW_S:
+            looks.pop(0)
+        measured_s, done = task_s - looks[0][1], status.work_done - looks[0][2]
+        missing_s = max(0.0, self._measure_s - measured_s)
+        forecast_s = read_state(self._run)["counts"]["work_s"]
+        if forecast_s:
+            return (done + missing_s * status.work / forecast_s) / (measured_s + missing_s)
+        return done / measured_s if done and not missing_s else None
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        """Of `work`, one per node of a task and life."""
+        rows = []
+        for path in sorted((self._run.stats / "nodes").glob("*.parquet")):
+            row = self._ended.get(path) or read_rows(path)[0]
+            if row["state"] != "running":
+                self._ended[path] = row
+            if row["command"] == "work":
+                rows.append(row)
+        return rows
+
+    def _spent(self, sessions: list[dict[str, Any]], num_running: int, now_s: float) -> float:
+        """$ until now. A session that was killed says 'running' for ever: as many count on as tasks run."""
+        running = [row for row in sessions if row["state"] == "running"]
+        running.sort(key=lambda row: -row["end_s"])
+        accelerators, alive = 0, set()
+        for row in running:
+            if accelerators < num_running * self._num_ranks:
+                accelerators += row["num_ranks"]
+                alive.add(row["session"])
+        return sum(
+            row["num_ranks"]
+            * self._prices.gpu_cost(
+                row["start_s"], max(now_s, row["end_s"]) if row["session"] in alive else row["end_s"]
+            )
+            for row in sessions
+        )
