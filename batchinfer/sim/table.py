@@ -19,7 +19,9 @@ TIME = Group(
         Figure("hours", "until the last request ends", forms.number, "h"),
         Figure("prefill_nodes", "nodes for prefill", forms.number),
         Figure("decode_nodes", "nodes for decode", forms.number),
+        Figure("nodes_per_group", "nodes that come and go together", forms.count),
         *known("peak_nodes", "mean_nodes"),
+        Figure("longest_wait_s", "longest wait for nodes", forms.number, "s"),
         Figure("busy_share", "of the held time busy", forms.percent, "%"),
     ),
 )

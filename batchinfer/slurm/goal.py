@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from batchinfer.balance.pace import Preview, Stretch, preview, tasks_now
+from batchinfer.balance.pace import Preview, Stretch, Terms, preview, tasks_now
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
@@ -109,8 +109,8 @@ def look_ahead(goal: Goal, seen: Measured, has: int, now_s: float) -> Outlook:
         for start, end, price in goal.prices.gpu_hours_between(now_s, until_s)
     ]
     if not tasks:
-        tasks = tasks_now(work_s, stretches, most=most, has=has, startup_s=seen.startup_s)
-        ahead = preview(work_s, stretches, most=most, has=has, startup_s=seen.startup_s)
+        terms = Terms(most, seen.startup_s, seen.unit_s)
+        tasks, ahead = tasks_now(work_s, stretches, terms, has), preview(work_s, stretches, terms, has)
     else:
         cost = sum(tasks * stretch.length_s / 3600 * stretch.price for stretch in stretches)
         ahead = Preview(((now_s, until_s, tasks),), until_s, cost)

@@ -20,6 +20,7 @@ class Measured:
     """How far a run is."""
 
     work_s: float | None  # seconds of one task for what is left; None: its speed is not known
+    unit_s: float  # of one task for a unit
     startup_s: float  # from a task's start to its first step; 0 before any was seen
     spent: float  # $ of all its tasks until now
     units_open: int
@@ -58,6 +59,7 @@ class Meter:
         startups = [row["first_prefill_s"] - row["start_s"] for row in begun]
         return Measured(
             work_s=None if speed is None else (status.work - status.work_done) / speed,
+            unit_s=status.work / speed / status.units if speed else 0.0,
             startup_s=sum(startups) / len(startups) if startups else 0.0,
             spent=self._spent(sessions, status.tasks_running or 0, now_s),
             units_open=status.units - status.units_done,

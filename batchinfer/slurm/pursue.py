@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 
 from batchinfer.config import JobConfig
 from batchinfer.progress import note
@@ -29,7 +31,7 @@ def pursue(
     """
     meter = Meter(run, job, goal.prices, measure_seconds(goal))
     reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
-    sender = _Sender(run)
+    sender = _Sender(run, goal)
     told: tuple[bool, ...] = ()
     while not is_finished(run):
         has, now = num_tasks(run), now_s()
@@ -42,13 +44,13 @@ def pursue(
                 and seen.spent + _cost(goal, seen, max(has, 1), now, reserve_s) > goal.max_cost
             ):
                 _pause(run, goal, seen, look_s)
-            outlook = look_ahead(goal, seen, has, now)
+            outlook = sender.calm(look_ahead(goal, seen, has, now), has, seen, now)
             news = _kinds(outlook)
             if outlook.tasks != has or news != told:
                 for line in sentences(goal, seen, outlook):
                     note(line)
                 told = news
-            sender.set_tasks(outlook.tasks, has, seen)
+            sender.set_tasks(outlook.tasks, has, seen, now)
         time.sleep(look_s)
 
 
@@ -67,13 +69,20 @@ def is_finished(run: RunDir) -> bool:
 class _Sender:
     """Sends tasks of one run, and notices when that leads nowhere."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, goal: Goal) -> None:
+        self._run, self._goal = run, goal
+        self._changed_s = -inf  # when the number of tasks was changed last, and the price then
+        self._price = 0.0
         self._lives = self._most = 0  # sent since the last result, and most tasks wanted at once
         self._work_done = 0.0
         self._has_sent_finish = False
 
-    def set_tasks(self, wanted: int, has: int, seen: Measured) -> None:
+    def calm(self, outlook: Outlook, has: int, seen: Measured, now_s: float) -> Outlook:
+        """Keep tasks for as long as a unit takes: results come unit by unit, and speeds waver with them."""
+        is_new = now_s < self._changed_s + seen.unit_s and self._price_at(now_s) == self._price
+        return replace(outlook, tasks=has) if outlook.tasks < has <= seen.units_open and is_new else outlook
+
+    def set_tasks(self, wanted: int, has: int, seen: Measured, now_s: float) -> None:
         """Have so many tasks.
 
         Raises:
@@ -91,7 +100,11 @@ class _Sender:
                     f"another; the logs in {self._run.slurm} say why"
                 )
             self._lives += wanted - has
+        self._changed_s, self._price = now_s, self._price_at(now_s)
         resize(self._run, ArraySize(wanted), seen.busy)
+
+    def _price_at(self, now_s: float) -> float:
+        return self._goal.prices.gpu_cost(now_s, now_s + 1)
 
     def have_finished(self) -> None:
         """All units are done: the job that finishes is there, or comes with one more task.

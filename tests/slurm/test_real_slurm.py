@@ -17,9 +17,13 @@ import pytest
 
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
+from batchinfer.config import load_job
+from batchinfer.report.price.price_list import PriceList
 from batchinfer.slurm.client import Task
+from batchinfer.slurm.goal import Goal
+from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
-from batchinfer.slurm.submit import live_tasks, submissions
+from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.paths import ROOT
 from support.small_disks import small_disk
@@ -336,4 +340,37 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
     follow(run, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
     assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
     assert state(submissions(run)[0].finish) == "CANCELLED"
+    expect_outputs(run, reference)
+
+
+def goal_of(finish_by_s: float | None, **changes: Any) -> Goal:
+    return Goal(**{"finish_by_s": finish_by_s, "max_cost": None, "most_tasks": 6, "prices": PriceList(), "set_s": time.time(), **changes})
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference, stumble):
+    """Real seconds: 64 units of 5 s, which one task would need 5 minutes for, in 3."""
+    stumble(5.0, set())
+    run = submit("--array", "1")
+    start_s = time.time()
+    goal = goal_of(start_s + 180)
+    seen: list[tuple[float, int]] = []
+    kills = [start_s + 50, start_s + 90]
+
+    def now_s() -> float:
+        now = time.time()
+        seen.append((now - start_s, num_tasks(run)))
+        if kills and now > kills[0]:
+            running = [task.name for task in live_tasks(run) if task.state == "RUNNING"]
+            subprocess.run(["scancel", "--signal=KILL", "--full", *running[:1]], check=True)
+            kills.pop(0)
+        return now
+
+    pursue(run, load_job(run.job), goal, now_s=now_s, look_s=1.0)
+    end_s = time.time() - start_s
+    print(f"\nended after {end_s:.0f} of 180 s", [number for _, number in seen])
+    rows = json.loads(batchinfer("report", run.root, "--json", "--sql", "SELECT * FROM nodes WHERE command = 'work'").out)
+    print([(sent.size, sent.arrays, sent.finish) for sent in submissions(run)])
+    print(logs(run)[-6000:])
+    print([(row["start_s"]-start_s, row["end_s"]-start_s, row["state"]) for row in rows])
     expect_outputs(run, reference)
