@@ -4,14 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from batchinfer.config import JobConfig
-from batchinfer.data.parquet import read_rows
+from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm.status import Status, StatusReader
 
 # A speed counts when it was measured for this long, or for this share of the time that a goal leaves
 MEASURE_S, MEASURE_SHARE = 600.0, 0.05
+LEAST_S = 1.0  # is left while a unit is
 WINDOW_S = 3600.0  # older speeds do not count
 
 
@@ -33,7 +37,9 @@ class Meter:
     """Measures again and again.
 
     A task's speed is the work that became durable by the seconds from each session's first step to its last sign of
-    life. Until that is long enough to count, the plan's own forecast fills up what is missing.
+    life. What is computed when we look is not durable yet: on average it is half done, so for each task it stands for
+    half of the time that a request takes. Until enough is measured to count, the plan's own forecast fills up what is
+    missing.
 
     Args:
         measure_s: how long a speed has to be measured to count, see MEASURE_S.
@@ -55,10 +61,12 @@ class Meter:
         status = self._status.read()
         sessions = self._sessions()
         begun = [row for row in sessions if row["first_prefill_s"] is not None]
-        speed = self._speed(status, sum(row["end_s"] - row["first_prefill_s"] for row in begun), now_s)
+        task_s = sum(row["end_s"] - row["first_prefill_s"] for row in begun)
+        flying_s = min(status.workers * _flight_s(self._status.newest_file()) / 2, task_s / 2)
+        speed = self._speed(status, task_s - flying_s, now_s)
         startups = [row["first_prefill_s"] - row["start_s"] for row in begun]
         return Measured(
-            work_s=None if speed is None else (status.work - status.work_done) / speed,
+            work_s=None if speed is None else _left_s(status, speed, flying_s),
             unit_s=status.work / speed / status.units if speed else 0.0,
             startup_s=sum(startups) / len(startups) if startups else 0.0,
             spent=self._spent(sessions, status.tasks_running or 0, now_s),
@@ -110,3 +118,18 @@ class Meter:
             )
             for row in sessions
         )
+
+
+def _left_s(status: Status, speed: float, flying_s: float) -> float:
+    """Seconds of one task for what is left; never nothing before all is durable."""
+    left_s = (status.work - status.work_done) / speed - flying_s
+    return max(left_s, LEAST_S) if status.units_done < status.units else 0.0
+
+
+def _flight_s(results: Path | None) -> float:
+    """Mean seconds from admission to the last token of these requests; 0 without any."""
+    if results is None:
+        return 0.0
+    with own_file(results):
+        table = pq.read_table(results, columns=["admitted_s", "finished_s"])
+    return float(pc.mean(pc.subtract(table["finished_s"], table["admitted_s"])).as_py())

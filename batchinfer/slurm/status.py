@@ -141,10 +141,14 @@ class StatusReader:
             tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
             tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
             running=holders,
-            problems=_problems(state, silent, files_now, self._failed_sessions(), self._run)
+            problems=_problems(state, silent, files_now, _failed_sessions(self._run), self._run)
             + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
             + trouble,
         )
+
+    def newest_file(self) -> Path | None:
+        """The results that became durable last."""
+        return max(self._files, key=lambda path: self._files[path].written_s, default=None)
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
@@ -207,10 +211,6 @@ class StatusReader:
             rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
         return sum(rates)
 
-    def _failed_sessions(self) -> int:
-        paths = (self._run.stats / "nodes").glob("*.parquet")
-        return sum(row["state"] == "failed" and row["command"] == "work" for path in paths for row in read_rows(path))
-
     def _slurm(self) -> tuple[list[client.Task] | None, list[str]]:
         """The run's tasks in Slurm, and what is wrong with them."""
         if not submit.submissions(self._run) or not client.is_here():
@@ -231,6 +231,11 @@ def _work(unit: dict[str, Any]) -> int:
 
 def _work_done(unit: dict[str, Any], files: list[_File]) -> float:
     return _work(unit) * sum(file.rows for file in files) / float(unit["num_requests"])
+
+
+def _failed_sessions(run: RunDir) -> int:
+    paths = (run.stats / "nodes").glob("*.parquet")
+    return sum(row["state"] == "failed" and row["command"] == "work" for path in paths for row in read_rows(path))
 
 
 def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.plan import packing
-from batchinfer.rundir import RunDir
 from batchinfer.config import load_job
+from batchinfer.plan import packing
 from batchinfer.report.price.price_list import PriceList
+from batchinfer.rundir import RunDir
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.goal import Goal
 from batchinfer.slurm.pursue import pursue
@@ -344,7 +344,16 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
 
 
 def goal_of(finish_by_s: float | None, **changes: Any) -> Goal:
-    return Goal(**{"finish_by_s": finish_by_s, "max_cost": None, "most_tasks": 6, "prices": PriceList(), "set_s": time.time(), **changes})
+    return Goal(
+        **{
+            "finish_by_s": finish_by_s,
+            "max_cost": None,
+            "most_tasks": 6,
+            "prices": PriceList(),
+            "set_s": time.time(),
+            **changes,
+        }
+    )
 
 
 @pytest.mark.slow
@@ -369,8 +378,10 @@ def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference,
     pursue(run, load_job(run.job), goal, now_s=now_s, look_s=1.0)
     end_s = time.time() - start_s
     print(f"\nended after {end_s:.0f} of 180 s", [number for _, number in seen])
-    rows = json.loads(batchinfer("report", run.root, "--json", "--sql", "SELECT * FROM nodes WHERE command = 'work'").out)
+    rows = json.loads(
+        batchinfer("report", run.root, "--json", "--sql", "SELECT * FROM nodes WHERE command = 'work'").out
+    )
     print([(sent.size, sent.arrays, sent.finish) for sent in submissions(run)])
     print(logs(run)[-6000:])
-    print([(row["start_s"]-start_s, row["end_s"]-start_s, row["state"]) for row in rows])
+    print([(row["start_s"] - start_s, row["end_s"] - start_s, row["state"]) for row in rows])
     expect_outputs(run, reference)
