@@ -10,6 +10,7 @@ from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.meter import Measured
+from batchinfer.slurm.status import duration
 
 SLACK_S = 1.0  # an end that is later by less is in time
 
@@ -130,7 +131,7 @@ def sentences(goal: Goal, seen: Measured, outlook: Outlook) -> list[str]:
     if outlook.late_s:
         lines.append(
             f"warning: it cannot end by {clock(goal.finish_by_s or 0.0)} with at most {_tasks(tasks)}; at this speed "
-            f"it is {outlook.late_s / 3600:,.2f} h late"
+            f"it is {duration(outlook.late_s)} late"
         )
     if outlook.is_too_dear:
         lines.append(

@@ -78,8 +78,8 @@ class _Sender:
         self._has_sent_finish = False
 
     def calm(self, outlook: Outlook, has: int, seen: Measured, now_s: float) -> Outlook:
-        """Keep tasks for as long as a unit takes: results come unit by unit, and speeds waver with them."""
-        is_new = now_s < self._changed_s + seen.unit_s and self._price_at(now_s) == self._price
+        """Keep tasks until a change can be seen: results come in lots, and speeds waver with them."""
+        is_new = now_s < self._changed_s + seen.unit_s + seen.flight_s and self._price_at(now_s) == self._price
         return replace(outlook, tasks=has) if outlook.tasks < has <= seen.units_open and is_new else outlook
 
     def set_tasks(self, wanted: int, has: int, seen: Measured, now_s: float) -> None:
