@@ -14,6 +14,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 MARGIN = 0.05  # of the time left stays free: for commits, for what finishes the run, for a speed that falls
+LAST_UNIT = 0.75  # of a unit's time, too: the last ones end half of it later than all on average, or were begun again
 _NUM_STEPS = 500  # of a preview
 _ROUNDING = 1e-9
 
@@ -107,7 +108,7 @@ def tasks_now(work_s: float, stretches: Sequence[Stretch], terms: Terms, has: in
     length_s = stretches[-1].end_s - stretches[0].start_s
     least, safe = (
         _number_now(work_s, _without_end(stretches, free_s), terms, has)
-        for free_s in (terms.unit_s / 2, terms.unit_s / 2 + MARGIN * length_s)
+        for free_s in (LAST_UNIT * terms.unit_s, LAST_UNIT * terms.unit_s + MARGIN * length_s)
     )
     target = min(ceil(safe - _ROUNDING), terms.most)
     return target if has < least or has - target >= max(1.0, MARGIN * has) else has

@@ -88,5 +88,5 @@ def expected_size(run: RunDir, config: JobConfig, goal: Goal) -> ArraySize | Non
     for line in sentences(goal, seen, outlook):
         click.echo(line)
     for start_s, end_s, tasks in () if outlook.ahead is None else outlook.ahead.stretches:
-        click.echo(f"  {clock(start_s)}  to  {clock(end_s)}  {tasks:>7,} tasks")
+        click.echo(f"  {clock(start_s)}  to  {clock(end_s)}  {tasks:>7,} at once")
     return ArraySize(outlook.tasks) if outlook.tasks else None

@@ -218,7 +218,7 @@ def test_jobs_end_close_to_their_deadline_with_fewer_task_hours_than_fixed_array
         job = 256, wide * deadline_s / 256, float(rng.integers(20, 120))
         kills = {STEP_S * at for at in rng.integers(0, int(0.8 * deadline_s / STEP_S), size=rng.integers(1, 6))}
         end_s, task_s = paced(job, deadline_s, kills)
-        assert 0.9 * deadline_s <= end_s <= 1.05 * deadline_s
+        assert 0.9 * deadline_s <= end_s <= 1.02 * deadline_s
         # the smallest array that is in time although the same tasks die
         arrays = (fixed(job, size, kills) for size in range(int(wide) - 1, 100))
         _, fixed_task_s = next(ended for ended in arrays if ended[0] <= max(end_s, deadline_s))
@@ -226,8 +226,7 @@ def test_jobs_end_close_to_their_deadline_with_fewer_task_hours_than_fixed_array
     print(
         f"\ntask-hours by those of the smallest fixed array that is in time: {np.mean(shares):.3f} ({max(shares):.3f})"
     )
-    assert max(shares) < 1.005  # start-ups of those that are sent later
-    assert np.mean(shares) < 0.99
+    assert max(shares) < 1
 
 
 def test_killed_tasks_are_made_up_for():

@@ -379,12 +379,12 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
             wait_for(lambda: len(running_tasks(run)) == 4, run)
             subprocess.run(["scancel", "--signal=KILL", "--full", *running_tasks(run)[:2]], check=True)
             wait_for(lambda: num_tasks(run) == 2, run)
-        if len(numbers) == 7:
-            assert numbers[-1] == 4  # two were sent for the two that died
+        if len(numbers) == 8:
+            assert numbers[-2:] == [2, 4]  # two were sent for the two that died
         return goal.finish_by_s - (1e5 if len(numbers) < 5 else 1)
 
     pursue(run, load_job(run.job), goal, now_s=now_s, look_s=0.2)
-    assert len(numbers) >= 7
+    assert len(numbers) >= 8
     assert [sent.size.tasks for sent in submissions(run)][:3] == [1, 3, 2]
     expect_outputs(run, reference)
 
