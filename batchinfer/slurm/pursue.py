@@ -16,6 +16,7 @@ from batchinfer.slurm.submit import is_in_slurm, num_tasks, resize
 
 LOOK_S = 15.0
 LEAVE_S = 120.0  # in which a task that was sent away commits and ends
+AHEAD = 2  # a task is sent when the money lasts twice as long as it takes to notice and to leave
 FRUITLESS_LIVES = 3  # sent for each task that is wanted, without a new result: something else is wrong
 
 
@@ -39,12 +40,12 @@ def pursue(
         if not seen.units_open:
             sender.have_finished()
         else:
-            if (
-                goal.max_cost is not None
-                and seen.spent + _cost(goal, seen, max(has, 1), now, reserve_s) > goal.max_cost
-            ):
+            affordable = _affordable_tasks(goal, seen, now, reserve_s)
+            if affordable < (has or AHEAD):
                 _pause(run, goal, seen, look_s)
-            outlook = sender.calm(look_ahead(goal, seen, has, now), has, seen, now)
+            outlook = look_ahead(goal, seen, has, now)
+            outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
+            outlook = sender.calm(outlook, has, seen, now)
             news = _kinds(outlook)
             if outlook.tasks != has or news != told:
                 for line in sentences(goal, seen, outlook):
@@ -128,9 +129,12 @@ def _kinds(outlook: Outlook) -> tuple[bool, ...]:
     return outlook.ahead is None, outlook.late_s > 0, outlook.is_too_dear
 
 
-def _cost(goal: Goal, seen: Measured, tasks: int, now_s: float, seconds: float) -> float:
-    """$ of tasks from now on for a while."""
-    return tasks * seen.num_ranks * goal.prices.gpu_cost(now_s, now_s + seconds)
+def _affordable_tasks(goal: Goal, seen: Measured, now_s: float, seconds: float) -> float:
+    """Tasks that what is left of the money pays for, for so long."""
+    if goal.max_cost is None:
+        return inf
+    price = seen.num_ranks * goal.prices.gpu_cost(now_s, now_s + seconds)
+    return (goal.max_cost - seen.spent) / price if price else inf
 
 
 def _pause(run: RunDir, goal: Goal, seen: Measured, look_s: float) -> None:

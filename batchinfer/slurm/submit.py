@@ -163,13 +163,20 @@ def resize(run: RunDir, size: ArraySize, busy: Container[str] = ()) -> tuple[Sub
         sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
         client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
     elif size.tasks < len(live):
-        live.sort(key=lambda task: (not task.is_pending, task.name in busy, -int(task.job), -int(task.index or 0)))
-        drained = live[: len(live) - size.tasks]
+        drained = leaving(live, len(live) - size.tasks, busy)
         if not size.tasks:
             client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
         _drain(run, drained)
     _throttle(run, size.at_once)
     return sent, drained
+
+
+def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
+    """The tasks to send away: those that wait, then those that are not busy, then the youngest."""
+    by_need = sorted(
+        live, key=lambda task: (not task.is_pending, task.name in busy, -int(task.job), -int(task.index or 0))
+    )
+    return by_need[:count]
 
 
 def cancel(run: RunDir) -> list[str]:

@@ -22,7 +22,7 @@ from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.client import Task
-from batchinfer.slurm.goal import Goal
+from batchinfer.slurm.goal import Goal, read_goal
 from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
@@ -414,6 +414,16 @@ def test_tasks_that_end_without_results_are_not_sent_for_ever(submit, tmp_path):
     with pytest.raises(IncompleteRunError, match=r"tasks of .* were sent since its last result"):
         pursue(run, load_job(run.job), goal_of(), look_s=0.2)
     assert len(submissions(run)) < 10
+
+
+@pytest.mark.slow
+def test_the_command_sends_tasks_and_stays_until_the_run_is_finished(submit, reference):
+    soon = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 60))
+    run = submit("--finish-by", soon, "--array", "3")
+    expect_outputs(run, reference)
+    assert [sent.size.tasks for sent in submissions(run)][:2] == [0, 1]  # the shape, then what measures the speed
+    assert read_goal(run).most_tasks == 3
+    assert batchinfer("submit", "--follow", run.root).code == 0  # nothing left to do
 
 
 @pytest.mark.slow
