@@ -68,6 +68,8 @@ def _requests_one_by_one(job: _Job) -> dict[str, Any]:
         **_tokens(job, 1.0),
         **_what_happened(job, cluster, history),
         **_money(job, history.node_seconds, 1.0),
+        "nodes_per_group": None,
+        "longest_wait_s": None,
         "nodes_to_finish": needed,
         "finish_hours": cluster_spec.finish_hours,
         "prefill": _stage(job.prefill_rated, history.prefill_limits, "tokens_per_gpu"),

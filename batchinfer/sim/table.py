@@ -19,10 +19,15 @@ TIME = Group(
         Figure("hours", "until the last request ends", forms.number, "h"),
         Figure("prefill_nodes", "nodes for prefill", forms.number),
         Figure("decode_nodes", "nodes for decode", forms.number),
-        Figure("nodes_per_group", "nodes that come and go together", forms.count),
         *known("peak_nodes", "mean_nodes"),
-        Figure("longest_wait_s", "longest wait for nodes", forms.number, "s"),
         Figure("busy_share", "of the held time busy", forms.percent, "%"),
+    ),
+)
+DAY = Group(
+    "Nodes that follow the load",
+    (
+        Figure("nodes_per_group", "come and go together", forms.count),
+        Figure("longest_wait_s", "longest wait for them", forms.number, "s"),
     ),
 )
 SPEED = Group(
@@ -58,7 +63,8 @@ def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     yield text(f"{figures['requests']:,} requests on {figures['gpu']}, simulated in {figures['simulated_in_s']:.1f} s")
     needed = figures["nodes_to_finish"]
     finish = [] if needed is None else [line(f"nodes to finish in {figures['finish_hours']:g} h", forms.count(needed))]
-    yield from figure_table(figures, [TOKENS, TIME], finish)
+    day = [] if figures["nodes_per_group"] is None else [DAY]
+    yield from figure_table(figures, [TOKENS, TIME, *day], finish)
     yield from _by_hour(figures["nodes_by_hour"])
     yield from figure_table(figures, [SPEED])
     yield from _stage("Prefill", figures["prefill"], "tokens_per_gpu", "new tokens per GPU")
