@@ -12,6 +12,7 @@ from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.meter import Measured
 from batchinfer.slurm.status import duration
 
+MOST_DAYS = 366
 SLACK_S = 1.0  # an end that is later by less is in time
 
 
@@ -40,17 +41,19 @@ def parse_deadline(text: str, now_s: float) -> float:
     """Unix time of a date and time, local unless it names a zone.
 
     Raises:
-        ConfigError: it is something else, or over.
+        ConfigError: it is something else, over, or too far away.
     """
     try:
         found = datetime.fromisoformat(text).astimezone()  # no zone: this machine's
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"--finish-by is {text!r}; write date and time, for example '2026-11-23 06:00' (local) or "
             "'2026-11-23T06:00+01:00'"
         ) from None
     if found.timestamp() <= now_s:
         raise ConfigError(f"--finish-by is {text!r}, which is over: now it is {clock(now_s)}; name a later time")
+    if found.timestamp() > now_s + MOST_DAYS * 86_400:
+        raise ConfigError(f"--finish-by is {text!r}, more than {MOST_DAYS} days away; name an earlier time")
     return found.timestamp()
 
 

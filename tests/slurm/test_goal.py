@@ -20,7 +20,8 @@ from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
 NOON = 1_795_435_200.0  # 2026-11-23 12:00 UTC
-IN_AN_HOUR = "2099-01-01 06:00"
+IN_AN_HOUR = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + H))
+IN_A_MONTH = time.strftime("%Y-%m-%d", time.localtime(time.time() + 30 * 24 * H))
 TWO_DOLLARS = PriceList(gpu_hour=2.0)
 # of the day in UTC: a quarter of the price from 22:00 to 06:00
 CHEAP_NIGHT = PriceList(gpu_hour=2.0, cheap_hours=(CheapHours(22 * 60, 6 * 60, 0.5),))
@@ -95,6 +96,8 @@ def test_deadlines_are_local_unless_they_name_a_zone(monkeypatch):
         (("--finish-by", "soon"), "--finish-by is 'soon'; write date and time"),
         (("--finish-by", "2020-01-01 06:00"), "which is over"),
         (("--finish-by", ""), "--finish-by is ''"),
+        (("--finish-by", "0001-01-01T00:00+14:00"), "--finish-by is '0001-01-01T00:00+14:00'"),
+        (("--finish-by", "9999-01-01"), "more than 366 days away"),
         (("--finish-by", IN_AN_HOUR, "--set", 'slurm.schedule=["08:00 4"]'), "slurm.schedule; leave one of them out"),
         (("--finish-by", IN_AN_HOUR, "--array", "8%2"), "--array N%M"),
         (("--finish-by", IN_AN_HOUR, "--array", "0"), "would send nothing"),
@@ -239,7 +242,7 @@ def test_without_a_forecast_a_speed_is_not_known_before_it_is_measured(planned):
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):
-    ended = batchinfer("submit", planned.root, "--finish-by", "2098-12-31 23:00", "--dry-run")
+    ended = batchinfer("submit", planned.root, "--finish-by", IN_A_MONTH, "--dry-run")
     assert ended.code == 0, ended.err
     assert "1 task from now on: 10.00 task-hours are left, it ends at " in ended.out
     assert "and costs 360.00 $ in all" in ended.out
