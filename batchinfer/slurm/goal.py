@@ -106,18 +106,11 @@ def look_ahead(goal: Goal, seen: Measured, has: int, now_s: float) -> Outlook:
         return Outlook(most if finish_by_s is None else min(max(has, 1), most), None)
     if finish_by_s is None or finish_by_s <= now_s:
         tasks, until_s = most, now_s + seen.startup_s + work_s / most
+        cost = sum(most * part.length_s / 3600 * part.price for part in _stretches(goal, seen, now_s, until_s))
+        ahead = Preview(((now_s, until_s, most),), until_s, cost)
     else:
-        tasks, until_s = 0, finish_by_s
-    stretches = [
-        Stretch(start, end, price * seen.num_ranks)
-        for start, end, price in goal.prices.gpu_hours_between(now_s, until_s)
-    ]
-    if not tasks:
-        terms = Terms(most, seen.startup_s, seen.unit_s)
+        stretches, terms = _stretches(goal, seen, now_s, finish_by_s), Terms(most, seen.startup_s, seen.unit_s)
         tasks, ahead = tasks_now(work_s, stretches, terms, has), preview(work_s, stretches, terms, has)
-    else:
-        cost = sum(tasks * stretch.length_s / 3600 * stretch.price for stretch in stretches)
-        ahead = Preview(((now_s, until_s, tasks),), until_s, cost)
     late_s = 0.0 if finish_by_s is None else ahead.end_s - finish_by_s
     is_too_dear = goal.max_cost is not None and seen.spent + ahead.cost > goal.max_cost
     return Outlook(tasks, ahead, late_s if late_s > SLACK_S else 0.0, is_too_dear)
@@ -147,6 +140,12 @@ def sentences(goal: Goal, seen: Measured, outlook: Outlook) -> list[str]:
 def clock(time_s: float) -> str:
     """Local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _stretches(goal: Goal, seen: Measured, start_s: float, end_s: float) -> list[Stretch]:
+    """The time between with what a task costs in it."""
+    parts = goal.prices.gpu_hours_between(start_s, end_s)
+    return [Stretch(first, last, price * seen.num_ranks) for first, last, price in parts]
 
 
 def _tasks(count: int) -> str:

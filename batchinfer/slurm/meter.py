@@ -17,7 +17,7 @@ from batchinfer.slurm.status import Status, StatusReader
 MEASURE_S, MEASURE_SHARE = 600.0, 0.05
 FLIGHTS = 4  # but not before a task could compute so many requests one after the other
 LEAST_S = 1.0  # is left while a unit is
-WINDOW_S = 3600.0  # older speeds do not count
+WINDOW_S = 3600.0  # older speeds do not count when enough is measured since
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class Meter:
         if not looks or status.work_done < looks[-1][2]:  # units were opened again
             looks[:] = [(now_s, 0.0, 0.0)]
         looks.append((now_s, task_s, status.work_done))
-        while len(looks) > 2 and now_s - looks[1][0] >= WINDOW_S:
+        # old ones stay while too little was measured since: a run may have paused
+        while len(looks) > 2 and now_s - looks[1][0] >= WINDOW_S and task_s - looks[1][1] >= needed_s:
             looks.pop(0)
         measured_s, done = task_s - looks[0][1], status.work_done - looks[0][2]
         missing_s = max(0.0, needed_s - measured_s)

@@ -241,6 +241,19 @@ def test_without_a_forecast_a_speed_is_not_known_before_it_is_measured(planned):
     assert Meter(planned, job, PriceList(), 1e9).look(time.time()).work_s is None
 
 
+def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
+    state = read_json(planned.run_json)
+    publish_json(planned.run_json, {**state, "counts": {**state["counts"], "work_s": None}})
+    assert batchinfer("work", planned.root).code == 0
+    planned.done(3).unlink()
+    for part in planned.unit(3).glob("*/part-*.parquet"):
+        part.unlink()
+    meter, now = Meter(planned, load_job(planned.job), PriceList(), 1e-3), time.time()
+    lefts = [meter.look(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
+    assert lefts[0] > 0
+    assert set(lefts) == {lefts[0]}
+
+
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):
     ended = batchinfer("submit", planned.root, "--finish-by", IN_A_MONTH, "--dry-run")
     assert ended.code == 0, ended.err
