@@ -34,7 +34,7 @@ class RunDir:
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
-    slurm/<submission>.json  slurm/*.log
+    slurm/<submission>.json  slurm/goal.json  slurm/*.log
     """
 
     root: Path
@@ -107,6 +107,11 @@ class RunDir:
     def slurm(self) -> Path:
         """What was sent to Slurm, and what its tasks said."""
         return self.root / "slurm"
+
+    @property
+    def goal(self) -> Path:
+        """When a submitted run is to end and what it may cost."""
+        return self.slurm / "goal.json"
 
     def kv_transfers(self, session: str) -> Path:
         """KV on its way between hosts; gone with the command that sends it."""

@@ -8,19 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchinfer.commands.goals import GOAL_OPTIONS, Asked, expected_size
 from batchinfer.commands.jobs import plan_here
 from batchinfer.commands.options import alone, job_options, pass_stop, tracer_of
 from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.run.trace import Tracer
-    from batchinfer.slurm.client import ArraySize
     from batchinfer.slurm.submit import Shape
 
 
 @click.command()
 @click.argument("target", metavar="[JOB]", required=False, type=click.Path(path_type=Path))
 @click.option("--array", metavar="N[%M]", help="Tasks, and how many of them may run at once (default: all).")
+@click.option(
+    "--finish-by",
+    metavar="TIME",
+    help="Instead of --array: as many tasks as end the run by then, local time unless TIME names a zone, for example "
+    "'2026-11-23 06:00'; raised and lowered while it runs, so this command stays. --array N is then the most at once.",
+)
+@click.option(
+    "--max-cost",
+    metavar="DOLLARS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Commit and pause, with exit code 75, before all tasks of the run have cost more.",
+)
+@click.option(
+    "--prices",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A price list (.toml) for --finish-by and --max-cost instead of pricing.gpu_hour; its cheap_hours come first.",
+)
 @click.option("--nodes-per-group", metavar="K", type=click.IntRange(1), default=1, show_default=True, help="Per task.")
 @click.option("--gpus-per-node", metavar="G", type=click.IntRange(1))
 @click.option("--partition", metavar="NAME")
@@ -36,7 +54,11 @@ if TYPE_CHECKING:
 )
 @click.option("--template", type=click.Path(path_type=Path), help="Own batch script instead of jobs/array.sbatch.")
 @click.option("--finish-template", type=click.Path(path_type=Path), help="The same for jobs/finish.sbatch.")
-@click.option("--dry-run", is_flag=True, help="Print the sbatch commands; plan and send nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the sbatch commands, and the hours and cost that a plan expects of --finish-by; plan and send nothing.",
+)
 @click.option(
     "--resize",
     nargs=2,
@@ -47,7 +69,8 @@ if TYPE_CHECKING:
     "--follow",
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Resize a submitted RUN by its slurm.schedule, until it is finished.",
+    help="Resize a submitted RUN by its slurm.schedule, or by --finish-by and --max-cost as they were or are given, "
+    "until it is finished.",
 )
 @job_options
 @pass_stop
@@ -70,25 +93,25 @@ def submit(
     An array of N tasks claims work units until none is left; each task is a group of K nodes that computes as one. A
     job behind it writes the outputs. Tasks may end, be added or be taken away at any time.
     """
-    from batchinfer.slurm.client import parse_size
     from batchinfer.slurm.submit import Shape
 
+    asked = Asked(array, *(shape.pop(name) for name in GOAL_OPTIONS))
     if resize is not None or follow is not None:
-        if target is not None or array is not None or dry_run or (resize is not None and follow is not None):
+        if target is not None or dry_run or (resize is not None and (follow is not None or asked.says_anything)):
             raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
         if resize is not None:
             _resize(Path(resize[0]), resize[1])
         if follow is not None:
-            _follow(follow, overrides)
+            _follow(follow, overrides, asked)
         return
-    if target is None or array is None:
-        raise click.UsageError("submit needs a JOB and --array N[%M], or one of --resize and --follow")
+    if target is None or (array is None and not asked.has_goal):
+        raise click.UsageError(
+            "submit needs a JOB and --array N[%M] or --finish-by TIME, or one of --resize and --follow"
+        )
+    asked.check(has_goal=asked.has_goal)
     shape["template"] = None if template is None else str(template.absolute())
     shape["finish_template"] = None if finish_template is None else str(finish_template.absolute())
-    size = parse_size(array)
-    if not size.tasks:
-        raise click.UsageError("--array 0 would send nothing; give 1 task or more")
-    _submit(target, overrides, size, Shape(**shape), stop, tracer_of(trace), strict=strict, dry_run=dry_run)
+    _submit(target, overrides, asked, Shape(**shape), stop, tracer_of(trace), strict=strict, dry_run=dry_run)
 
 
 @click.command()
@@ -164,7 +187,7 @@ def retry(target: Path, array: str | None) -> None:
 def _submit(
     target: Path,
     overrides: tuple[str, ...],
-    size: ArraySize,
+    asked: Asked,
     shape: Shape,
     stop: StopSignal,
     tracer: Tracer,
@@ -178,8 +201,10 @@ def _submit(
     from batchinfer.run.planned import planned_run
     from batchinfer.rundir import RunDir, refuse_bad_rows
     from batchinfer.slurm.client import max_array_size
+    from batchinfer.slurm.goal import write_goal
+    from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import parse_schedule
-    from batchinfer.slurm.submit import check_shape, dry_run_commands, submit, what_to_watch
+    from batchinfer.slurm.submit import check_shape, dry_run_commands, remember_shape, submit, what_to_watch
 
     if target.is_dir():
         run_dir, config = planned_run(target, overrides)
@@ -190,31 +215,59 @@ def _submit(
         run_dir = RunDir(Path(config.output.dir))
     check_shape(config, shape)
     parse_schedule(config.slurm.schedule)
+    size, goal = asked.size, asked.goal(config) if asked.has_goal else None
     if dry_run:
-        click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
+        if goal is not None:
+            size = expected_size(planned_run(target, overrides)[0], config, goal)
+        if size is not None:
+            click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
         return
     limit = max_array_size()  # without Slurm there is no need to plan
     if not target.is_dir():
         with alone("plan", stop) as session:
             plan_here(config, session, tracer, strict=strict, learn_from=None, expert_loads=None)
-    click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
+    if goal is None:
+        assert size is not None
+        click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
+        return
+    remember_shape(run_dir, shape)
+    write_goal(run_dir, goal)
+    click.echo(
+        "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
+        f"`batchinfer submit --follow {run_dir.root}` changes their number again"
+    )
+    pursue(run_dir, config, goal)
 
 
-def _follow(target: Path, overrides: tuple[str, ...]) -> None:
+def _follow(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.goal import read_goal, write_goal
+    from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import follow, local_minute
 
     run_dir, config = planned_run(target, overrides)
-    follow(run_dir, config.slurm.schedule, local_minute)
+    earlier = read_goal(run_dir)
+    if earlier is None and not asked.has_goal:
+        if asked.array is not None or asked.prices is not None:
+            raise click.UsageError("--array and --prices go with --finish-by or --max-cost here; add one of them")
+        follow(run_dir, config.slurm.schedule, local_minute)
+        return
+    asked.check(has_goal=True)
+    goal = asked.goal(config, earlier)
+    write_goal(run_dir, goal)
+    pursue(run_dir, config, goal)
 
 
 def _resize(target: Path, size: str) -> None:
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.client import parse_size
+    from batchinfer.slurm.status import StatusReader
     from batchinfer.slurm.submit import resize, what_to_watch
 
     run_dir, _ = planned_run(target, ())
-    sent, drained = resize(run_dir, parse_size(size))
+    wanted = parse_size(size)
+    busy = {holder.task for holder in StatusReader(run_dir).read().running if holder.task is not None}
+    sent, drained = resize(run_dir, wanted, busy)
     if sent is not None:
         click.echo(what_to_watch(run_dir, sent))
     if drained:

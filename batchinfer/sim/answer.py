@@ -13,11 +13,12 @@ from batchinfer.records import ConfigError
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PriceList, read_prices
 from batchinfer.sim.cluster import Cluster, History, nodes_for, simulate
+from batchinfer.sim.day import make_group, simulate_day
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator, accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import LARGEST_BATCH, Rated, Rater
-from batchinfer.sim.spec import Spec
+from batchinfer.sim.spec import DaySpec, Spec
 from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.workload import Workload, make_workload
 
@@ -51,28 +52,70 @@ def answer(spec: Spec) -> dict[str, Any]:
     """
     started = time.perf_counter()
     job = _resolve(spec)
-    nodes = spec.cluster.nodes
-    needed = None
-    if spec.cluster.finish_hours is not None:
-        needed, history, cluster = _nodes_to_finish(job, spec.cluster.finish_hours * HOUR_S)
-    if nodes is not None:
-        cluster = _cluster(job, nodes)
+    happened = _requests_one_by_one(job) if spec.day is None else _whole_day(job, spec.day)
+    figures = {"gpu": job.gpu.name, **happened, "cheapest": _cheapest(job)}
+    return figures | {"simulated_in_s": time.perf_counter() - started}
+
+
+def _requests_one_by_one(job: _Job) -> dict[str, Any]:
+    cluster_spec, needed = job.spec.cluster, None
+    if cluster_spec.finish_hours is not None:
+        needed, history, cluster = _nodes_to_finish(job, cluster_spec.finish_hours * HOUR_S)
+    if cluster_spec.nodes is not None:
+        cluster = _cluster(job, cluster_spec.nodes)
         history = simulate(job.workload, cluster, job.rater.deals)
-    figures = {
-        "gpu": job.gpu.name,
-        "requests": len(job.workload),
-        "input_tokens": int(job.workload.prompt_tokens.sum()),
-        "cached_tokens": int(job.workload.cached_tokens.sum()),
-        "output_tokens": int(job.workload.output_tokens.sum()),
+    return {
+        **_tokens(job, 1.0),
         **_what_happened(job, cluster, history),
-        **_money(job, history),
+        **_money(job, history.node_seconds, 1.0),
+        "nodes_per_group": None,
+        "longest_wait_s": None,
         "nodes_to_finish": needed,
-        "finish_hours": spec.cluster.finish_hours,
+        "finish_hours": cluster_spec.finish_hours,
         "prefill": _stage(job.prefill_rated, history.prefill_limits, "tokens_per_gpu"),
         "decode": _stage(job.decode_rated, history.decode_limits, "requests_per_gpu"),
-        "cheapest": _cheapest(job),
     }
-    return figures | {"simulated_in_s": time.perf_counter() - started}
+
+
+def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
+    """Full units at their rates, as many as the load of the hour asks for."""
+    work, prefill, decode, per_node = job.workload, job.prefill_rated, job.decode_rated, job.gpu.gpus_per_node
+    times = day.input_tokens / float(work.prompt_tokens.sum())
+    group = make_group(prefill, decode, per_node)
+    found = simulate_day(day.load_by_hour, times * group.seconds, group, job.spec.cluster.nodes or 0)
+    share_of_prefill = group.prefill_nodes / group.nodes
+    return {
+        **_tokens(job, times),
+        "hours": len(day.load_by_hour),
+        "prefill_nodes": round(max(found.nodes) * share_of_prefill),
+        "decode_nodes": round(max(found.nodes) * (1 - share_of_prefill)),
+        "nodes_per_group": group.nodes,
+        "peak_nodes": max(found.nodes),
+        "mean_nodes": sum(found.nodes) / len(found.nodes),
+        "nodes_by_hour": found.by_hour,
+        "longest_wait_s": found.longest_wait_s,
+        "prefill_tokens_per_s_per_node": float(work.prompt_tokens.sum()) / prefill.gpu_seconds * per_node,
+        "decode_tokens_per_s_per_node": float((work.output_tokens - 1).sum()) / decode.gpu_seconds * per_node,
+        "output_tokens_per_s_per_request": 1 / decode.step.seconds,
+        "mean_kv_tokens_per_output_token": work.mean_kv_tokens,
+        "busy_share": found.busy_share,
+        **_money(job, found.node_seconds, times),
+        "nodes_to_finish": None,
+        "finish_hours": None,
+        "prefill": _stage(prefill, {prefill.step.bottleneck: 1.0}, "tokens_per_gpu"),
+        "decode": _stage(decode, {decode.step.bottleneck: 1.0}, "requests_per_gpu"),
+    }
+
+
+def _tokens(job: _Job, times: float) -> dict[str, int]:
+    """What the requests amount to, as often as they come."""
+    work = job.workload
+    return {
+        "requests": round(len(work) * times),
+        "input_tokens": round(int(work.prompt_tokens.sum()) * times),
+        "cached_tokens": round(int(work.cached_tokens.sum()) * times),
+        "output_tokens": round(int(work.output_tokens.sum()) * times),
+    }
 
 
 def _resolve(spec: Spec) -> _Job:
@@ -225,10 +268,10 @@ def _nodes_by_hour(history: History) -> list[float]:
     return [round(float(nodes[start : start + 60].mean()), 2) for start in range(0, len(nodes), 60)]
 
 
-def _money(job: _Job, history: History) -> dict[str, float | None]:
+def _money(job: _Job, node_seconds: float, times: float) -> dict[str, float | None]:
     prices, work = job.prices, job.workload
-    gpu_hours = history.node_seconds / HOUR_S * job.gpu.gpus_per_node
-    tokens = [float(counts.sum()) for counts in (work.cached_tokens, work.new_tokens, work.output_tokens)]
+    gpu_hours = node_seconds / HOUR_S * job.gpu.gpus_per_node
+    tokens = [times * float(counts.sum()) for counts in (work.cached_tokens, work.new_tokens, work.output_tokens)]
     revenue = margin.revenue(*tokens, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output)
     return {"gpu_hours": gpu_hours, **margin.money(margin.cost(gpu_hours, prices.gpu_hour), revenue, tokens[2])}
 

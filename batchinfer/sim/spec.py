@@ -90,6 +90,21 @@ class ClusterSpec(_Part):
         return self
 
 
+class DaySpec(_Part):
+    """A day of a whole cluster, of which the requests of [workload] are a sample."""
+
+    input_tokens: Positive = Field(description="prompt tokens of the day, cached ones too")
+    load_by_hour: list[Annotated[float, Field(ge=0)]] = Field(
+        min_length=24, max_length=24, description="load of each hour, in any unit; nodes follow it"
+    )
+
+    @model_validator(mode="after")
+    def _has_load(self) -> DaySpec:
+        if not sum(self.load_by_hour):
+            raise ValueError("load_by_hour holds no load; give 24 numbers of which one at least is above 0")
+        return self
+
+
 class PricingSpec(_Part):
     file: str = Field(description="price list (jobs/prices/*.toml)")
 
@@ -102,7 +117,14 @@ class Spec(_Part):
     cluster: ClusterSpec
     prefill: PrefillSpec = PrefillSpec()
     decode: DecodeSpec = DecodeSpec()
+    day: DaySpec | None = None
     pricing: PricingSpec | None = None
+
+    @model_validator(mode="after")
+    def _day_has_nodes(self) -> Spec:
+        if self.day is not None and (self.cluster.nodes is None or self.cluster.finish_hours is not None):
+            raise ValueError("day needs cluster.nodes, and no cluster.finish_hours: say how many nodes there are")
+        return self
 
 
 def load_spec(path: Path) -> Spec:

@@ -23,6 +23,13 @@ TIME = Group(
         Figure("busy_share", "of the held time busy", forms.percent, "%"),
     ),
 )
+DAY = Group(
+    "Nodes that follow the load",
+    (
+        Figure("nodes_per_group", "come and go together", forms.count),
+        Figure("longest_wait_s", "longest wait for them", forms.number, "s"),
+    ),
+)
 SPEED = Group(
     "Speed, while busy",
     (
@@ -56,7 +63,8 @@ def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     yield text(f"{figures['requests']:,} requests on {figures['gpu']}, simulated in {figures['simulated_in_s']:.1f} s")
     needed = figures["nodes_to_finish"]
     finish = [] if needed is None else [line(f"nodes to finish in {figures['finish_hours']:g} h", forms.count(needed))]
-    yield from figure_table(figures, [TOKENS, TIME], finish)
+    day = [] if figures["nodes_per_group"] is None else [DAY]
+    yield from figure_table(figures, [TOKENS, TIME, *day], finish)
     yield from _by_hour(figures["nodes_by_hour"])
     yield from figure_table(figures, [SPEED])
     yield from _stage("Prefill", figures["prefill"], "tokens_per_gpu", "new tokens per GPU")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir
 from batchinfer.slurm.client import ArraySize, parse_size
+from batchinfer.slurm.pursue import LOOK_S, is_finished
 from batchinfer.slurm.submit import is_in_slurm, resize
 
-LOOK_S = 15.0
 ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
 
 
@@ -60,26 +60,23 @@ def follow(run: RunDir, entries: list[str], minute_now: Callable[[], int], look_
     schedule = parse_schedule(entries)
     if not schedule:
         raise ConfigError(
-            "the job has no slurm.schedule to follow; add one, for example schedule = ['08:00 4', '20:00 32']"
+            "the job has no slurm.schedule to follow; add one, for example schedule = ['08:00 4', '20:00 32'], or give "
+            "--finish-by TIME"
         )
     has: ArraySize | None = None
-    while not _is_finished(run):
+    while not is_finished(run):
         wanted = size_at(schedule, minute_now())
         if wanted != has:
             sent, away = resize(run, wanted)
             added = 0 if sent is None else sent.size.tasks
             note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
             has = wanted
-        elif wanted.tasks and not is_in_slurm(run) and not _is_finished(run):
+        elif wanted.tasks and not is_in_slurm(run) and not is_finished(run):
             raise IncompleteRunError(
                 f"all that was sent for {run.root} has ended, but the run is not finished; `batchinfer status` and the "
                 f"logs in {run.slurm} say why"
             )
         time.sleep(look_s)
-
-
-def _is_finished(run: RunDir) -> bool:
-    return read_state(run)["state"] in ("finished", "partial")
 
 
 def local_minute() -> int:

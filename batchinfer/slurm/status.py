@@ -54,6 +54,8 @@ class Status:
     requests: int = 0  # to compute
     requests_done: int = 0  # durable, the failed ones too
     requests_failed: int = 0
+    work: int = 0  # prompt tokens to compute and tokens that may be generated, by the plan
+    work_done: float = 0.0  # of it, by the share of each unit's requests that is durable
     tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
     requests_per_s: float | None = None
     left_s: float | None = None  # at this speed
@@ -96,8 +98,7 @@ class StatusReader:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
         self._damaged.clear()
-        holders: list[Holder] = []
-        silent: list[Holder] = []
+        holders, silent = list[Holder](), list[Holder]()
         finished: list[list[_File]] = []
         was_begun = False
         for row in self._units:
@@ -132,16 +133,22 @@ class StatusReader:
             requests=total,
             requests_done=done,
             requests_failed=failed,
+            work=sum(map(_work, self._units)),
+            work_done=sum(map(_work_done, self._units, finished)),
             tokens_per_s=self._tokens_per_s(now_s) if holders else None,
             requests_per_s=rate,
             left_s=(total - done) / rate if rate else None,
             tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
             tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
             running=holders,
-            problems=_problems(state, silent, files_now, self._failed_sessions(), self._run)
+            problems=_problems(state, silent, files_now, _failed_sessions(self._run), self._run)
             + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
             + trouble,
         )
+
+    def newest_file(self) -> Path | None:
+        """The results that became durable last."""
+        return max(self._files, key=lambda path: self._files[path].written_s, default=None)
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
@@ -204,10 +211,6 @@ class StatusReader:
             rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
         return sum(rates)
 
-    def _failed_sessions(self) -> int:
-        paths = (self._run.stats / "nodes").glob("*.parquet")
-        return sum(row["state"] == "failed" and row["command"] == "work" for path in paths for row in read_rows(path))
-
     def _slurm(self) -> tuple[list[client.Task] | None, list[str]]:
         """The run's tasks in Slurm, and what is wrong with them."""
         if not submit.submissions(self._run) or not client.is_here():
@@ -219,6 +222,20 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _work(unit: dict[str, Any]) -> int:
+    """Of a unit, as it was cut."""
+    return int(unit["new_tokens"] + unit["max_output_tokens"])
+
+
+def _work_done(unit: dict[str, Any], files: list[_File]) -> float:
+    return _work(unit) * sum(file.rows for file in files) / float(unit["num_requests"])
+
+
+def _failed_sessions(run: RunDir) -> int:
+    paths = (run.stats / "nodes").glob("*.parquet")
+    return sum(row["state"] == "failed" and row["command"] == "work" for path in paths for row in read_rows(path))
 
 
 def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:

@@ -10,7 +10,7 @@ Tasks are all the same. Each claims units by lease until none is left, so that t
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,23 @@ def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[st
     return commands
 
 
-def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]:
-    """Set how many tasks wait or run from now on: more are sent, or the youngest are sent away.
+def remember_shape(run: RunDir, shape: Shape) -> None:
+    """Have tasks that `resize` sends from now on look like this."""
+    earlier = submissions(run)
+    if not earlier or earlier[-1].shape != shape:
+        _remember(run, Submission(shape, ArraySize(0)))
+
+
+def resize(run: RunDir, size: ArraySize, busy: Container[str] = ()) -> tuple[Submission | None, list[Task]]:
+    """Set how many tasks wait or run from now on: more are sent, or some are sent away.
+
+    Those that wait go first, then those that hold no unit, then the youngest.
 
     A task that runs gets a signal, commits what is finished and gives its units back. With 0 tasks nothing waits to
     finish the run either; later ones bring a job for that.
+
+    Args:
+        busy: names of tasks that hold units.
 
     Returns:
         What was sent, if anything, and the tasks that were sent away.
@@ -143,7 +155,7 @@ def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]
     if not earlier:
         raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --array N`")
     all_live = live_tasks(run)
-    live = [task for task in all_live if not task.is_ending and not _drain_mark(run, task).exists()]
+    live = _staying(run, all_live)
     finishing = _finishing(run)
     sent, drained = None, []
     if size.tasks > len(live):
@@ -151,14 +163,20 @@ def resize(run: RunDir, size: ArraySize) -> tuple[Submission | None, list[Task]]
         sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
         client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
     elif size.tasks < len(live):
-        # those that wait before those that run, the youngest first
-        live.sort(key=lambda task: (not task.is_pending, -int(task.job), -int(task.index or 0)))
-        drained = live[: len(live) - size.tasks]
+        drained = leaving(live, len(live) - size.tasks, busy)
         if not size.tasks:
             client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
         _drain(run, drained)
     _throttle(run, size.at_once)
     return sent, drained
+
+
+def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
+    """The tasks to send away: those that wait, then those that are not busy, then the youngest."""
+    by_need = sorted(
+        live, key=lambda task: (not task.is_pending, task.name in busy, -int(task.job), -int(task.index or 0))
+    )
+    return by_need[:count]
 
 
 def cancel(run: RunDir) -> list[str]:
@@ -175,6 +193,11 @@ def cancel(run: RunDir) -> list[str]:
 def live_tasks(run: RunDir) -> list[Task]:
     """The run's tasks that wait or run, by Slurm's own account."""
     return client.live_tasks(job for sent in submissions(run) for job in sent.arrays)
+
+
+def num_tasks(run: RunDir) -> int:
+    """Tasks that wait or run and will go on."""
+    return len(_staying(run, live_tasks(run)))
 
 
 def is_in_slurm(run: RunDir) -> bool:
@@ -293,6 +316,10 @@ def _throttle(run: RunDir, at_once: int | None) -> None:
         share = 0 if at_once is None else max(1, at_once // len(jobs) + (place < at_once % len(jobs)))
         if job in waiting:  # it says nothing to the others
             client.throttle(job, share)
+
+
+def _staying(run: RunDir, tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if not task.is_ending and not _drain_mark(run, task).exists()]
 
 
 def _drain(run: RunDir, tasks: list[Task]) -> None:

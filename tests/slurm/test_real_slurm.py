@@ -9,17 +9,23 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.config import load_job
 from batchinfer.plan import packing
-from batchinfer.rundir import RunDir
+from batchinfer.records import IncompleteRunError, InterruptedRunError
+from batchinfer.report.price.price_list import PriceList
+from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.client import Task
+from batchinfer.slurm.goal import Goal, read_goal
+from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
-from batchinfer.slurm.submit import live_tasks, submissions
+from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.paths import ROOT
 from support.small_disks import small_disk
@@ -336,4 +342,111 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
     follow(run, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
     assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
     assert state(submissions(run)[0].finish) == "CANCELLED"
+    expect_outputs(run, reference)
+
+
+def goal_of(**changes: Any) -> Goal:
+    now = time.time()
+    goal = Goal(finish_by_s=now + 20, max_cost=None, most_tasks=4, prices=PriceList(gpu_hour=36.0), set_s=now)
+    return replace(goal, **changes)
+
+
+def forecast(run: RunDir, seconds: float) -> None:
+    """Have the plan say that one task takes so long, as one does that knows an earlier run."""
+    state = read_json(run.run_json)
+    publish_json(run.run_json, {**state, "counts": {**state["counts"], "work_s": seconds}})
+
+
+def running_tasks(run: RunDir) -> list[str]:
+    return [task.name for task in live_tasks(run) if task.state == "RUNNING"]
+
+
+def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, reference, stumble):
+    """The clock is the test's: a deadline far away, then near."""
+    stumble(0.5, set())
+    run = submit("--array", "1")
+    forecast(run, 40.0)
+    wait_for(lambda: is_in_the_middle(run), run)
+    goal = goal_of()
+    numbers: list[int] = []
+
+    def now_s() -> float:
+        numbers.append(num_tasks(run))
+        if len(numbers) == 4:
+            assert numbers == [1, 1, 1, 1]  # there is time enough for one
+        if len(numbers) == 6:
+            assert numbers[-1] == 4  # as many as there may be
+            wait_for(lambda: len(running_tasks(run)) == 4, run)
+            subprocess.run(["scancel", "--signal=KILL", "--full", *running_tasks(run)[:2]], check=True)
+            wait_for(lambda: num_tasks(run) == 2, run)
+        if len(numbers) == 8:
+            assert numbers[-2:] == [2, 4]  # two were sent for the two that died
+        return goal.finish_by_s - (1e5 if len(numbers) < 5 else 1)
+
+    pursue(run, load_job(run.job), goal, now_s=now_s, look_s=0.2)
+    assert len(numbers) >= 8
+    assert [sent.size.tasks for sent in submissions(run)][:3] == [1, 3, 2]
+    expect_outputs(run, reference)
+
+
+def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, reference, stumble, monkeypatch):
+    stumble(0.5, set())
+    monkeypatch.setattr("batchinfer.slurm.pursue.LEAVE_S", 5.0)
+    run = submit("--array", "1")
+    wait_for(lambda: is_in_the_middle(run), run)
+    # a cent per second of a task; ten seconds for what has been spent, and a few more
+    goal = goal_of(max_cost=0.25, finish_by_s=None, most_tasks=2)
+    with pytest.raises(InterruptedRunError, match=r"before more than --max-cost 0\.25 is spent") as paused:
+        pursue(run, load_job(run.job), goal, look_s=0.2)
+    assert paused.value.exit_code == 75
+    assert not live_tasks(run)
+    rows = [row for path in run.stats.glob("nodes/*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert sum(row["end_s"] - row["start_s"] for row in rows if row["command"] == "work") / 100 <= 0.25
+    assert len(list(run.root.glob("done/*"))) < 64
+    pursue(run, load_job(run.job), replace(goal, max_cost=100.0), look_s=0.2)
+    expect_outputs(run, reference)
+
+
+def test_tasks_that_end_without_results_are_not_sent_for_ever(submit, tmp_path):
+    own = tmp_path / "own.sbatch"
+    own.write_text("#!/bin/bash\nexit 1\n")
+    run = submit("--array", "1", "--template", str(own))
+    with pytest.raises(IncompleteRunError, match=r"tasks of .* were sent since its last result"):
+        pursue(run, load_job(run.job), goal_of(), look_s=0.2)
+    assert len(submissions(run)) < 10
+
+
+@pytest.mark.slow
+def test_the_command_sends_tasks_and_stays_until_the_run_is_finished(submit, reference):
+    soon = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 60))
+    run = submit("--finish-by", soon, "--array", "3")
+    expect_outputs(run, reference)
+    assert [sent.size.tasks for sent in submissions(run)][:2] == [0, 1]  # the shape, then what measures the speed
+    assert read_goal(run).most_tasks == 3
+    assert batchinfer("submit", "--follow", run.root).code == 0  # nothing left to do
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference, stumble):
+    """Real seconds: 64 units of 4 s, for which one task would need more than four minutes, in two and a half."""
+    stumble(4.0, set())
+    run = submit("--array", "1")
+    forecast(run, 64 * 4.0)
+    goal = goal_of(finish_by_s=time.time() + 150)
+    kills = [goal.set_s + 50, goal.set_s + 80]
+    numbers: list[int] = []
+
+    def now_s() -> float:
+        now = time.time()
+        numbers.append(num_tasks(run))
+        if kills and now > kills[0]:
+            subprocess.run(["scancel", "--signal=KILL", "--full", *running_tasks(run)[:1]], check=True)
+            kills.pop(0)
+        return now
+
+    pursue(run, load_job(run.job), goal, now_s=now_s, look_s=1.0)
+    took_s = time.time() - goal.set_s
+    print(f"\nended after {took_s:.0f} of 150 s; tasks second by second: {numbers}")
+    assert not kills
+    assert 0.9 * 150 <= took_s <= 1.1 * 150
     expect_outputs(run, reference)

@@ -12,9 +12,9 @@ import pytest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
-from batchinfer.slurm.client import ArraySize, check_extra_argument, log_pattern, parse_size, slices
+from batchinfer.slurm.client import ArraySize, Task, check_extra_argument, log_pattern, parse_size, slices
 from batchinfer.slurm.schedule import parse_schedule, size_at
-from batchinfer.slurm.submit import Shape, submissions
+from batchinfer.slurm.submit import Shape, leaving, submissions
 from support.jobs import batchinfer, write_job, write_questions
 from support.paths import ROOT
 
@@ -45,6 +45,13 @@ def test_arrays_beyond_the_clusters_limit():
     assert slices(8, 1001) == [8]
     assert slices(2500, 1001) == [1001, 1001, 498]
     assert slices(2002, 1001) == [1001, 1001]
+
+
+def test_those_that_wait_leave_first_then_the_idle_then_the_youngest():
+    states = {"5_0": "RUNNING", "5_1": "RUNNING", "5_2": "RUNNING", "7_0": "RUNNING", "7_1": "PENDING"}
+    live = [Task(*name.split("_"), state, "", "") for name, state in states.items()]
+    names = [task.name for task in leaving(live, 4, busy={"5_0", "5_2", "7_0"})]
+    assert names == ["7_1", "5_1", "7_0", "5_2"]
 
 
 def dry_run(job, *options):

@@ -1,4 +1,4 @@
-"""Prices as data: a TOML file with source and date, discounts for batches and for hours of the day.
+"""Prices as data: a TOML file with source and date, discounts for batches, and other prices at hours of the day.
 
 Every price may be left out; figures that need it are then unknown.
 """
@@ -6,8 +6,10 @@ Every price may be left out; figures that need it are then unknown.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,16 @@ from batchinfer.config import read_toml
 from batchinfer.records import ConfigError
 
 MINUTES_PER_DAY = 24 * 60
+DAY_S = 86_400
 PRICES = ("gpu_hour", "input_hit", "input_miss", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class OffPeak:
-    """Minutes of the day (UTC) with cheaper tokens; `end` at or before `start` crosses midnight."""
+class Window:
+    """Minutes of the day (UTC); `end` at or before `start` crosses midnight."""
 
     start: int
     end: int
-    discount: float  # share of the token prices
 
     def minutes_within(self, start: float, length: float) -> float:
         """Minutes of [start, start + length), counted from midnight, that fall into this window on any day."""
@@ -38,6 +40,20 @@ class OffPeak:
 
 
 @dataclass(frozen=True, slots=True)
+class OffPeak(Window):
+    """Minutes with cheaper tokens."""
+
+    discount: float  # share of the token prices
+
+
+@dataclass(frozen=True, slots=True)
+class CheapHours(Window):
+    """Minutes with cheaper accelerators."""
+
+    gpu_hour: float
+
+
+@dataclass(frozen=True, slots=True)
 class PriceList:
     """$ per accelerator-hour and $ per million tokens; None: not known."""
 
@@ -47,6 +63,7 @@ class PriceList:
     output: float | None = None
     batch_discount: float = 0.0  # share of the token prices
     off_peak: tuple[OffPeak, ...] = ()
+    cheap_hours: tuple[CheapHours, ...] = ()
     source: str = ""
     date: str = ""
 
@@ -81,6 +98,25 @@ class PriceList:
         saved = sum(window.discount * window.minutes_within(start_minute, length) for window in self.off_peak)
         return factor * (1.0 - saved / length)
 
+    def gpu_hours_between(self, start_s: float, end_s: float) -> list[tuple[float, float, float]]:
+        """(from, to, $ per accelerator-hour) one after the other, in Unix seconds; without a price it is 0.0."""
+        changes = sorted({60 * minute for window in self.cheap_hours for minute in (window.start, window.end)})
+        days = range(int(start_s // DAY_S), int(end_s // DAY_S) + 1)
+        cuts = [
+            start_s,
+            *(day * DAY_S + at for day in days for at in changes if start_s < day * DAY_S + at < end_s),
+            end_s,
+        ]
+        return [(first, last, self._gpu_hour_at((first + last) / 2)) for first, last in pairwise(cuts) if first < last]
+
+    def gpu_cost(self, start_s: float, end_s: float) -> float:
+        """$ of one accelerator from one Unix second to another."""
+        return sum((last - first) / 3600 * price for first, last, price in self.gpu_hours_between(start_s, end_s))
+
+    def _gpu_hour_at(self, time_s: float) -> float:
+        cheap = [hours.gpu_hour for hours in self.cheap_hours if hours.minutes_within(time_s / 60, 1e-6)]
+        return cheap[0] if cheap else self.gpu_hour or 0.0
+
 
 def read_prices(path: Path) -> PriceList:
     """Read a price list.
@@ -97,20 +133,21 @@ def read_prices(path: Path) -> PriceList:
         raise ConfigError(f"{path}: source is missing; say where the prices come from")
     if not isinstance(table.get("date"), date):
         raise ConfigError(f"{path}: date is missing or no date; write it like date = 2025-03-01")
-    windows = table.get("off_peak", [])
-    if not isinstance(windows, list) or not all(isinstance(window, dict) for window in windows):
-        raise ConfigError(f"{path}: off_peak is no list of tables; write each window as [[off_peak]]")
-    off_peak = tuple(_off_peak(window, path) for window in windows)
-    busy = [0.0] * MINUTES_PER_DAY
-    for window in off_peak:
-        for minute in range(MINUTES_PER_DAY):
-            busy[minute] += window.minutes_within(minute, 1)
-    if max(busy) > 1:
-        raise ConfigError(f"{path}: two off_peak windows overlap; make them follow one another")
+    off_peak = tuple(
+        OffPeak(start, end, _share(value, f"{path}: off_peak.discount"))
+        for start, end, value in _windows(table, "off_peak", "discount", path)
+    )
+    cheap_hours = tuple(
+        CheapHours(start, end, _number(value, f"{path}: cheap_hours.gpu_hour"))
+        for start, end, value in _windows(table, "cheap_hours", "gpu_hour", path)
+    )
+    if cheap_hours and "gpu_hour" not in table:
+        raise ConfigError(f"{path}: cheap_hours needs gpu_hour, the price of all other hours; add it")
     return PriceList(
         **{name: _number(table[name], f"{path}: {name}") for name in PRICES if name in table},
         batch_discount=_share(table.get("batch_discount", 0.0), f"{path}: batch_discount"),
         off_peak=off_peak,
+        cheap_hours=cheap_hours,
         source=table["source"],
         date=table["date"].isoformat(),
     )
@@ -128,11 +165,21 @@ def minute_of_day(text: str, what: str) -> int:
     return int(match[1]) * 60 + int(match[2])
 
 
-def _off_peak(window: dict[str, Any], path: Path) -> OffPeak:
-    if set(window) != {"from", "to", "discount"}:
-        raise ConfigError(f"{path}: an off_peak window has the keys {sorted(window)}; give from, to and discount")
-    start, end = (minute_of_day(str(window[key]), f"{path}: off_peak.{key}") for key in ("from", "to"))
-    return OffPeak(start, end, _share(window["discount"], f"{path}: off_peak.discount"))
+def _windows(table: dict[str, Any], key: str, value: str, path: Path) -> Iterator[tuple[int, int, Any]]:
+    """(first minute, minute after the last, value) of each table `key`, which do not overlap."""
+    tables = table.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(window, dict) for window in tables):
+        raise ConfigError(f"{path}: {key} is no list of tables; write each window as [[{key}]]")
+    busy = [0.0] * MINUTES_PER_DAY
+    for window in tables:
+        if set(window) != {"from", "to", value}:
+            raise ConfigError(f"{path}: a window of {key} has the keys {sorted(window)}; give from, to and {value}")
+        start, end = (minute_of_day(str(window[name]), f"{path}: {key}.{name}") for name in ("from", "to"))
+        for minute in range(MINUTES_PER_DAY):
+            busy[minute] += Window(start, end).minutes_within(minute, 1)
+        if max(busy) > 1:
+            raise ConfigError(f"{path}: two {key} windows overlap; make them follow one another")
+        yield start, end, window[value]
 
 
 def _number(value: Any, what: str) -> float:

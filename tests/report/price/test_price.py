@@ -12,6 +12,7 @@ from support.jobs import batchinfer
 from support.runs import request, session, write_run
 
 LISTS = Path(__file__).parents[3] / "jobs" / "prices"
+GOOD = 'source = "a page"\ndate = 2025-03-01\n'
 # 27 February 2025, 12:00 to 28 February, 12:00 (UTC+8), as published by DeepSeek
 DAY = [
     *("--hit-tokens", "342e9", "--miss-tokens", "266e9", "--output-tokens", "168e9"),
@@ -96,15 +97,30 @@ def test_the_batch_discount_and_off_peak_hours_of_a_list_are_asked_for(tmp_path)
     assert "a page (2025-03-01)" in text
 
 
+def test_accelerators_are_cheaper_at_hours_of_the_day(tmp_path):
+    #  days    | 0           | 1           |        cheap from 22:00 to 06:00 UTC
+    #              6      22     6      22
+    path = tmp_path / "prices.toml"
+    path.write_text(GOOD + 'gpu_hour = 2.0\n[[cheap_hours]]\nfrom = "22:00"\nto = "06:00"\ngpu_hour = 0.5\n')
+    prices, hour = read_prices(path), 3600.0
+    assert prices.gpu_hours_between(20 * hour, 55 * hour) == [
+        (20 * hour, 22 * hour, 2.0),
+        (22 * hour, 30 * hour, 0.5),
+        (30 * hour, 46 * hour, 2.0),
+        (46 * hour, 54 * hour, 0.5),
+        (54 * hour, 55 * hour, 2.0),
+    ]
+    assert prices.gpu_cost(20 * hour, 31 * hour) == pytest.approx(2 * 2.0 + 8 * 0.5 + 1 * 2.0)
+    assert PriceList(gpu_hour=3.0).gpu_hours_between(0.0, 1.0) == [(0.0, 1.0, 3.0)]
+    assert PriceList().gpu_cost(0.0, hour) == 0.0
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in LISTS.glob("*.toml")))
 def test_every_price_list_has_source_date_and_prices(name):
     prices = read_prices(LISTS / name)
     assert prices.source
     assert prices.date
     assert None not in (prices.gpu_hour, prices.input_hit, prices.input_miss, prices.output)
-
-
-GOOD = 'source = "a page"\ndate = 2025-03-01\n'
 
 
 @pytest.mark.parametrize(
@@ -118,6 +134,11 @@ GOOD = 'source = "a page"\ndate = 2025-03-01\n'
         (GOOD + "batch_discount = 1.5", ["batch_discount", "1.5"]),
         (GOOD + '[[off_peak]]\nfrom = "25:00"\nto = "1:00"\ndiscount = 0.5', ["off_peak.from", "25:00"]),
         (GOOD + '[[off_peak]]\nfrom = "01:00"\ndiscount = 0.5', ["off_peak", "from, to and discount"]),
+        (GOOD + '[[cheap_hours]]\nfrom = "01:00"\nto = "02:00"\ngpu_hour = 1.0', ["cheap_hours needs gpu_hour"]),
+        (
+            GOOD + 'gpu_hour = 2\n[[cheap_hours]]\nfrom = "01:00"\nto = "02:00"\ndiscount = 1.0',
+            ["from, to and gpu_hour"],
+        ),
         (GOOD + 2 * '[[off_peak]]\nfrom = "01:00"\nto = "02:00"\ndiscount = 0.5\n', ["overlap"]),
         ("not toml", ["cannot read"]),
     ],

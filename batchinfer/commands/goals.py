@@ -1,0 +1,92 @@
+"""What `submit` was asked for with --finish-by and --max-cost, and what that would take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
+    from batchinfer.rundir import RunDir
+    from batchinfer.slurm.client import ArraySize
+    from batchinfer.slurm.goal import Goal
+
+
+GOAL_OPTIONS = ("finish_by", "max_cost", "prices")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How many tasks, in one of two ways: a number, or what they are to reach."""
+
+    array: str | None
+    finish_by: str | None
+    max_cost: float | None
+    prices: Path | None
+
+    @property
+    def says_anything(self) -> bool:
+        return self != Asked(None, None, None, None)
+
+    @property
+    def has_goal(self) -> bool:
+        return self.finish_by is not None or self.max_cost is not None
+
+    @property
+    def size(self) -> ArraySize | None:
+        from batchinfer.slurm.client import parse_size
+
+        return None if self.array is None else parse_size(self.array)
+
+    def check(self, *, has_goal: bool) -> None:
+        """Refuse what does not go together.
+
+        Args:
+            has_goal: one is asked for, or was before.
+        """
+        size = self.size
+        if size is not None and not size.tasks:
+            raise click.UsageError("--array 0 would send nothing; give 1 task or more")
+        if has_goal and size is not None and size.at_once is not None:
+            raise click.UsageError("--array N%M: with --finish-by or --max-cost N alone says how many may run at once")
+        if self.prices is not None and not has_goal:
+            raise click.UsageError("--prices is for --finish-by and --max-cost; add one of them")
+
+    def goal(self, job: JobConfig, earlier: Goal | None = None) -> Goal:
+        """What was asked for, and what is left of an earlier goal."""
+        from batchinfer.report.price.price_list import PriceList, read_prices
+        from batchinfer.slurm.goal import Goal, check_goal, parse_deadline
+
+        now_s = time.time()
+        goal = earlier or Goal(None, None, None, PriceList(gpu_hour=job.pricing.gpu_hour), now_s)
+        changes: dict[str, Any] = {} if self.max_cost is None else {"max_cost": self.max_cost}
+        if self.finish_by is not None:
+            changes |= {"finish_by_s": parse_deadline(self.finish_by, now_s), "set_s": now_s}
+        if (size := self.size) is not None:
+            changes["most_tasks"] = size.tasks
+        if self.prices is not None:
+            changes["prices"] = read_prices(self.prices)
+        goal = replace(goal, **changes)
+        check_goal(goal, job)
+        return goal
+
+
+def expected_size(run: RunDir, config: JobConfig, goal: Goal) -> ArraySize | None:
+    """Show what the rule would do by the plan; the tasks that it would begin with, if any."""
+    from batchinfer.slurm.client import ArraySize
+    from batchinfer.slurm.goal import clock, look_ahead, sentences
+    from batchinfer.slurm.meter import Meter
+    from batchinfer.slurm.pursue import measure_seconds
+
+    now_s = time.time()
+    seen = Meter(run, config, goal.prices, measure_seconds(goal)).look(now_s)
+    outlook = look_ahead(goal, seen, 0, now_s)
+    for line in sentences(goal, seen, outlook):
+        click.echo(line)
+    for start_s, end_s, tasks in () if outlook.ahead is None else outlook.ahead.stretches:
+        click.echo(f"  {clock(start_s)}  to  {clock(end_s)}  {tasks:>7,} at once")
+    return ArraySize(outlook.tasks) if outlook.tasks else None

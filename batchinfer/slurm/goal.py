@@ -1,0 +1,152 @@
+"""When a submitted run is to end and what it may cost: `slurm/goal.json`, and what that means for its tasks now."""
+
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from batchinfer.balance.pace import Preview, Stretch, Terms, preview, tasks_now
+from batchinfer.config import JobConfig
+from batchinfer.records import ConfigError
+from batchinfer.report.price.price_list import CheapHours, PriceList
+from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.slurm.meter import Measured
+from batchinfer.slurm.status import duration
+
+MOST_DAYS = 366
+SLACK_S = 1.0  # an end that is later by less is in time
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What was asked for; at least one of the first two."""
+
+    finish_by_s: float | None  # Unix time
+    max_cost: float | None  # $ for the whole run
+    most_tasks: int | None  # at once; None: as many as units are left
+    prices: PriceList  # of accelerators
+    set_s: float  # Unix time
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Tasks from now on, and where that leads."""
+
+    tasks: int
+    ahead: Preview | None  # None: no speed is known
+    late_s: float = 0.0
+    is_too_dear: bool = False
+
+
+def parse_deadline(text: str, now_s: float) -> float:
+    """Unix time of a date and time, local unless it names a zone.
+
+    Raises:
+        ConfigError: it is something else, over, or too far away.
+    """
+    try:
+        found = datetime.fromisoformat(text).astimezone()  # no zone: this machine's
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"--finish-by is {text!r}; write date and time, for example '2026-11-23 06:00' (local) or "
+            "'2026-11-23T06:00+01:00'"
+        ) from None
+    if found.timestamp() <= now_s:
+        raise ConfigError(f"--finish-by is {text!r}, which is over: now it is {clock(now_s)}; name a later time")
+    if found.timestamp() > now_s + MOST_DAYS * 86_400:
+        raise ConfigError(f"--finish-by is {text!r}, more than {MOST_DAYS} days away; name an earlier time")
+    return found.timestamp()
+
+
+def check_goal(goal: Goal, job: JobConfig) -> None:
+    """Find what cannot be followed.
+
+    Raises:
+        ConfigError: the job has a schedule as well; a cost without a price; neither a time nor a number of tasks.
+    """
+    if job.slurm.schedule:
+        raise ConfigError("--finish-by and --max-cost do not go with the job's slurm.schedule; leave one of them out")
+    if goal.max_cost is not None and goal.prices.gpu_hour is None:
+        raise ConfigError("--max-cost needs the price of accelerators; set pricing.gpu_hour or give --prices FILE")
+    if goal.finish_by_s is None and goal.most_tasks is None:
+        raise ConfigError("--max-cost alone does not say how many tasks; add --array N or --finish-by TIME")
+
+
+def write_goal(run: RunDir, goal: Goal) -> None:
+    """Record it, so that a later `--follow` goes on with it."""
+    values = {name: getattr(goal, name) for name in ("finish_by_s", "max_cost", "most_tasks", "set_s")}
+    hours = [asdict(window) for window in goal.prices.cheap_hours]
+    publish_json(run.goal, {**values, "gpu_hour": goal.prices.gpu_hour, "cheap_hours": hours})
+
+
+def read_goal(run: RunDir) -> Goal | None:
+    """The recorded one, if there is any.
+
+    Raises:
+        DamagedFileError: the file is.
+    """
+    if not run.goal.exists():
+        return None
+    record = read_json(run.goal, "finish_by_s", "max_cost", "most_tasks", "gpu_hour", "cheap_hours", "set_s")
+    hours = tuple(CheapHours(**window) for window in record.pop("cheap_hours"))
+    prices = PriceList(gpu_hour=record.pop("gpu_hour"), cheap_hours=hours)
+    return Goal(**record, prices=prices)
+
+
+def look_ahead(goal: Goal, seen: Measured, has: int, now_s: float) -> Outlook:
+    """What the goal asks for now.
+
+    Args:
+        has: tasks that wait or run.
+    """
+    most = min(seen.units_open, goal.most_tasks or seen.units_open)
+    if not most:
+        return Outlook(0, Preview((), now_s, 0.0))
+    work_s, finish_by_s = seen.work_s, goal.finish_by_s
+    if work_s is None:  # some have to run to learn the speed
+        return Outlook(most if finish_by_s is None else min(max(has, 1), most), None)
+    if finish_by_s is None or finish_by_s <= now_s:
+        tasks, until_s = most, now_s + seen.startup_s + work_s / most
+        cost = sum(most * part.length_s / 3600 * part.price for part in _stretches(goal, seen, now_s, until_s))
+        ahead = Preview(((now_s, until_s, most),), until_s, cost)
+    else:
+        stretches, terms = _stretches(goal, seen, now_s, finish_by_s), Terms(most, seen.startup_s, seen.unit_s)
+        tasks, ahead = tasks_now(work_s, stretches, terms, has), preview(work_s, stretches, terms, has)
+    late_s = 0.0 if finish_by_s is None else ahead.end_s - finish_by_s
+    is_too_dear = goal.max_cost is not None and seen.spent + ahead.cost > goal.max_cost
+    return Outlook(tasks, ahead, late_s if late_s > SLACK_S else 0.0, is_too_dear)
+
+
+def sentences(goal: Goal, seen: Measured, outlook: Outlook) -> list[str]:
+    """The outlook for a person: what is done, and what of the goal cannot be met."""
+    tasks, ahead = outlook.tasks, outlook.ahead
+    if ahead is None:
+        return [f"{_tasks(tasks)} from now on: the speed of a task is not known yet, so these measure it"]
+    left = "" if seen.work_s is None else f"{seen.work_s / 3600:,.2f} task-hours are left, "
+    cost = "" if goal.prices.gpu_hour is None else f" and costs {seen.spent + ahead.cost:,.2f} $ in all"
+    lines = [f"{_tasks(tasks)} from now on: {left}it ends at {clock(ahead.end_s)}{cost}"]
+    if outlook.late_s:
+        lines.append(
+            f"warning: it cannot end by {clock(goal.finish_by_s or 0.0)} with at most {_tasks(tasks)}; at this speed "
+            f"it is {duration(outlook.late_s)} late"
+        )
+    if outlook.is_too_dear:
+        lines.append(
+            f"warning: at this speed it costs {seen.spent + ahead.cost:,.2f} $ in all, more than --max-cost "
+            f"{goal.max_cost:,.2f}; it pauses before that"
+        )
+    return lines
+
+
+def clock(time_s: float) -> str:
+    """Local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _stretches(goal: Goal, seen: Measured, start_s: float, end_s: float) -> list[Stretch]:
+    """The time between with what a task costs in it."""
+    parts = goal.prices.gpu_hours_between(start_s, end_s)
+    return [Stretch(first, last, price * seen.num_ranks) for first, last, price in parts]
+
+
+def _tasks(count: int) -> str:
+    return f"{count:,} task{'' if count == 1 else 's'}"

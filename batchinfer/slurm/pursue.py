@@ -1,0 +1,152 @@
+"""Has as many tasks run as a goal asks for, until the run is finished or its money is spent."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from batchinfer.config import JobConfig
+from batchinfer.progress import note
+from batchinfer.records import IncompleteRunError, InterruptedRunError
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.slurm.client import ArraySize
+from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
+from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
+from batchinfer.slurm.submit import is_in_slurm, num_tasks, resize
+
+LOOK_S = 15.0
+LEAVE_S = 120.0  # in which a task that was sent away commits and ends
+AHEAD = 2  # a task is sent when the money lasts twice as long as it takes to notice and to leave
+FRUITLESS_LIVES = 3  # sent for each task that is wanted, without a new result: something else is wrong
+
+
+def pursue(
+    run: RunDir, job: JobConfig, goal: Goal, *, now_s: Callable[[], float] = time.time, look_s: float = LOOK_S
+) -> None:
+    """Look at the run again and again, and send or send away tasks. Those that died are sent anew.
+
+    Raises:
+        ConfigError: Slurm refuses, or a file of the run folder is damaged.
+        IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
+        InterruptedRunError: the money is spent.
+    """
+    meter = Meter(run, job, goal.prices, measure_seconds(goal))
+    reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
+    sender = _Sender(run, goal)
+    told: tuple[bool, ...] = ()
+    while not is_finished(run):
+        has, now = num_tasks(run), now_s()
+        seen = meter.look(now)
+        if not seen.units_open:
+            sender.have_finished()
+        else:
+            affordable = _affordable_tasks(goal, seen, now, reserve_s)
+            if affordable < (has or AHEAD):
+                _pause(run, goal, seen, look_s)
+            outlook = look_ahead(goal, seen, has, now)
+            outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
+            outlook = sender.calm(outlook, has, seen, now)
+            news = _kinds(outlook)
+            if outlook.tasks != has or news != told:
+                for line in sentences(goal, seen, outlook):
+                    note(line)
+                told = news
+            sender.set_tasks(outlook.tasks, has, seen, now)
+        time.sleep(look_s)
+
+
+def measure_seconds(goal: Goal) -> float:
+    """How long a speed has to be measured to count."""
+    if goal.finish_by_s is None:
+        return MEASURE_S
+    return min(MEASURE_S, MEASURE_SHARE * (goal.finish_by_s - goal.set_s))
+
+
+def is_finished(run: RunDir) -> bool:
+    """Whether the outputs are there."""
+    return read_state(run)["state"] in ("finished", "partial")
+
+
+class _Sender:
+    """Sends tasks of one run, and notices when that leads nowhere."""
+
+    def __init__(self, run: RunDir, goal: Goal) -> None:
+        self._run, self._goal = run, goal
+        self._changed_s = -inf  # when the number of tasks was changed last, and the price then
+        self._price = 0.0
+        self._lives = self._most = 0  # sent since the last result, and most tasks wanted at once
+        self._work_done = 0.0
+        self._has_sent_finish = False
+
+    def calm(self, outlook: Outlook, has: int, seen: Measured, now_s: float) -> Outlook:
+        """Keep tasks until a change can be seen: results come in lots, and speeds waver with them."""
+        is_new = now_s < self._changed_s + seen.unit_s + seen.flight_s and self._price_at(now_s) == self._price
+        return replace(outlook, tasks=has) if outlook.tasks < has <= seen.units_open and is_new else outlook
+
+    def set_tasks(self, wanted: int, has: int, seen: Measured, now_s: float) -> None:
+        """Have so many tasks.
+
+        Raises:
+            IncompleteRunError: tasks were sent again and again, and no result came.
+        """
+        if seen.work_done > self._work_done:
+            self._lives, self._work_done = 0, seen.work_done
+        self._most = max(self._most, wanted)
+        if wanted == has:
+            return
+        if wanted > has:
+            if self._lives + wanted - has > FRUITLESS_LIVES * self._most:
+                raise IncompleteRunError(
+                    f"{self._lives:,} tasks of {self._run.root} were sent since its last result, and end without "
+                    f"another; the logs in {self._run.slurm} say why"
+                )
+            self._lives += wanted - has
+        self._changed_s, self._price = now_s, self._price_at(now_s)
+        resize(self._run, ArraySize(wanted), seen.busy)
+
+    def _price_at(self, now_s: float) -> float:
+        return self._goal.prices.gpu_cost(now_s, now_s + 1)
+
+    def have_finished(self) -> None:
+        """All units are done: the job that finishes is there, or comes with one more task.
+
+        Raises:
+            IncompleteRunError: it was there and has failed.
+        """
+        if is_in_slurm(self._run) or is_finished(self._run):
+            return
+        if self._has_sent_finish:
+            raise IncompleteRunError(
+                f"all that was sent for {self._run.root} has ended, but the run is not finished; "
+                f"`batchinfer finish {self._run.root}` and the logs in {self._run.slurm} say why"
+            )
+        self._has_sent_finish = True
+        resize(self._run, ArraySize(1))
+
+
+def _kinds(outlook: Outlook) -> tuple[bool, ...]:
+    """What would be news to a person."""
+    return outlook.ahead is None, outlook.late_s > 0, outlook.is_too_dear
+
+
+def _affordable_tasks(goal: Goal, seen: Measured, now_s: float, seconds: float) -> float:
+    """Tasks that what is left of the money pays for, for so long."""
+    if goal.max_cost is None:
+        return inf
+    price = seen.num_ranks * goal.prices.gpu_cost(now_s, now_s + seconds)
+    return (goal.max_cost - seen.spent) / price if price else inf
+
+
+def _pause(run: RunDir, goal: Goal, seen: Measured, look_s: float) -> None:
+    """Send all tasks away and wait for them.
+
+    Raises:
+        InterruptedRunError: always.
+    """
+    resize(run, ArraySize(0))
+    while is_in_slurm(run):
+        time.sleep(look_s)
+    raise InterruptedRunError(
+        f"paused at {seen.spent:,.2f} $, before more than --max-cost {goal.max_cost:,.2f} is spent; "
+        f"`batchinfer submit --follow {run.root} --max-cost MORE` goes on"
+    )
