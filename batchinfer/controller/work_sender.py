@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.launch.rank_group import RankGroup
@@ -23,7 +23,7 @@ class WorkSender:
     group: RankGroup
     units: UnitQueue
     dealer: Dealer
-    loads: DecodeLoads
+    loads: DecodeLoads[RequestKey]
     experts: ExpertPlacer
     _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
     _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
@@ -48,18 +48,18 @@ class WorkSender:
         """Requests that go on elsewhere: prompts that have run wait for a rank, moved requests have one."""
         for handover in handovers:
             self._handovers[handover.key] = (holder, handover)
-            moved = self.loads.give_away(handover.key)
-            if moved is None:
-                self.loads.add_ready(self.dealer.running_request(handover.key))
+            rank = self.loads.give_away(handover.key)
+            if rank is None:
+                self.loads.add_ready(decode_request(self.dealer.running_request(handover.key)))
             else:
                 self.session.moves += 1
-                self._send_handover(*moved)
+                self._send_handover(handover.key, rank)
 
     def kv_read(self, rank: int, keys: list[RequestKey]) -> None:
         """A rank goes on with requests; whoever holds their KV may free it."""
         for key in keys:
             holder, handover = self._handovers.pop(key)
-            self.loads.start(self.dealer.running_request(key), rank, len(handover.tokens))
+            self.loads.start(decode_request(self.dealer.running_request(key)), rank, len(handover.tokens))
             self.group.send(holder, messages.FreeKv([key]))
 
     def deal(self) -> None:
@@ -78,8 +78,8 @@ class WorkSender:
                 self.group.send(rank, messages.Requests(requests))
                 fed.append(rank)
         self._wake_others(fed)
-        for request, rank in self.loads.assign_ready():
-            self._send_handover(request, rank)
+        for key, rank in self.loads.assign_ready():
+            self._send_handover(key, rank)
         for key, rank in self.loads.moves():
             self.group.send(rank, messages.GiveAway([key]))
 
@@ -96,8 +96,8 @@ class WorkSender:
         """What keeps a rank busy until it asks again: two prefill steps."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
 
-    def _send_handover(self, request: Request, rank: int) -> None:
-        self.group.send(rank, messages.Adopt([Adoption(request, self._handovers[request.key][1])]))
+    def _send_handover(self, key: RequestKey, rank: int) -> None:
+        self.group.send(rank, messages.Adopt([Adoption(self.dealer.running_request(key), self._handovers[key][1])]))
         self._wake_others([rank])
 
     def _wake_others(self, ranks: list[int]) -> None:

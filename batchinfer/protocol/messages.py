@@ -37,6 +37,7 @@ class StepRecord(Struct, frozen=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     kv_tokens: int
+    largest_kv_tokens: int
     pages_used: int
     micro_batches: int
     expert_rows: int

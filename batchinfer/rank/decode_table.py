@@ -60,6 +60,11 @@ class DecodeTable:
         """KV tokens that the next step attends to."""
         return int(self._rows["kv_tokens"].sum())
 
+    @property
+    def largest_kv_tokens(self) -> int:
+        """Of these, the largest sequence's."""
+        return int(self._rows["kv_tokens"].max(initial=0))
+
     def add(self, sequences: list[Sequence]) -> None:
         """Sequences with at least one generated token join."""
         if not sequences:

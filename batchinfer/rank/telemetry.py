@@ -53,6 +53,7 @@ class Telemetry:
             cached_tokens=ran.cached_tokens,
             output_tokens=ran.output_tokens,
             kv_tokens=ran.kv_tokens,
+            largest_kv_tokens=ran.largest_kv_tokens,
             pages_used=pages_used,
             micro_batches=2 if agreed.in_pairs else 1,
             expert_rows=self._num_expert_rows - rows_before,

@@ -219,13 +219,22 @@ PART_COSTS = Group(
 RANKS = Group(
     "Ranks",
     (
+        Figure("decode_kv_max_over_mean", "decode KV, max / mean", forms.ratio, "",
+               "KV tokens of the busiest decode rank by the mean, over all decode steps; null with one decode rank",
+               note=lambda values: f"at best {forms.ratio(values['decode_kv_bound'])}", why_empty=""),
+        Figure("decode_kv_bound", "", forms.ratio, "",
+               "what it cannot be below with what runs in each step: the largest request is on one rank"),
+        Figure("decode_requests_max_over_mean", "decode requests, max / mean", forms.ratio, "",
+               "requests of the decode rank with most by the mean, over all decode steps",
+               note=lambda values: f"at best {forms.ratio(values['decode_requests_bound'])}", why_empty=""),
+        Figure("decode_requests_bound", "", forms.ratio, "", "what it cannot be below: requests are whole"),
         Figure("decode_idle_share", "decode turns without work", forms.percent, "%", why_empty=""),
         Figure("tail_s", "tail", forms.seconds, "s", note="with an idle decode rank", why_empty=""),
         Figure("moves", "moved while running", forms.count, "", note="requests", only_if_any=True),
         Figure("restarts", "restarts", forms.count, "", note="after a rank died", only_if_any=True),
     ),
     why_empty="",
-)
+)  # fmt: skip
 STORE = Group(
     "KV store",
     (

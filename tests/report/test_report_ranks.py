@@ -177,6 +177,7 @@ def test_two_colocated_ranks(tmp_path):
         "rank 0 prefill + decode 300 8 2.50",
         "rank 1 prefill + decode 280 7 2.25",
         "expert rows, max / mean 1.04",  # 1,248 and 1,152: 1,248 / 1,200
+        "decode requests, max / mean 1.067 at best 1.067",  # 8 and 7: 8 / 7.5
         "decode turns without work 0.0 %",
         "tail 0 s with an idle decode rank",
     ]
