@@ -252,8 +252,14 @@ STATS_STEPS = _table(
     ("pages_used", pa.int32(), "KV pages in use, cached prefixes included"),
     ("micro_batches", pa.int32(), "1, or 2 when two micro-batches were interleaved"),
     ("expert_rows", pa.int64(), "(token, expert) rows that this rank's experts computed, all layers"),
-    ("comm_s", pa.float64(), "seconds in which this step's expert exchange was under way; 0 on one rank"),
-    ("hidden_comm_s", pa.float64(), "of these, seconds in which the rank computed"),
+    (
+        "comm_s",
+        pa.float64(),
+        "seconds in which this step's expert rows were packed, under way or unpacked; 0 on one rank",
+    ),
+    ("wait_comm_s", pa.float64(), "of these, when nothing moved: another rank had not sent its rows; null: not known"),
+    ("hidden_comm_s", pa.float64(), "of the others, when rows moved while the rank computed; null: not known"),
+    ("exposed_comm_s", pa.float64(), "of comm_s, seconds in which the rank computed nothing"),
     (
         "fallback_calls",
         pa.int32(),

@@ -42,7 +42,9 @@ class StepRecord(Struct, frozen=True, array_like=True):
     micro_batches: int
     expert_rows: int
     comm_s: float
-    hidden_comm_s: float
+    wait_comm_s: float | None
+    hidden_comm_s: float | None
+    exposed_comm_s: float
     fallback_calls: int
 
 

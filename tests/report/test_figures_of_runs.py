@@ -162,11 +162,12 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
 
 def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
     """What ran, and how fast, from the steps."""
-    prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, hidden_s = one(
+    prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, wait_s, hidden_s = one(
         run,
         """SELECT sum(new_tokens) FILTER (kind = 'prefill'), sum(new_tokens + cached_tokens) FILTER (kind = 'prefill'),
         sum(duration_s) FILTER (kind = 'prefill'), sum(output_tokens) FILTER (kind = 'decode'),
-        sum(duration_s) FILTER (kind = 'decode'), sum(comm_s), sum(hidden_comm_s) FROM steps""",
+        sum(duration_s) FILTER (kind = 'decode'), sum(comm_s), sum(wait_comm_s),
+        sum(hidden_comm_s) FROM steps""",
     )
     decode_needed = one(run, "SELECT sum(generated_tokens - 1) FROM requests WHERE generated_tokens > 0")
     replicated, recomputed = one(run, "SELECT sum(replicated_tokens), sum(recomputed_tokens) FROM requests")
@@ -188,7 +189,8 @@ def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
             """SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) FROM requests
             WHERE generated_tokens > 1""",
         ),
-        "hidden_comm_share": hidden_s / comm_s if comm_s else None,
+        "wait_comm_share": wait_s / comm_s if comm_s else None,
+        "hidden_comm_share": hidden_s / (comm_s - wait_s) if comm_s else None,
     }
 
 
@@ -248,7 +250,7 @@ def costs_of_parts(run: Path, case: Case) -> dict[str, float]:
         run,
         """SELECT coalesce(sum(duration_s - waits_s) FILTER (kind = 'prefill'), 0),
         coalesce(sum(duration_s - waits_s) FILTER (kind = 'decode'), 0), sum(waits_s), sum(new_tokens)
-        FROM (SELECT *, greatest(0, comm_s - hidden_comm_s) AS waits_s FROM steps WHERE new_tokens > 0)""",
+        FROM (SELECT *, exposed_comm_s AS waits_s FROM steps WHERE new_tokens > 0)""",
     )
     tail = one(
         run,

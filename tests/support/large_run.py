@@ -146,6 +146,8 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "micro_batches": np.full(num, 2, dtype=np.int32),
         "expert_rows": draw.integers(9_000, 11_000, num),
         "comm_s": np.full(num, lasts * 0.3),
+        "wait_comm_s": np.zeros(num),
+        "exposed_comm_s": np.full(num, lasts * 0.05),
         "hidden_comm_s": np.full(num, lasts * 0.25),
         "fallback_calls": np.zeros(num, dtype=np.int32),
     }
