@@ -83,7 +83,7 @@ class Exchange(Protocol):
 class DistributedExchange:
     """Over a process group of torch.distributed, by a thread of its own: counts first, then the rows.
 
-    On CPUs the counts come with the time at which their rank started the exchange: gloo's ranks are on one host.
+    On CPUs the counts come with the time, by its rank's clock, at which that one started the exchange.
     On a GPU that thread has a stream of its own, too: the caller's goes on computing while rows travel.
 
     Args:
