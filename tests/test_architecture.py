@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "model": {"parallel"},
     "run": {"data", "parallel"},
     "protocol": {"net", "parallel", "run"},
-    "report": {"data", "run"},
+    "report": {"balance", "data", "run"},
     "sim": {"balance", "model", "report"},
     "plan": {"balance", "data", "model", "parallel", "run", "sim"},
     "launch": {"data", "model", "net", "parallel", "protocol", "run"},

@@ -1,17 +1,17 @@
 """Which rank decodes which request: equal KV tokens and equal request counts.
 
-Ranks decode in lock-step, a step takes as long as the busiest rank, and nobody knows how long an answer will be:
+Ranks decode in lock-step, and a step takes as long as the busiest rank:
 
-    assign_decode   requests to ranks, all at once
-    OutputLengths   how long an answer may get, learnt from those that have finished
     admit           requests that are ready, as ranks have free slots
+    assign_decode   the same for ranks that have nothing yet, and slots for all: requests to ranks, all at once
     propose_moves   running requests from busy to idle ranks, where that pays
+
+decode_loads.py holds what runs where and asks these.
 """
 
 # N requests, W waiting ones, R ranks
 
 import heapq
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +53,9 @@ def assign_decode(kv_tokens: np.ndarray, *, num_ranks: int) -> np.ndarray:
         ConfigError: num_ranks < 1 or a negative count.
     """
     kv_N = _counts("kv_tokens", kv_tokens, num_ranks)
-    rank_N = _largest_first(kv_N, num_ranks)
-    _exchange(kv_N, rank_N, num_ranks)
-    return rank_N
+    num_each, num_extra = divmod(len(kv_N), num_ranks)
+    slots_R = np.full(num_ranks, num_each)
+    return _place(kv_N, np.zeros(num_ranks), slots_R, num_extra, goal=LEVEL * decode_bound(kv_N, num_ranks=num_ranks))
 
 
 def _counts(name: str, values: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -77,44 +77,57 @@ def _check_lengths(**arrays: np.ndarray) -> None:
             raise ConfigError(f"{name} has {num} entries, but {first} has {expected}; give as many")
 
 
-def _largest_first(kv_N: np.ndarray, num_ranks: int) -> np.ndarray:
-    """[N] ranks; where N is not a multiple, the first ranks to ask for one request more than the others get it."""
-    num_each, num_extra = divmod(len(kv_N), num_ranks)
-    rank_N = np.empty(len(kv_N), dtype=np.int64)
-    num_of_rank = [0] * num_ranks
-    least_first = [(0, rank) for rank in range(num_ranks)]  # a heap: (KV tokens, rank)
-    for request in np.argsort(-kv_N, kind="stable").tolist():
-        tokens, rank = heapq.heappop(least_first)
-        while num_of_rank[rank] == num_each and not num_extra:
-            tokens, rank = heapq.heappop(least_first)  # the one before is full
+def _place(
+    size_N: np.ndarray, load_of_rank: np.ndarray, slots_R: np.ndarray, num_extra: int = 0, *, goal: float = 0.0
+) -> np.ndarray:
+    """[N] ranks: largest first to the idlest rank with a slot, then exchanges between the busiest and the others.
+
+    Args:
+        load_of_rank: [R] what ranks have already; it stays where it is.
+        slots_R: [R] requests that each takes.
+        num_extra: ranks that take one more: the first to ask for it.
+        goal: a busiest rank that is good enough.
+    """
+    load_R = np.array(load_of_rank, dtype=np.float64)
+    free_R = slots_R.tolist()
+    rank_N = np.empty(len(size_N), dtype=np.int64)
+    least_first = [(load, rank) for rank, load in enumerate(load_R.tolist())]
+    heapq.heapify(least_first)
+    sizes = size_N.tolist()
+    for request in np.argsort(-size_N, kind="stable").tolist():
+        load, rank = heapq.heappop(least_first)
+        while free_R[rank] == 0 and not num_extra:
+            load, rank = heapq.heappop(least_first)  # the one before is full
         rank_N[request] = rank
-        num_of_rank[rank] += 1
-        if num_of_rank[rank] > num_each:
+        load_R[rank] += sizes[request]
+        free_R[rank] -= 1
+        if free_R[rank] < 0:
             num_extra -= 1
         else:
-            heapq.heappush(least_first, (tokens + int(kv_N[request]), rank))
+            heapq.heappush(least_first, (load + sizes[request], rank))
+    _exchange(size_N, rank_N, load_R, goal)
     return rank_N
 
 
-def _exchange(kv_N: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> None:
+def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: float) -> None:
     """Even out the busiest rank with the idlest one that has a fitting request, again and again; changes rank_N."""
-    goal = LEVEL * decode_bound(kv_N, num_ranks=num_ranks)
-    load_R = np.bincount(rank_N, weights=kv_N, minlength=num_ranks)
+    num_ranks = len(load_R)
+    goal = max(goal, LEVEL * float(load_R.mean()))
     for _ in range(EXCHANGES_PER_RANK * num_ranks):
         busiest = int(load_R.argmax())
         if load_R[busiest] <= goal:
             return
         mine = np.flatnonzero(rank_N == busiest)
-        for other in np.argsort(load_R, kind="stable").tolist():
+        for other in np.argsort(load_R, kind="stable").tolist() if len(mine) else []:
             theirs = np.flatnonzero(rank_N == other)
-            theirs = theirs[np.argsort(kv_N[theirs], kind="stable")]
-            pair = _best_pair(kv_N[mine], kv_N[theirs], load_R[busiest] - load_R[other])
+            theirs = theirs[np.argsort(size_N[theirs], kind="stable")]
+            pair = _best_pair(size_N[mine], size_N[theirs], load_R[busiest] - load_R[other])
             if pair is not None:
                 break
         else:
             return
         given, taken = mine[pair[0]], theirs[pair[1]]
-        tokens = kv_N[given] - kv_N[taken]
+        tokens = size_N[given] - size_N[taken]
         load_R[busiest] -= tokens
         load_R[other] += tokens
         rank_N[given], rank_N[taken] = other, busiest
@@ -136,44 +149,6 @@ def _best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, i
     return (place, int(near[place, side])) if off[place, side] < gap / 2 else None
 
 
-class OutputLengths:
-    """Expected output lengths by prompt group: the mean of those that have finished, learnt during the run.
-
-    The mean over all groups counts as one more answer of each, so that a new group starts with it. Early on, short
-    answers are over-represented; that changes the order of groups little.
-    """
-
-    def __init__(self) -> None:
-        self._num = 0
-        self._tokens = 0
-        self._of_group: dict[Hashable, tuple[int, int]] = {}  # finished answers and their tokens
-
-    def finish(self, group: Hashable, num_tokens: int) -> None:
-        """An answer is complete."""
-        num, tokens = self._of_group.get(group, (0, 0))
-        self._of_group[group] = (num + 1, tokens + num_tokens)
-        self._num += 1
-        self._tokens += num_tokens
-
-    def expected(self, group: Hashable, max_tokens: int, earlier: float | None = None) -> float:
-        """Length of an answer that has not begun; `max_tokens`, its limit, while nothing is known.
-
-        Args:
-            earlier: mean of the group in an earlier run; it counts as one answer, instead of the mean over all groups.
-        """
-        if earlier is None:
-            if not self._num:
-                return float(max_tokens)
-            earlier = self._tokens / self._num
-        num, tokens = self._of_group.get(group, (0, 0))
-        return min(float(max_tokens), (tokens + earlier) / (num + 1))
-
-    def remaining(self, group: Hashable, num_generated: int, max_tokens: int, earlier: float | None = None) -> float:
-        """Tokens to come. What has run for more than half the mean is expected to run as long again."""
-        expected = max(self.expected(group, max_tokens, earlier) - num_generated, float(num_generated))
-        return min(expected, float(max_tokens - num_generated))
-
-
 def admit(
     expected_tokens: np.ndarray,
     kv_tokens: np.ndarray,
@@ -184,8 +159,8 @@ def admit(
 ) -> np.ndarray:
     """Ranks for requests that are ready: the longest expected get the slots, each the least loaded rank with one.
 
-    Long answers that begin early do not keep a few ranks busy at the end. Of those that get a slot, the one with the
-    most KV chooses first. Ties go to the earlier request and the lower rank.
+    Long answers that begin early do not keep a few ranks busy at the end. Those that get a slot are spread like
+    `assign_decode` does it, on top of what the ranks have. Ties go to the earlier request and the lower rank.
 
     Args:
         expected_tokens: [W] output lengths to expect (`OutputLengths.expected`).
@@ -203,14 +178,10 @@ def admit(
     kv_W = _counts("kv_tokens", kv_tokens, len(load_of_rank))
     _check_lengths(kv_tokens=kv_W, expected_tokens=expected_tokens)
     _check_lengths(load_of_rank=load_of_rank, free_slots_of_rank=free_slots_of_rank)
-    load_R, free_R = np.array(load_of_rank, dtype=np.float64), np.maximum(free_slots_of_rank, 0)
+    free_R = np.maximum(free_slots_of_rank, 0)
     rank_W = np.full(len(kv_W), -1, dtype=np.int64)
     chosen = np.sort(np.argsort(-np.asarray(expected_tokens), kind="stable")[: free_R.sum()])
-    for request in chosen[np.argsort(-kv_W[chosen], kind="stable")]:
-        rank = int(np.where(free_R > 0, load_R, np.inf).argmin())
-        rank_W[request] = rank
-        load_R[rank] += kv_W[request] + request_load
-        free_R[rank] -= 1
+    rank_W[chosen] = _place(kv_W[chosen] + request_load, load_of_rank, free_R)
     return rank_W
 
 

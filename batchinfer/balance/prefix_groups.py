@@ -8,7 +8,8 @@ the deal whose busiest rank has least to do is taken.
 
 # N requests in the order in which they run, R ranks, 2: new tokens and attention work
 
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -172,3 +173,13 @@ def own_shared_tokens(shared_tokens: np.ndarray, rank_of_request: np.ndarray) ->
             bounds = np.stack([places[:-1] + 1, places[1:] + 1], axis=1).ravel()
             own[places[1:]] = np.minimum.reduceat(padded, bounds)[::2]
     return own
+
+
+def num_kept(work: Iterable[float]) -> int:
+    """How many of a rank's waiting requests it keeps when one without any takes over the later half, by work.
+
+    Args:
+        work: of each, in their order. The only one left goes, too: its rank has not asked for it yet.
+    """
+    before = [0.0, *accumulate(work)]
+    return min(sum(done < before[-1] / 2 for done in before[:-1]), len(before) - 2)

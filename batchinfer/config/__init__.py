@@ -5,6 +5,7 @@ job.py has the file and its parts, sampling.py how tokens are picked, structured
 
 from batchinfer.config.job import (
     DEFAULT_S3,
+    FREE_SHARE,
     PAGE_TOKENS,
     VALUE_BYTES,
     ClusterConfig,
@@ -21,6 +22,7 @@ from batchinfer.config.sampling import SamplingConfig
 
 __all__ = [
     "DEFAULT_S3",
+    "FREE_SHARE",
     "PAGE_TOKENS",
     "VALUE_BYTES",
     "ClusterConfig",

@@ -17,6 +17,7 @@ from batchinfer.config.sampling import KINDS, JobSampling, with_model_defaults
 from batchinfer.records import ConfigError
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
+FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
 
 Count = Annotated[int, Field(ge=1, le=INT64_MAX)]

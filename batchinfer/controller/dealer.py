@@ -8,7 +8,7 @@ given up.
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.controller.rank_queues import RankQueues
 from batchinfer.records import Request, RequestKey
 

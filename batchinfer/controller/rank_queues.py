@@ -6,13 +6,12 @@ They are spread over the ranks by work (balance/). A prefix that several ranks n
 
 from collections import deque
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 
-from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.prefill import attention_work
-from batchinfer.balance.prefix_groups import deal_prefixes
+from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
 from batchinfer.balance.prefix_order import longest_first
 from batchinfer.records import Request
 
@@ -104,11 +103,7 @@ class RankQueues:
         waiting = self._waiting[busiest]
         if rank == busiest or not waiting or self._waiting[rank]:
             return None
-        before = [0.0, *accumulate(map(self._work, waiting))]
-        num_left = sum(done < before[-1] / 2 for done in before[:-1])
-        # the only one left goes, too: its rank has not asked for it yet
-        num_left = min(num_left, len(waiting) - 1)
-        taken = [waiting.pop() for _ in range(len(waiting) - num_left)][::-1]
+        taken = [waiting.pop() for _ in range(len(waiting) - num_kept(map(self._work, waiting)))][::-1]
         replicated = max(0, taken[0].shared_tokens - self._found(rank, taken[0]))
         taken[0] = replace(taken[0], replicated_tokens=replicated)
         self._waiting[rank].extend(taken)

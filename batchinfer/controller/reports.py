@@ -3,14 +3,14 @@
 import time
 from dataclasses import dataclass, field
 
-from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.decode_loads import DecodeLoads, decode_request
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.results import Results
 from batchinfer.progress import Progress, note
 from batchinfer.protocol.messages import StepReport, StoreCounts
-from batchinfer.records import Completion
+from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 
@@ -24,7 +24,7 @@ class Reports:
     progress: Progress
     results: Results
     dealer: Dealer
-    loads: DecodeLoads
+    loads: DecodeLoads[RequestKey]
     lengths: OutputLengths
     experts: ExpertPlacer
     _told: set[str] = field(default_factory=set)  # problems that ranks have found
@@ -43,7 +43,7 @@ class Reports:
         if record.kind == "decode":
             self.loads.step(rank)
         for key in report.started:
-            self.loads.start(self.dealer.running_request(key), rank)
+            self.loads.start(decode_request(self.dealer.running_request(key)), rank)
         self._finish(report.completions)
         self._show(len(report.completions), record.new_tokens)
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.decode_loads import MOVE_STEPS, MOVE_STEPS_BETWEEN_HOSTS, DecodeLoads
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.config import JobConfig
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.deaths import Deaths
-from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.rank_start import RankStart, remove_folder
@@ -29,17 +29,13 @@ from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Progress, note
-from batchinfer.records import InputError, InterruptedRunError, Shard, StoreError
+from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.probe import check_file_system
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal
-
-# Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
-MOVE_STEPS = 4.0
-MOVE_STEPS_BETWEEN_HOSTS = 64.0
 
 
 def work_on(
@@ -139,7 +135,7 @@ def _controller(
         lengths,
         with_decode=cluster.mode == "colocated",
     )
-    loads = DecodeLoads(
+    loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],
         lengths,
         max_requests=cluster.decode_requests,

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.launch.rank_group import RankGroup
@@ -23,7 +23,7 @@ class WorkSender:
     group: RankGroup
     units: UnitQueue
     dealer: Dealer
-    loads: DecodeLoads
+    loads: DecodeLoads[RequestKey]
     experts: ExpertPlacer
     _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
     _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, to be sent at the end of the round
@@ -50,19 +50,19 @@ class WorkSender:
         """Requests that go on elsewhere: prompts that have run wait for a rank, moved requests have one."""
         for handover in handovers:
             self._handovers[handover.key] = (holder, handover)
-            moved = self.loads.give_away(handover.key)
-            if moved is None:
-                self.loads.add_ready(self.dealer.running_request(handover.key))
+            rank = self.loads.give_away(handover.key)
+            if rank is None:
+                self.loads.add_ready(decode_request(self.dealer.running_request(handover.key)))
             else:
                 self.session.moves += 1
-                self._adopt(*moved)
+                self._adopt(handover.key, rank)
 
     def kv_read(self, rank: int, keys: list[RequestKey]) -> None:
         """A rank goes on with requests; whoever holds their KV may free it."""
         free: dict[int, list[RequestKey]] = {}
         for key in keys:
             holder, handover = self._handovers.pop(key)
-            self.loads.start(self.dealer.running_request(key), rank, len(handover.tokens))
+            self.loads.start(decode_request(self.dealer.running_request(key)), rank, len(handover.tokens))
             free.setdefault(holder, []).append(key)
         for holder, read in free.items():
             self.group.send(holder, messages.FreeKv(read))
@@ -85,8 +85,8 @@ class WorkSender:
                 self._needs_work.discard(rank)
                 self.group.send(rank, messages.Requests(requests))
                 fed.add(rank)
-        for request, rank in self.loads.assign_ready():
-            self._adopt(request, rank)
+        for key, rank in self.loads.assign_ready():
+            self._adopt(key, rank)
         for rank, adoptions in self._adoptions.items():
             self.group.send(rank, messages.Adopt(adoptions))
         self._wake_others(fed | self._adoptions.keys())
@@ -110,8 +110,9 @@ class WorkSender:
         """What keeps a rank busy until it asks again: two prefill steps."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
 
-    def _adopt(self, request: Request, rank: int) -> None:
-        self._adoptions.setdefault(rank, []).append(Adoption(request, self._handovers[request.key][1]))
+    def _adopt(self, key: RequestKey, rank: int) -> None:
+        adoption = Adoption(self.dealer.running_request(key), self._handovers[key][1])
+        self._adoptions.setdefault(rank, []).append(adoption)
 
     def _wake_others(self, ranks: set[int]) -> None:
         """These ranks have got something: wake the others of their groups, since they take part in every step."""

@@ -129,8 +129,8 @@ PREDICTIONS = (
         "tokens the busiest prefill rank runs, by the mean (answers if it decodes)",
     ),
     ("prefill_bound", pa.float64(), "what no plan's prefill_max_over_mean goes below"),
-    ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean"),
-    ("decode_bound", pa.float64(), "what no plan's decode_max_over_mean goes below"),
+    ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean, over all steps"),
+    ("decode_bound", pa.float64(), "what decode_max_over_mean cannot be below, with what runs in each step"),
     ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group"),
     ("is_simulated", pa.bool_(), "whether at the speed of cluster.gpu by published figures, not of an earlier run"),
     ("gpu_hours", pa.float64(), "accelerator-hours held in that time"),
@@ -248,11 +248,18 @@ STATS_STEPS = _table(
     ("cached_tokens", pa.int32(), "prompt tokens of requests admitted in it whose KV was there already"),
     ("output_tokens", pa.int32(), "tokens sampled"),
     ("kv_tokens", pa.int64(), "sum over requests of the KV length attended to"),
+    ("largest_kv_tokens", pa.int64(), "of these, the largest request's"),
     ("pages_used", pa.int32(), "KV pages in use, cached prefixes included"),
     ("micro_batches", pa.int32(), "1, or 2 when two micro-batches were interleaved"),
     ("expert_rows", pa.int64(), "(token, expert) rows that this rank's experts computed, all layers"),
-    ("comm_s", pa.float64(), "seconds in which this step's expert exchange was under way; 0 on one rank"),
-    ("hidden_comm_s", pa.float64(), "of these, seconds in which the rank computed"),
+    (
+        "comm_s",
+        pa.float64(),
+        "seconds in which this step's expert rows were packed, under way or unpacked; 0 on one rank",
+    ),
+    ("wait_comm_s", pa.float64(), "of these, when nothing moved: another rank had not sent its rows; null: not known"),
+    ("hidden_comm_s", pa.float64(), "of the others, when rows moved while the rank computed; null: not known"),
+    ("exposed_comm_s", pa.float64(), "of comm_s, seconds in which the rank computed nothing"),
     (
         "fallback_calls",
         pa.int32(),
@@ -340,6 +347,22 @@ STATS_RUN = _table(
     ("output", pa.float64(), "$ per million output tokens"),
 )
 
+DECODE_STEPS = _table(
+    "decode_steps",
+    "one row per decode step of a group with several decode ranks, made of steps and nodes",
+    ("session", pa.string(), "session (see nodes)"),
+    ("step", pa.int64(), "number of the step in its session"),
+    ("start_s", pa.float64(), "Unix time of its start on the first rank"),
+    ("end_s", pa.float64(), "Unix time of its end on the last rank"),
+    ("num_ranks", pa.int32(), "ranks that decode"),
+    ("num_working", pa.int64(), "of these, ranks with a request"),
+    ("kv_busiest", pa.int64(), "KV tokens attended to by the rank with most"),
+    ("kv_mean", pa.float64(), "mean over all ranks that decode"),
+    ("kv_at_least", pa.float64(), "what kv_busiest cannot be below: the mean, or the largest request"),
+    ("requests_busiest", pa.int32(), "requests of the rank with most"),
+    ("requests_mean", pa.float64(), "mean over all ranks that decode"),
+    ("requests_at_least", pa.float64(), "what requests_busiest cannot be below: the mean, rounded up"),
+)
 STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_KV, STATS_RUN)
 
 

@@ -28,12 +28,13 @@ class AllToAllHandle:
     place_M: torch.Tensor  # the sent row of each (token, k) entry
     weights_TK: torch.Tensor
     sizes: list[list[int]] = field(default_factory=list)  # rows received by [source rank][slot]
+    ready_s: float | None = None
     arrived_s: float | None = None
 
     def wait(self) -> ExpertInput:
         """Rows by slot, within a slot by source rank and token."""
         received = self.pending.wait()
-        self.arrived_s, self.sizes = received.arrived_s, received.counts
+        self.ready_s, self.arrived_s, self.sizes = received.ready_s, received.arrived_s, received.counts
         parts = [rows.split(sizes) for rows, sizes in zip(received.rows, self.sizes, strict=True)]
         rows_NB = torch.cat([part for slot_parts in zip(*parts, strict=True) for part in slot_parts])
         x_ND, scales = self.row_format.unpack(rows_NB, self.num_values)
@@ -50,12 +51,13 @@ class AllToAllFuture:
     pending: PendingRows
     row_format: RowFormat
     handle: AllToAllHandle
+    ready_s: float | None = None
     arrived_s: float | None = None
 
     def wait(self) -> torch.Tensor:
         """[T, D] float32 sums."""
         received = self.pending.wait()
-        self.arrived_s = received.arrived_s
+        self.ready_s, self.arrived_s = received.ready_s, received.arrived_s
         # rank by rank in slot order: the order in which the rows were sent
         sorted_MD, _ = self.row_format.unpack(torch.cat(received.rows), self.handle.num_values)
         return sum_per_token(sorted_MD, self.handle.place_M, self.handle.weights_TK)

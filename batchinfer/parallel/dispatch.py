@@ -76,6 +76,7 @@ class LocalHandle:
     received: ExpertInput
     place_M: torch.Tensor
     weights_TK: torch.Tensor
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
@@ -88,6 +89,7 @@ class Finished:
     """A combine that is done already."""
 
     y_TD: torch.Tensor
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:

@@ -31,11 +31,14 @@ class ReceivedRows:
 
     rows: per rank [its rows, row bytes] uint8.
     counts: per rank the C counts it sent along for this rank.
+    ready_s: Unix time when the last of the other ranks had sent its rows, as far as this rank can tell; before that
+        nothing could arrive. None where that is not known.
     arrived_s: Unix time when the last row was here; None on a GPU, which works on while the host goes ahead.
     """
 
     rows: list[torch.Tensor]
     counts: list[list[int]]
+    ready_s: float | None
     arrived_s: float | None
 
 
@@ -80,6 +83,7 @@ class Exchange(Protocol):
 class DistributedExchange:
     """Over a process group of torch.distributed, by a thread of its own: counts first, then the rows.
 
+    On CPUs the counts come with the time, by its rank's clock, at which that one started the exchange.
     On a GPU that thread has a stream of its own, too: the caller's goes on computing while rows travel.
 
     Args:
@@ -102,7 +106,8 @@ class DistributedExchange:
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         if self._stream is None:
-            return PendingRows(self._lane.submit(self._all_to_all, rows, counts).result)
+            stamped = [[*rank_counts, time.time_ns()] for rank_counts in counts]
+            return PendingRows(self._lane.submit(self._all_to_all, rows, stamped).result)
         ready = self._stream.depart([rows, counts] if isinstance(counts, torch.Tensor) else [rows])
         future = self._lane.submit(self._travel, self._stream, ready, rows, counts)
         return PendingRows(partial(_arrive, self._stream, future))
@@ -116,7 +121,7 @@ class DistributedExchange:
     ) -> tuple[ReceivedRows, torch.cuda.Event]:
         with stream.travelling(ready):
             received = self._all_to_all(rows, counts)
-            return replace(received, arrived_s=None), stream.arrived()
+            return replace(received, ready_s=None, arrived_s=None), stream.arrived()
 
     def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
         try:
@@ -124,12 +129,18 @@ class DistributedExchange:
             received_RC = torch.empty_like(sent_RC)
             dist.all_to_all_single(received_RC, sent_RC, group=self._group)
             sent_counts, received_counts = torch.stack([sent_RC, received_RC]).tolist()
+            ready_s = None
+            if self._stream is None:
+                started_ns = [rank_counts.pop() for rank_counts in received_counts]
+                for rank_counts in sent_counts:
+                    rank_counts.pop()
+                ready_s = max(started_ns) / 1e9
             sizes = [sum(count) for count in received_counts]
             received = torch.empty(sum(sizes), rows.shape[1], dtype=torch.uint8, device=self._device)
             dist.all_to_all_single(received, rows, sizes, [sum(count) for count in sent_counts], group=self._group)
         except RuntimeError as error:
             raise PeerLostError(f"the exchange between ranks failed: {(str(error).splitlines() or [''])[0]}") from error
-        return ReceivedRows(list(received.split(sizes)), received_counts, time.time())
+        return ReceivedRows(list(received.split(sizes)), received_counts, ready_s, time.time())
 
 
 def _arrive(stream: TravelStream, future: Future[tuple[ReceivedRows, torch.cuda.Event]]) -> ReceivedRows:

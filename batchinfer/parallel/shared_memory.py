@@ -146,7 +146,8 @@ class SharedMemoryExchange:
             counts.append(message.counts)
             arrived_s = max(arrived_s, message.sent_s)
         self._num_received = sequence + 1
-        return ReceivedRows(rows, counts, arrived_s)
+        # the sender has laid them down, where this rank reads them: nothing moves between both
+        return ReceivedRows(rows, counts, arrived_s, arrived_s)
 
     def _send(self, rank: int, message: bytes, descriptors: list[int]) -> None:
         try:

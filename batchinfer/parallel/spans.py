@@ -6,8 +6,15 @@ Two lanes per rank. The computing lane holds ATTN, MLP and the like, and the mom
     computing      | ATTN(1) |send| ATTN(0) |send|receive| MLP(1) |
     communication            |DISPATCH(1)····|DISPATCH(0)··|
 
-A flight ends when the rows are here, whether or not the rank looks at them yet; the next one begins no earlier. What of
-a flight lies beside a computing span is hidden communication; the rest, and all sending and receiving, is not.
+The time between sending and the rows being here, whether or not the rank looks at them yet, has two parts. Until the
+last of the other ranks has sent its rows, nothing moves: that is waiting for a rank that is late. From then on rows
+move: that is the flight; the next exchange begins no earlier than it ends.
+
+    DISPATCH(1)   |send|  waiting for others  |  moving  |receive|
+                       sent              all have sent  here
+
+What of a flight lies beside a computing span is hidden communication; the rest, and all packing and unpacking, is not.
+Waiting is neither, whatever the rank does meanwhile.
 """
 
 import time
@@ -18,7 +25,7 @@ from typing import Protocol, TypeVar
 
 ReceivedT = TypeVar("ReceivedT", covariant=True)  # noqa: PLC0105
 
-COMPUTE, SEND, RECEIVE, FLIGHT = "compute", "send", "receive", "flight"
+COMPUTE, SEND, RECEIVE, FLIGHT, WAIT = "compute", "send", "receive", "flight", "wait"
 KV = "kv"  # between ranks: a prompt's KV packed or taken in; not part of the expert exchange
 
 
@@ -27,6 +34,11 @@ class Arriving(Protocol[ReceivedT]):
 
     def wait(self) -> ReceivedT:
         """It, once it is here."""
+        ...
+
+    @property
+    def ready_s(self) -> float | None:
+        """After `wait`: Unix time when the last of the other ranks had sent its part; None where that is not known."""
         ...
 
     @property
@@ -52,6 +64,8 @@ class SpanLog:
 
     spans: list[Span] = field(default_factory=list)
     last_arrival_s: float = 0.0
+    unpacking: list[Span] = field(default_factory=list)  # the ends of receiving spans, in which the rows are here
+    tells_waiting: bool = True  # whether of all that came it is known when the others had sent it
 
     @contextmanager
     def kv(self, name: str) -> Iterator[None]:
@@ -61,14 +75,27 @@ class SpanLog:
         self.spans.append(Span(KV, name, 0, start_s, time.time()))
 
     def communication_s(self) -> float:
-        """Seconds in which rows were packed, under way or waited for."""
-        return _length(_union([span for span in self.spans if span.kind in (SEND, RECEIVE, FLIGHT)]))
+        """Seconds in which rows were packed, moving, waited for or unpacked."""
+        return _length(self._covered(SEND, RECEIVE, FLIGHT, WAIT))
 
-    def hidden_communication_s(self) -> float:
-        """Of these, seconds in which the rank computed."""
-        flights = _union([span for span in self.spans if span.kind == FLIGHT])
-        computing = _union([span for span in self.spans if span.kind == COMPUTE])
-        return _overlap(flights, computing)
+    def exposed_communication_s(self) -> float:
+        """Of these, seconds in which the rank computed nothing."""
+        return self.communication_s() - _overlap(self._covered(FLIGHT, WAIT), self._covered(COMPUTE))
+
+    def waiting_s(self) -> float | None:
+        """Of communication, seconds in which nothing moved: another rank had not sent its rows. None: not known."""
+        if not self.tells_waiting:
+            return None
+        waiting = self._covered(WAIT)
+        moving = _union([*self.unpacking, *(span for span in self.spans if span.kind in (SEND, FLIGHT))])
+        return _length(waiting) - _overlap(waiting, moving)
+
+    def hidden_communication_s(self) -> float | None:
+        """Of communication without waiting, seconds in which the rank computed. None: not known."""
+        return _overlap(self._covered(FLIGHT), self._covered(COMPUTE)) if self.tells_waiting else None
+
+    def _covered(self, *kinds: str) -> list[tuple[float, float]]:
+        return _union([span for span in self.spans if span.kind in kinds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +131,14 @@ class MicroBatchSpans:
         end_s = time.time()
         arrived_s = end_s if arriving.arrived_s is None else min(max(arriving.arrived_s, sent_s), end_s)
         begin_s = max(sent_s, self.log.last_arrival_s)
-        self.log.last_arrival_s = max(begin_s, arrived_s)
-        self._add(FLIGHT, name, begin_s, self.log.last_arrival_s)
+        here_s = self.log.last_arrival_s = max(begin_s, arrived_s)
+        ready_s = begin_s if arriving.ready_s is None else min(max(arriving.ready_s, begin_s), here_s)
+        self.log.tells_waiting = self.log.tells_waiting and arriving.ready_s is not None
+        if ready_s > begin_s:
+            self._add(WAIT, name, begin_s, ready_s)
+        self._add(FLIGHT, name, ready_s, here_s)
         self._add(RECEIVE, name, start_s, end_s)
+        self.log.unpacking.append(Span(RECEIVE, name, self.micro_batch, min(max(start_s, here_s), end_s), end_s))
         return received
 
     def _add(self, kind: str, name: str, start_s: float, end_s: float) -> None:

@@ -39,6 +39,7 @@ class _Message(NamedTuple):
     sequence: int
     rows: torch.Tensor
     counts: list[int]
+    ready_s: float  # when its first bytes were here, by this host's clock
     arrived_s: float
 
 
@@ -76,10 +77,11 @@ class _Peer:
         try:
             while True:
                 sequence, row_bytes, num_counts = _HEADER.unpack(self.stream.receive(_HEADER.size))
+                ready_s = time.time()
                 counts = list(struct.unpack(f"!{num_counts}q", self.stream.receive(8 * num_counts)))
                 rows = torch.empty(sum(counts), row_bytes, dtype=torch.uint8)
                 self.stream.fill(_bytes_of(rows))
-                self.arrived.put(_Message(sequence, rows, counts, time.time()))
+                self.arrived.put(_Message(sequence, rows, counts, ready_s, time.time()))
         except OSError:
             self.arrived.put(None)
 
@@ -115,7 +117,7 @@ class TlsExchange:
         for rank, peer in self._peers.items():
             header = _HEADER.pack(sequence, rows.shape[1], len(counts[rank]))
             peer.outgoing.put((header + struct.pack(f"!{len(counts[rank])}q", *counts[rank]), parts[rank]))
-        own = _Message(sequence, parts[self.rank], counts[self.rank], now_s)
+        own = _Message(sequence, parts[self.rank], counts[self.rank], now_s, now_s)
         return PendingRows(partial(self._receive, own))
 
     def close(self) -> None:
@@ -127,8 +129,12 @@ class TlsExchange:
         end_s = time.monotonic() + self._timeout_s
         messages = [own if rank == self.rank else self._next(rank, end_s) for rank in range(self.size)]
         assert all(message.sequence == own.sequence for message in messages), "ranks are at different exchanges"
-        arrived_s = max(message.arrived_s for message in messages)
-        return ReceivedRows([message.rows for message in messages], [message.counts for message in messages], arrived_s)
+        return ReceivedRows(
+            [message.rows for message in messages],
+            [message.counts for message in messages],
+            ready_s=max(message.ready_s for message in messages),
+            arrived_s=max(message.arrived_s for message in messages),
+        )
 
     def _next(self, rank: int, end_s: float) -> _Message:
         try:

@@ -7,13 +7,17 @@ from math import ceil
 
 import numpy as np
 
-from batchinfer.balance.decode import assign_decode, decode_bound
+from batchinfer.balance.decode_loads import MOVE_STEPS
+from batchinfer.balance.decode_run import Answers, DealtPrompts, PaperRanks, ReadyPrompts, Source
+from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill import prefill_bounds
 from batchinfer.balance.prefix_groups import deal_prefixes, own_shared_tokens
+from batchinfer.balance.prefix_order import longest_first
 from batchinfer.config import ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
 
 MAX_UNITS = 32  # dealt out to look at their balance, spread over the job
+FILLINGS = 2  # of these, units are decoded that fill all slots so many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +37,21 @@ class PlannedWork:
         return np.where(known, np.minimum(self.expected_tokens, self.max_tokens), self.max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Work of the busiest rank by the mean, and what no plan could go below."""
+def balances(work: PlannedWork, cluster: ClusterConfig, *, request_load: float = 0.0) -> tuple[Balance, Balance]:
+    """(prefill, decode) when units are dealt out, and decoded, like the engine does it.
 
-    max_over_mean: float
-    bound: float
+    Prefill: tokens that a rank runs, with its answers if it decodes. Decode: KV tokens over the steps of a run on paper
+    (balance/decode_run.py), in which answers are as long as expected.
 
-
-def balances(work: PlannedWork, cluster: ClusterConfig) -> tuple[Balance, Balance]:
-    """(prefill, decode) when each unit is dealt out like the engine does it, before anything moves.
-
-    Prefill: tokens that a rank runs, with its answers if it decodes. Decode: KV tokens in the middle of all answers.
+    Args:
+        request_load: what a request costs a decode step besides its KV, as KV tokens.
     """
-    prefill, decode = _Sums(), _Sums()
-    is_colocated = cluster.mode == "colocated"
+    prefill = _Sums()
+    outputs_N = work.answer_tokens * (cluster.mode == "colocated")
+    dealt = []
     for first, end in _some_units(work.unit_starts):
         part = slice(first, end)
-        lengths, shared, answers = work.prompt_tokens[part], work.shared_tokens[part], work.answer_tokens[part]
-        outputs = answers * is_colocated
+        lengths, shared, outputs = work.prompt_tokens[part], work.shared_tokens[part], outputs_N[part]
         rank = deal_prefixes(lengths, shared, outputs, num_ranks=cluster.num_prefill_ranks)
         least = lengths - shared + np.ceil(outputs).astype(np.int64)
         prefill.add(
@@ -59,19 +59,51 @@ def balances(work: PlannedWork, cluster: ClusterConfig) -> tuple[Balance, Balanc
             float(least.sum()),
             prefill_bounds(least, shared, num_ranks=cluster.num_prefill_ranks).new_tokens,
         )
-        kv_tokens = (lengths + answers / 2).astype(np.int64)
-        if is_colocated:
-            kv_bound = prefill_bounds(kv_tokens, 0 * kv_tokens, num_ranks=cluster.num_decode_ranks).new_tokens
-        else:
-            kv_tokens = kv_tokens[: cluster.num_decode_ranks * cluster.decode_requests]
-            rank = assign_decode(kv_tokens, num_ranks=cluster.num_decode_ranks)
-            kv_bound = decode_bound(kv_tokens, num_ranks=cluster.num_decode_ranks)
-        decode.add(
-            np.bincount(rank, kv_tokens, minlength=cluster.num_decode_ranks),
-            float(kv_tokens.sum()),
-            kv_bound,
-        )
-    return prefill.balance(), decode.balance()
+        dealt.append((first, end, rank))
+    return prefill.balance(), _decode_balance(work, cluster, dealt, request_load)
+
+
+def _decode_balance(
+    work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: float
+) -> Balance:
+    """Of a run on paper through some of the units: all of a small job's.
+
+    Args:
+        dealt: of units, first and last request and the rank of each in between.
+    """
+    if cluster.num_decode_ranks == 1 or not dealt:
+        return EVEN
+    per_unit = max(1.0, float(np.mean([end - first for first, end, _ in dealt])))
+    num_units = ceil(FILLINGS * cluster.num_decode_ranks * cluster.decode_requests / per_unit)
+    chosen = [dealt[place] for place in _spread(len(dealt), num_units)]
+    requests = np.concatenate([np.arange(first, end) for first, end, _ in chosen])
+    outputs = np.maximum(1, np.ceil(work.answer_tokens[requests])).astype(np.int64)
+    answers = Answers(work.prompt_tokens[requests], outputs, work.max_tokens[requests], work.expected_tokens[requests])
+    source: Source = ReadyPrompts(len(requests))
+    if cluster.mode == "colocated":
+        units, num_before = [], 0
+        for first, end, rank in chosen:
+            part = slice(first, end)
+            after = work.shared_tokens[end] if end < len(work.shared_tokens) else 0
+            order = longest_first(
+                work.shared_tokens[part],
+                work.answer_tokens[part],
+                before_tokens=int(work.shared_tokens[first]),
+                after_tokens=int(after),
+            )
+            by_rank = order[np.argsort(rank[order], kind="stable")]
+            ends = np.cumsum(np.bincount(rank, minlength=cluster.num_decode_ranks))[:-1]
+            units.append([queue.tolist() for queue in np.split(num_before + by_rank, ends)])
+            num_before += end - first
+        source = DealtPrompts(units, (work.prompt_tokens - work.shared_tokens + work.answer_tokens)[requests])
+    ranks = PaperRanks(
+        answers,
+        cluster.num_decode_ranks,
+        max_requests=cluster.decode_requests,
+        request_load=request_load,
+        move_steps=MOVE_STEPS,
+    )
+    return ranks.run(source).kv_balance() or EVEN
 
 
 def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> float | None:
@@ -124,12 +156,14 @@ class _Sums:
         self.bound += bound
 
     def balance(self) -> Balance:
-        return Balance(self.busiest / self.mean, self.bound / self.mean) if self.mean else Balance(1.0, 1.0)
+        return Balance(self.busiest / self.mean, self.bound / self.mean) if self.mean else EVEN
 
 
 def _some_units(unit_starts: np.ndarray) -> list[tuple[int, int]]:
-    num_units = len(unit_starts) - 1
-    if num_units == 0:
-        return []
-    chosen = np.unique(np.linspace(0, num_units - 1, min(num_units, MAX_UNITS)).astype(np.int64))
+    chosen = _spread(len(unit_starts) - 1, MAX_UNITS)
     return [(int(unit_starts[unit]), int(unit_starts[unit + 1])) for unit in chosen]
+
+
+def _spread(num: int, most: int) -> list[int]:
+    """At most so many of the numbers below `num`, evenly spread."""
+    return [] if num == 0 else np.unique(np.linspace(0, num - 1, min(num, most)).astype(np.int64)).tolist()

@@ -212,7 +212,14 @@ def _plan(
     held_before_s = plan_s if session.command == "run" else 0.0
     summary = {
         **count_plan(rows, requests, work, plan_s),
-        **predict(job, work, speeds, held_before_s=held_before_s, gpus_per_node=gpus_per_node),
+        **predict(
+            job,
+            work,
+            speeds,
+            request_load=model.row_cost_in_kv_tokens,
+            held_before_s=held_before_s,
+            gpus_per_node=gpus_per_node,
+        ),
     }
     if speeds is not None and job.cluster.finish_hours is not None and summary["nodes_to_finish"] is None:
         hours = f"{job.cluster.finish_hours:g} h"

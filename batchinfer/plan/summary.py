@@ -35,17 +35,24 @@ def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, pla
 
 
 def predict(
-    job: JobConfig, work: PlannedWork, speeds: Speeds | None, *, held_before_s: float, gpus_per_node: int | None
+    job: JobConfig,
+    work: PlannedWork,
+    speeds: Speeds | None,
+    *,
+    request_load: float,
+    held_before_s: float,
+    gpus_per_node: int | None,
 ) -> dict[str, Any]:
     """schemas.PREDICTIONS by name.
 
     Args:
         speeds: of an earlier run, or simulated; without them time and cost are not known.
+        request_load: see forecast.balances.
         held_before_s: seconds for which the command holds the ranks before they start.
         gpus_per_node: to count nodes; None: not known.
     """
     cluster = job.cluster
-    prefill, decode = balances(work, cluster)
+    prefill, decode = balances(work, cluster, request_load=request_load)
     is_known = bool(np.isfinite(work.expected_tokens).any())
     seconds = None if speeds is None else work_seconds(work, cluster, speeds)
     work_s = None if seconds is None else held_before_s + seconds

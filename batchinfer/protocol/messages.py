@@ -37,11 +37,14 @@ class StepRecord(Struct, frozen=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     kv_tokens: int
+    largest_kv_tokens: int
     pages_used: int
     micro_batches: int
     expert_rows: int
     comm_s: float
-    hidden_comm_s: float
+    wait_comm_s: float | None
+    hidden_comm_s: float | None
+    exposed_comm_s: float
     fallback_calls: int
 
 

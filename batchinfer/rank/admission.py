@@ -1,5 +1,6 @@
 """When a rank wants to prefill, decode and ask for more: what it votes for before each step."""
 
+from batchinfer.config import FREE_SHARE
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode_table import DecodeTable
 from batchinfer.rank.migration import KvMigration
@@ -8,8 +9,6 @@ from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import pages_needed
 from batchinfer.rank.step_vote import StepVote
 from batchinfer.records import ConfigError
-
-FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 
 
 class Admission:

@@ -41,6 +41,7 @@ class StepResult:
     new_tokens: int
     output_tokens: int
     kv_tokens: int
+    largest_kv_tokens: int
     cached_tokens: int = 0
     started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
 

@@ -17,7 +17,7 @@ def decode_step(context: RankContext, table: DecodeTable, log: SpanLog, *, in_pa
         log: receives what was done when.
         in_pairs: run two micro-batches in turn.
     """
-    count, kv_tokens = len(table.sequences), table.kv_tokens
+    count, kv_tokens, largest = len(table.sequences), table.kv_tokens, table.largest_kv_tokens
     step = table.next_halves() if in_pairs else table.next_step()
     rules = context.rules.begin(table.rules)
     output = context.model.forward(step, context.pages, context.schedule, log)
@@ -34,4 +34,5 @@ def decode_step(context: RankContext, table: DecodeTable, log: SpanLog, *, in_pa
         new_tokens=count,
         output_tokens=count,
         kv_tokens=kv_tokens,
+        largest_kv_tokens=largest,
     )

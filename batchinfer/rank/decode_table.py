@@ -63,6 +63,11 @@ class DecodeTable:
         return int(self._rows["kv_tokens"].sum())
 
     @property
+    def largest_kv_tokens(self) -> int:
+        """Of these, the largest sequence's."""
+        return int(self._rows["kv_tokens"].max(initial=0))
+
+    @property
     def rules(self) -> list[tuple[int, LogitRules]]:
         """Of the rows that have some."""
         rows = np.flatnonzero(self._rows["has_rules"]).tolist()

@@ -58,6 +58,7 @@ class Prefill:
             cached_tokens=sum(chunk.start for chunk in chunks if chunk.sequence.num_prefill_steps == 1),
             output_tokens=len(complete),
             kv_tokens=sum(chunk.end for chunk in chunks),
+            largest_kv_tokens=max((chunk.end for chunk in chunks), default=0),
         )
 
     def _run(

@@ -53,11 +53,14 @@ class Telemetry:
             cached_tokens=ran.cached_tokens,
             output_tokens=ran.output_tokens,
             kv_tokens=ran.kv_tokens,
+            largest_kv_tokens=ran.largest_kv_tokens,
             pages_used=pages_used,
             micro_batches=2 if agreed.in_pairs else 1,
             expert_rows=self._num_expert_rows - rows_before,
             comm_s=log.communication_s() if self._exchanges_rows else 0.0,
+            wait_comm_s=log.waiting_s() if self._exchanges_rows else 0.0,
             hidden_comm_s=log.hidden_communication_s() if self._exchanges_rows else 0.0,
+            exposed_comm_s=log.exposed_communication_s() if self._exchanges_rows else 0.0,
             fallback_calls=self._num_fallbacks - fallbacks_before,
         )
 

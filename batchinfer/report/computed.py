@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 
+from batchinfer.balance.decode_series import balance_of_steps
 from batchinfer.records import ConfigError
-from batchinfer.report.views import open_views
+from batchinfer.report.time_axis import TimeAxis
+from batchinfer.report.views import open_views, query_text
 
 # queries/<name>.sql in this order, each a table that the ones after it use
 QUERIES = (
@@ -18,13 +20,8 @@ QUERIES = (
     "predictions", "store", "finish_reasons", "trouble", "rank_seconds",
 )  # fmt: skip
 # tables with a session; names of sessions may repeat in runs that were copied
-SESSION_TABLES = ("steps", "experts", "nodes", "kv")
+SESSION_TABLES = ("steps", "experts", "nodes", "kv", "decode_steps")
 MEMORY_LIMIT = "600MB"  # beyond that DuckDB goes to disk
-
-
-def query_text(name: str) -> str:
-    """The SQL of queries/<name>.sql."""
-    return (resources.files("batchinfer.report") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
 
 
 class Computed:
@@ -49,6 +46,7 @@ class Computed:
                     told_apart = "SELECT * REPLACE (run || '/' || session AS session) FROM memory.main"
                     self.connection.execute(f"CREATE TEMP VIEW {table} AS {told_apart}.{table}")
                 self.create(["together"], "run")
+            self._add_decode_balance()
             self.create(QUERIES)
         except BaseException:
             self.connection.close()
@@ -64,6 +62,29 @@ class Computed:
         """Make a table of queries/<name>.sql for each name, called like the query unless `table` says otherwise."""
         for name in names:
             self.rows(f"CREATE TEMP TABLE {table or name} AS {query_text(name)}")
+
+    def add_axis(self, axis: TimeAxis) -> None:
+        """Make the tables axis and bins, which queries over time read; they replace those of an earlier axis."""
+        # Python writes a float so that it reads back as the same one
+        self.rows(
+            f"CREATE OR REPLACE TEMP TABLE axis AS SELECT {axis.start_s!r}::DOUBLE AS start_s, "
+            f"{axis.width_s!r}::DOUBLE AS width_s, {axis.num_bins} AS num_bins"
+        )
+        self.rows(f"CREATE OR REPLACE TEMP TABLE bins AS {query_text('bins')}")
+
+    def _add_decode_balance(self) -> None:
+        """Table of one row: `balance_of_steps`, as plan and simulator call it, of what happened; KV and requests."""
+        values = []
+        for kind in ("kv", "requests"):
+            columns = ", ".join(f"{kind}_{name}::DOUBLE" for name in ("busiest", "mean", "at_least"))
+            steps = np.array(self.rows(f"SELECT {columns} FROM decode_steps ORDER BY session, step")).reshape(-1, 3)
+            found = balance_of_steps(*steps.T)
+            max_over_mean, bound = (None, None) if found is None else (found.max_over_mean, found.bound)
+            values += [
+                f"{'NULL' if value is None else repr(value)}::DOUBLE AS decode_{kind}_{name}"
+                for name, value in (("max_over_mean", max_over_mean), ("bound", bound))
+            ]
+        self.rows(f"CREATE TEMP TABLE decode_balance AS SELECT {', '.join(values)}")
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """All rows of a query."""

@@ -74,6 +74,11 @@ def _such_ranks(values: Values, kind: str) -> str:
     return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
 
 
+def _moving_s(values: Values) -> Value:
+    comm_s, waiting = values["comm_s"], values["wait_comm_share"]
+    return None if comm_s is None or waiting is None else comm_s * (1 - waiting)
+
+
 ROWS = Group(
     "Rows",
     (
@@ -139,9 +144,15 @@ SPEED = Group(
                why_empty="no request of two tokens"),
         Figure("mean_kv_tokens_per_output_token", "mean KV per output token", forms.rate, "tokens",
                "mean KV length that a generated token attended to", why_empty="nothing was generated"),
+        Figure("wait_comm_share", "communication, waiting", forms.percent, "%",
+               "share of communication time in which nothing moved, as another rank had not sent its rows; null when "
+               "there was none, or where that is not known (GPUs)",
+               note=lambda values: f"of {forms.seconds(values['comm_s'])} s, for late ranks", why_empty=""),
         Figure("hidden_comm_share", "communication hidden", forms.percent, "%",
-               "share of communication time hidden behind computation; null when there was none",
-               note=lambda values: f"of {forms.seconds(values['comm_s'])} s", why_empty="there was none"),
+               "share of communication time without waiting, in which rows moved while the rank computed; null like "
+               "wait_comm_share",
+               note=lambda values: f"of {forms.seconds(_moving_s(values))} s of moving",
+               why_empty="none, or not told from waiting"),
     ),
 )  # fmt: skip
 TIME = Group(
@@ -219,13 +230,22 @@ PART_COSTS = Group(
 RANKS = Group(
     "Ranks",
     (
+        Figure("decode_kv_max_over_mean", "decode KV, max / mean", forms.ratio, "",
+               "KV tokens of the busiest decode rank by the mean, over all decode steps; null with one decode rank",
+               note=lambda values: f"at best {forms.ratio(values['decode_kv_bound'])}", why_empty=""),
+        Figure("decode_kv_bound", "", forms.ratio, "",
+               "what it cannot be below with what runs in each step: the largest request is on one rank"),
+        Figure("decode_requests_max_over_mean", "decode requests, max / mean", forms.ratio, "",
+               "requests of the decode rank with most by the mean, over all decode steps",
+               note=lambda values: f"at best {forms.ratio(values['decode_requests_bound'])}", why_empty=""),
+        Figure("decode_requests_bound", "", forms.ratio, "", "what it cannot be below: requests are whole"),
         Figure("decode_idle_share", "decode turns without work", forms.percent, "%", why_empty=""),
         Figure("tail_s", "tail", forms.seconds, "s", note="with an idle decode rank", why_empty=""),
         Figure("moves", "moved while running", forms.count, "", note="requests", only_if_any=True),
         Figure("restarts", "restarts", forms.count, "", note="after a rank died", only_if_any=True),
     ),
     why_empty="",
-)
+)  # fmt: skip
 STORE = Group(
     "KV store",
     (

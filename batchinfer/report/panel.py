@@ -24,6 +24,7 @@ from batchinfer.run.bit_equality import UNEQUAL
 from batchinfer.sanitize import fit
 
 Cells = Sequence[str | Text]
+DECODE_HEADER = ("Decode, from s", "KV, mean", "max / mean", "at best", "requests", "max / mean")
 MAX_SHARDS = 10  # unreadable ones that are named
 
 
@@ -45,6 +46,9 @@ def panel(report: Report) -> Iterator[RenderableType]:
     lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table above has the heading
     balance = _balance_lines(report.ranks) if several else ()
     yield table([*balance, *lines, *figure_lines(report.values, [STORE])], "lrw", min_widths=LINED_UP)
+    over_time = list(_decode_lines(report))
+    if over_time:
+        yield table([[text(name, HEADING) for name in DECODE_HEADER], *over_time], "lrrrrr")
     yield from _trouble(report)
 
 
@@ -65,6 +69,17 @@ def _plan_lines(report: Report) -> Iterator[Cells]:
     for found in filter(is_worth_showing, report.predictions):
         label, form = PREDICTIONS[found.name]
         yield [f"  {label}", form(found.planned), form(found.happened), form(found.at_best)]
+
+
+def _decode_lines(report: Report) -> Iterator[Cells]:
+    """KV tokens and requests of a decode rank, mean and busiest, from the first decode step on."""
+    for stretch in report.decode_over_time:
+        cells = [f"  {stretch['second']:,.6g}"]
+        for kind, form in (("kv", forms.count), ("requests", forms.rate)):
+            cells.append(form(stretch[f"{kind}_mean"]))
+            cells.append(forms.ratio(stretch[f"{kind}_max_over_mean"]))
+        cells.insert(3, forms.ratio(stretch["kv_bound"]))
+        yield cells
 
 
 def _rank_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.report.computed import Computed, query_text
+from batchinfer.report.computed import Computed
 from batchinfer.report.figures import FIGURES, Values, document
 from batchinfer.report.forms import Value
 from batchinfer.report.price import margin
+from batchinfer.report.time_axis import time_axis
+from batchinfer.report.views import query_text
 from batchinfer.rundir import RunDir, read_json
 
 MAX_ERRORS = 5  # different texts that a report shows
+DECODE_STRETCHES = 8  # at most, of the time with decode steps
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
-    "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "balance", "trouble", "store",
+    "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "balance", "decode_balance",
+    "trouble", "store",
 )  # fmt: skip
 
 
@@ -52,6 +56,7 @@ class Report:
     seconds: dict[str, float]  # of ranks, by the names of PARTS: together all seconds in which ranks were held
     predictions: tuple[Prediction, ...]
     ranks: tuple[RankDetails, ...]  # in the order of their numbers
+    decode_over_time: tuple[dict[str, Any], ...]  # queries/decode_over_time.sql, from the first decode step on
     unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
     errors: tuple[tuple[str, int], ...]  # (error text, number of rows), most frequent first, at most MAX_ERRORS
     num_error_texts: int  # different texts in all
@@ -70,7 +75,8 @@ def as_document(report: Report) -> dict[str, Any]:
     equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor")}
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in report.predictions}  # fmt: skip
-    return {**document(report.values), **equality, "predictions": predictions}
+    over_time = [{key: value for key, value in stretch.items() if key != "bin"} for stretch in report.decode_over_time]
+    return {**document(report.values), **equality, "predictions": predictions, "decode_over_time": over_time}
 
 
 def read_report(run_folder: Path) -> Report:
@@ -123,6 +129,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
             Prediction(*row)
             for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
         ),
+        decode_over_time=_decode_over_time(computed),
         ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
         unreadable_shards=tuple(shard for folder in computed.folders for shard in _unreadable_shards(folder)),
         errors=tuple((error, num_rows) for error, num_rows, _ in errors),
@@ -131,6 +138,15 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         bit_equal_reason=run["bit_equal_reason"],
         processor=run["processor"],
     )
+
+
+def _decode_over_time(computed: Computed) -> tuple[dict[str, Any], ...]:
+    """KV tokens and requests of decode ranks, stretch by stretch; none where one rank decodes alone."""
+    ((start_s, end_s),) = computed.rows("SELECT min(start_s), max(end_s) FROM decode_steps WHERE kv_mean > 0")
+    if start_s is None:
+        return ()
+    computed.add_axis(time_axis(start_s, end_s, DECODE_STRETCHES))
+    return tuple(computed.records(query_text("decode_over_time")))
 
 
 def _cost_and_revenue(values: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Value]:

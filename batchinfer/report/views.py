@@ -4,26 +4,33 @@ import json
 import tempfile
 import uuid
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
 from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
-from batchinfer.data.schemas import OUTPUTS, STATS_TABLES, Table
+from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
 from batchinfer.rundir import RunDir
 
-VIEWS = (OUTPUTS, *STATS_TABLES)
+TABLES = (OUTPUTS, *STATS_TABLES)
+VIEWS = (*TABLES, DECODE_STEPS)
 FETCH_ROWS = 1000
 
 # Plan operators that change something; a SELECT can hide them (in a WITH, or behind a function that runs more SQL).
 _CHANGING_OPERATORS = ("COPY", "INSERT", "UPDATE", "DELETE", "MERGE", "EXECUTE", "ENABLE", "DISABLE")
 
 
+def query_text(name: str) -> str:
+    """The SQL of queries/<name>.sql."""
+    return (resources.files("batchinfer.report") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
+
+
 def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
-    """An in-memory database with the views outputs, requests, units, steps, experts, nodes and run.
+    """An in-memory database with the views outputs, requests, units, steps, experts, nodes, kv, run and decode_steps.
 
     A table that a run does not have (no step was run, no shard could be read) is an empty table with the columns of
     data.schemas. With several run folders every view has the column `run`, the folder's name (its whole path where two
@@ -53,8 +60,9 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
     )
     try:
         connection.execute("SET TimeZone = 'UTC'")
-        for table in VIEWS:
+        for table in TABLES:
             _create_view(connection, runs, table)
+        _create_decode_steps(connection, with_run=len(runs) > 1)
     except BaseException:
         connection.close()
         raise
@@ -141,7 +149,7 @@ def _table_files(run: RunDir, name: str) -> list[Path]:
 
 
 def _run_files(run: RunDir) -> list[Path]:
-    return [file for table in VIEWS for file in _table_files(run, table.name)]
+    return [file for table in TABLES for file in _table_files(run, table.name)]
 
 
 def _create_view(connection: duckdb.DuckDBPyConnection, runs: list[RunDir], table: Table) -> None:
@@ -163,6 +171,17 @@ def _create_view(connection: duckdb.DuckDBPyConnection, runs: list[RunDir], tabl
     except (duckdb.Error, UnicodeEncodeError) as error:
         where = runs[0].root if len(runs) == 1 else "these runs together"
         raise ConfigError(f"cannot read the table {table.name} of {where}: {_first_line(error)}") from None
+
+
+def _create_decode_steps(connection: duckdb.DuckDBPyConnection, *, with_run: bool) -> None:
+    """The one view that is made of others."""
+    sql = query_text(DECODE_STEPS.name)
+    try:
+        connection.execute(
+            f"CREATE VIEW {DECODE_STEPS.name} AS {sql.replace('/* run, */', 'run,') if with_run else sql}"
+        )
+    except duckdb.Error as error:
+        raise ConfigError(f"cannot read the tables steps and nodes of these runs: {_first_line(error)}") from None
 
 
 def _select(connection: duckdb.DuckDBPyConnection, source: str, run_name: str | None, table: Table) -> str:

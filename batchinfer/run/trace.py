@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, Span
+from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
 from batchinfer.rundir import publish_text
 
-LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", FLIGHT: "communication", KV: "KV"}
+LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", KV: "KV"} | dict.fromkeys(
+    (WAIT, FLIGHT), "communication"
+)
 MAX_EVENTS = 200_000  # about 30 MB of JSON; later spans are dropped and counted
 
 
@@ -51,7 +53,7 @@ class Tracer:
         self._add(kind, f"rank {rank} steps", start_s, duration_s, {})
         for span in spans:
             lane = f"rank {rank} {LANES[span.kind]}"
-            name = f"{span.name} {span.kind}" if span.kind in (SEND, RECEIVE) else span.name
+            name = f"{span.name} {span.kind}" if span.kind in (SEND, RECEIVE, WAIT) else span.name
             self._add(name, lane, span.start_s, span.end_s - span.start_s, {"micro_batch": span.micro_batch})
 
     def write(self, path: Path) -> None:

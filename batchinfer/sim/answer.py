@@ -124,7 +124,7 @@ def _resolve(spec: Spec) -> _Job:
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(
         workload=workload,
-        deals=Deals(workload),
+        deals=Deals(workload, request_load=model.row_cost_in_kv_tokens),
         model=model,
         gpu=gpu,
         memory_reserve=spec.cluster.memory_reserve,
@@ -242,6 +242,7 @@ def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, A
     decoded = float((workload.output_tokens - 1).sum())
     answering = history.finished_s - history.first_token_s
     is_decoded = workload.output_tokens > 1
+    balance = job.rater.deals.decode(job.decode.ep_size, job.requests_per_gpu)
     return {
         "hours": history.end_s / HOUR_S,
         "prefill_nodes": cluster.num_prefill_units * cluster.nodes_of(cluster.prefill),
@@ -257,6 +258,8 @@ def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, A
             else None
         ),
         "mean_kv_tokens_per_output_token": workload.mean_kv_tokens,
+        "decode_kv_max_over_mean": balance.max_over_mean,
+        "decode_kv_bound": balance.bound,
         "busy_share": (prefill_node_s + decode_node_s) / history.node_seconds,
     }
 

@@ -224,7 +224,7 @@ class _Decode:
 
     def __init__(self, workload: Workload, cluster: Cluster, deals: Deals, log: _Log) -> None:
         self._cluster, self._log = cluster, log
-        self._skew = deals.decode(cluster.decode.ep_size, cluster.decode_requests_per_gpu)
+        self._skew = deals.decode(cluster.decode.ep_size, cluster.decode_requests_per_gpu).max_over_mean
         self._prompts, self._outputs = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
         self._waiting: deque[int] = deque()
         self.waiting_kv = 0.0

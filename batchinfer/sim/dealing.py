@@ -1,17 +1,21 @@
-"""How evenly the real balancers deal out sampled batches of a workload.
+"""How evenly the real balancers deal out samples of a workload.
 
-Parts of one prompt count like prompts: they run in steps that follow each other, which sampled batches represent.
+Prefill: batches, in which parts of one prompt count like prompts: they run in steps that follow each other. Decode: a
+run on paper through a part of the workload (balance/decode_run.py), in which requests come and go.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from batchinfer.balance.decode import assign_decode
+from batchinfer.balance.decode_loads import MOVE_STEPS_BETWEEN_HOSTS
+from batchinfer.balance.decode_run import Answers, PaperRanks, ReadyPrompts
+from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill import assign_prefill, attention_work
 from batchinfer.sim.workload import Workload, parts_of_prompts
 
 SAMPLED_BATCHES = 4
+FILLINGS = 3  # a decode unit's slots are filled so many times
 SAMPLED_RANKS = 32  # larger units are dealt out as to this number: that is about as even, and much sooner known
 
 
@@ -26,13 +30,14 @@ class Deals:
     """The balancers' deals of one workload, each made once.
 
     Args:
-        num_batches: to take the mean over, from all over the workload; a few very long prompts make it vary.
+        num_batches: of prefill, to take the mean over, from all over the workload; a few long prompts make it vary.
+        request_load: what a request costs a decode step besides its KV, as KV tokens.
     """
 
-    def __init__(self, workload: Workload, num_batches: int = SAMPLED_BATCHES) -> None:
-        self._workload, self._num_batches = workload, num_batches
+    def __init__(self, workload: Workload, num_batches: int = SAMPLED_BATCHES, *, request_load: float = 0.0) -> None:
+        self._workload, self._num_batches, self._request_load = workload, num_batches, request_load
         self._prefill: dict[tuple[int, int], Skews] = {}
-        self._decode: dict[tuple[int, int], float] = {}
+        self._decode: dict[tuple[int, int], Balance] = {}
 
     def prefill(self, num_ranks: int, tokens_per_rank: int) -> Skews:
         """Of prefill steps with this number of new tokens per rank; even for a workload that does not fill one."""
@@ -41,11 +46,11 @@ class Deals:
             self._prefill[key] = self._prefill_skews(*key)
         return self._prefill[key]
 
-    def decode(self, num_ranks: int, requests_per_rank: int) -> float:
-        """KV tokens of the busiest rank of a full unit; even for a workload that does not fill one."""
+    def decode(self, num_ranks: int, requests_per_rank: int) -> Balance:
+        """KV tokens of the busiest rank while a unit is full; even for a workload that does not fill one."""
         key = min(num_ranks, SAMPLED_RANKS), requests_per_rank
         if key not in self._decode:
-            self._decode[key] = self._decode_skew(*key)
+            self._decode[key] = self._decode_balance(*key)
         return self._decode[key]
 
     def _prefill_skews(self, num_ranks: int, tokens_per_rank: int) -> Skews:
@@ -58,13 +63,21 @@ class Deals:
             attention.append(_max_over_mean(rank, attention_work(new, cached), num_ranks))
         return Skews(float(np.mean(tokens or [1.0])), float(np.mean(attention or [1.0])))
 
-    def _decode_skew(self, num_ranks: int, requests_per_rank: int) -> float:
-        found = []
-        for part in self._samples(num_ranks * requests_per_rank):
-            # requests of a running unit are anywhere in their answers
-            kv = self._workload.prompt_tokens[part] + self._workload.output_tokens[part] // 2
-            found.append(_max_over_mean(assign_decode(kv, num_ranks=num_ranks), kv, num_ranks))
-        return float(np.mean(found or [1.0]))
+    def _decode_balance(self, num_ranks: int, requests_per_rank: int) -> Balance:
+        work, num_slots = self._workload, num_ranks * requests_per_rank
+        if len(work) < num_slots:
+            return EVEN
+        first = max(0, (len(work) - FILLINGS * num_slots) // 2)
+        part = slice(first, first + FILLINGS * num_slots)
+        prompts, outputs = work.prompt_tokens[part], work.output_tokens[part]
+        ranks = PaperRanks(
+            Answers(prompts, outputs, outputs, np.full(len(prompts), np.nan)),
+            num_ranks,
+            max_requests=requests_per_rank,
+            request_load=self._request_load,
+            move_steps=MOVE_STEPS_BETWEEN_HOSTS,
+        )
+        return ranks.run(ReadyPrompts(len(prompts))).kv_balance(only_full=True) or EVEN
 
     def _samples(self, batch: int) -> list[slice]:
         """Whole batches that begin at even distances."""

@@ -108,7 +108,11 @@ class Rater:
         return step, seconds * num_steps * unit.ep_size
 
     def _decode(self, unit: Unit, requests_per_gpu: int) -> tuple[Step, float]:
-        kv_tokens = requests_per_gpu * self.workload.mean_kv_tokens * self.deals.decode(unit.ep_size, requests_per_gpu)
+        kv_tokens = (
+            requests_per_gpu
+            * self.workload.mean_kv_tokens
+            * self.deals.decode(unit.ep_size, requests_per_gpu).max_over_mean
+        )
         step = decode_step(float(requests_per_gpu), kv_tokens, self.model, self.gpu, unit)
         # the first token of each answer comes from prefill
         tokens = float(self.workload.output_tokens.sum() - len(self.workload))

@@ -61,7 +61,7 @@ def paper_speeds(
     )
     rater = Rater(
         workload=work,
-        deals=Deals(work),
+        deals=Deals(work, request_load=model.row_cost_in_kv_tokens),
         model=model,
         gpu=gpu,
         memory_reserve=DEFAULTS.memory_reserve,

@@ -33,7 +33,7 @@ DAY = Group(
 SPEED = Group(
     "Speed, while busy",
     (
-        *known("prefill_tokens_per_s_per_node", "decode_tokens_per_s_per_node"),
+        *known("prefill_tokens_per_s_per_node", "decode_tokens_per_s_per_node", "decode_kv_max_over_mean"),
         FIGURES["output_tokens_per_s_per_request"].called("output per request", "median"),
     ),
 )

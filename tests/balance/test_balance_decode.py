@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.balance.decode import OutputLengths, admit, assign_decode, decode_bound, propose_moves
+from batchinfer.balance.decode import admit, assign_decode, decode_bound, propose_moves
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.records import ConfigError
 
 fuzz = settings(deadline=None, derandomize=True, max_examples=150)
@@ -126,8 +127,26 @@ def test_output_lengths_are_learnt_by_group():
 
 def test_what_has_run_long_is_expected_to_run_as_long_again():
     lengths = OutputLengths()
-    lengths.finish(0, 100)
-    assert [lengths.remaining(0, num, 400) for num in (0, 30, 60, 300, 400)] == [100, 70, 60, 100, 0]
+    lengths.finish("chat", 100)
+    chat_5, unknown_5 = np.full(5, lengths.number("chat")), np.full(5, np.nan)
+    remaining = lengths.remaining_each(chat_5, np.array([0, 30, 60, 300, 400]), np.full(5, 400), unknown_5)
+    assert remaining.tolist() == [100, 70, 60, 100, 0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lengths_of_many_are_those_of_each(seed):
+    rng = np.random.default_rng(seed)
+    lengths = OutputLengths()
+    groups, limits = rng.integers(0, 40, 60), rng.integers(1, 500, 60)
+    earlier = np.where(rng.random(60) < 0.5, rng.uniform(1, 400, 60), np.nan)
+    for group in groups[: rng.integers(0, 30)].tolist():
+        lengths.finish(group, int(rng.integers(1, 300)))
+    numbers = np.array([lengths.number(group) for group in groups.tolist()])
+    each = [
+        lengths.expected(group, limit, None if np.isnan(known) else known)
+        for group, limit, known in zip(groups.tolist(), limits.tolist(), earlier.tolist(), strict=True)
+    ]
+    assert lengths.expected_each(numbers, limits, earlier) == pytest.approx(each)
 
 
 @pytest.mark.parametrize("kind", ["geometric", "heavy"])
@@ -157,6 +176,22 @@ def test_what_a_request_costs_beside_its_kv_counts():
     options = {"load_of_rank": np.array([0, 0]), "free_slots_of_rank": np.array([9, 9])}
     assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options).tolist() == [0, 1, 1, 1]
     assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options, request_load=40).tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ready_requests_of_a_group_that_has_nothing_yet_are_dealt_like_all_at_once(seed):
+    kv = lognormal(seed, 8 * 30)
+    free = {"load_of_rank": np.zeros(8), "free_slots_of_rank": np.full(8, 30)}
+    assert (admit(np.ones(len(kv)), kv, **free) == assign_decode(kv, num_ranks=8)).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_top_of_what_ranks_have_they_become_level(seed):
+    rng = np.random.default_rng(seed)
+    kv, load = lognormal(seed, 200), rng.integers(0, 20_000, 8)
+    rank = admit(np.ones(200), kv, load_of_rank=load, free_slots_of_rank=np.full(8, 200))
+    loads = load + kv_of_rank(rank, kv, 8)
+    assert loads.max() <= 1.001 * max(loads.mean(), load.max(), kv.max())
 
 
 rank_states = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 3)), min_size=1, max_size=8)
@@ -315,8 +350,9 @@ class Balanced:
         return list(zip(ready, admit(expected, kv, **options).tolist(), strict=True))
 
     def move(self, rank, kv, groups, generated):
-        pairs = zip(groups.tolist(), generated.tolist(), strict=True)
-        remaining = np.array([self.lengths.remaining(group, num, MAX_TOKENS) for group, num in pairs])
+        numbers = np.array([self.lengths.number(group) for group in groups.tolist()])
+        limits, unknown = np.full(len(groups), MAX_TOKENS), np.full(len(groups), np.nan)
+        remaining = self.lengths.remaining_each(numbers, generated, limits, unknown)
         slots = np.full(NUM_RANKS, NUM_SLOTS)
         return propose_moves(
             rank, kv, remaining, max_requests_of_rank=slots, move_steps=MOVE_STEPS, request_load=REQUEST_LOAD

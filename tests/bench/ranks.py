@@ -1,8 +1,8 @@
 """Ranks against threads, on the sample job: how much of one rank's speed several ranks reach on the same cores.
 
 Every layout runs several times, in turn, so that what else the machine does hits all alike; medians are compared. Speed
-is tokens (prompt tokens computed and output tokens) per second between the first and the last step. Also prints the
-share of communication hidden, and how many rows are equal to one rank's in bfloat16.
+is tokens (prompt tokens computed and output tokens) per second between the first and the last step. Also prints how
+much of communication was waiting and how much was hidden, and how many rows are equal to one rank's in bfloat16.
 
     python tests/bench/ranks.py [--rounds 5]
 """
@@ -30,6 +30,10 @@ LAYOUTS: dict[str, tuple[dict[str, str], int]] = {
     "2 ranks": ({"prefill_ranks": "2"}, max(1, CORES // 2)),
     "2 ranks, no overlap": ({"prefill_ranks": "2", "overlap": "false"}, max(1, CORES // 2)),
     "2 ranks, gloo": ({"prefill_ranks": "2", "exchange": "gloo"}, max(1, CORES // 2)),
+    "2 ranks, gloo, no overlap": (
+        {"prefill_ranks": "2", "exchange": "gloo", "overlap": "false"},
+        max(1, CORES // 2),
+    ),
     "1 + 1 ranks, prefill apart": (
         {"mode": "disaggregated", "prefill_ranks": "1", "decode_ranks": "1"},
         max(1, CORES // 2),
@@ -58,10 +62,16 @@ def tokens_per_s(run: Path) -> float:
     return float(duckdb.execute(sql).fetchall()[0][0])
 
 
-def hidden_share(run: Path) -> float | None:
-    """Share of the communication hidden behind computation."""
+def comm_shares(run: Path) -> str:
+    """How communication was spent: waiting for the other rank, moving, and hidden of the moving."""
     steps = f"read_parquet('{run}/stats/steps/*.parquet')"
-    return duckdb.execute(f"SELECT sum(hidden_comm_s) / nullif(sum(comm_s), 0) FROM {steps}").fetchall()[0][0]
+    sql = f"SELECT sum(comm_s), sum(wait_comm_s), sum(hidden_comm_s) FROM {steps}"
+    ((comm_s, wait_s, hidden_s),) = duckdb.execute(sql).fetchall()
+    if not comm_s:
+        return ""
+    moving_s = comm_s - wait_s
+    split = f"{wait_s / comm_s:.0%} waiting, of {moving_s:.2f} s moving {hidden_s / moving_s:.0%} hidden"
+    return f"   communication {comm_s:.2f} s: {split}"
 
 
 def rows_of(run: Path) -> list[list[int]]:
@@ -76,21 +86,20 @@ def main() -> None:
     parser.add_argument("--job", type=Path, default=ROOT / "jobs" / "demo.toml")
     options = parser.parse_args()
     speeds: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    hidden: dict[str, float | None] = {}
+    shares: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.rounds):
             for name, (settings, threads) in LAYOUTS.items():
                 folder = Path(scratch) / f"{number}-{len(speeds[name])}-{list(LAYOUTS).index(name)}"
                 run = run_job(options.job, folder, {"prefill_ranks": "1", **settings}, threads, "float32")
                 speeds[name].append(tokens_per_s(run))
-                hidden[name] = hidden_share(run)
+                shares[name] = comm_shares(run)
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         first = next(iter(medians.values()))
         print(f"sample job in float32, {CORES} cores, medians of {options.rounds} runs taken in turn")
         for name, median in medians.items():
-            share = "" if hidden[name] is None else f"   communication hidden {hidden[name]:.1%}"
             spread = f"{min(speeds[name]):,.0f} - {max(speeds[name]):,.0f}"
-            print(f"  {name:28} {median:9,.0f} tokens/s ({spread})   x {median / first:.2f}{share}")
+            print(f"  {name:28} {median:9,.0f} tokens/s ({spread})   x {median / first:.2f}{shares[name]}")
         one, *others = (
             rows_of(run_job(options.job, Path(scratch) / f"bfloat16-{index}", settings, 1, "bfloat16"))
             for index, settings in enumerate(

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchinfer.balance.decode import OutputLengths
+from batchinfer.balance.decode_loads import DecodeLoads
+from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.config import ClusterConfig, SamplingConfig
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.decode_loads import DecodeLoads
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.protocol.messages import CachedTokens, Handover, Message

@@ -59,6 +59,7 @@ class CopyHandle:
     received: ExpertInput
     rows: Rows
     weights_TK: torch.Tensor
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
@@ -74,6 +75,7 @@ class CopiedSums:
     rows: Rows
     weights_TK: torch.Tensor
     sum_per_token: Callable[..., torch.Tensor]
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:

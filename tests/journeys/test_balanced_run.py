@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.balance import decode
+from batchinfer.balance import decode, decode_loads
 from batchinfer.balance.experts import place_experts
-from batchinfer.controller import decode_loads
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir

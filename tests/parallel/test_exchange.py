@@ -30,6 +30,7 @@ from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError, PeerLostError
 from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, meeting, open_exchange, shared_memory_group
 
@@ -172,6 +173,52 @@ def test_rows_are_here_when_the_last_rank_has_sent_them_whenever_this_rank_looks
         Round(0, 0, 2).start(second)
         later_s = time.time()
         assert earlier_s <= pending.wait().arrived_s <= later_s
+
+
+def spans_beside_a_late_rank(rank, size, store, kind, late_s):
+    """Four exchanges for which rank 1 is late; rank 0 computes most of that time."""
+    exchange, log = open_exchange(kind, store, rank, size, DEADLINE_S), SpanLog()
+    spans = MicroBatchSpans(log)
+    for number in range(5):
+        if rank == 1:
+            time.sleep(late_s)
+        this = Round(0, number, size, most=50)
+        with spans.send("DISPATCH"):
+            pending = this.start(exchange)
+        if rank == 0:
+            with spans.compute("ATTN"):
+                time.sleep(0.8 * late_s)
+        this.check(rank, spans.receive("DISPATCH", Looked(pending)))
+        if number == 0:
+            log.spans.clear()  # the group has met
+            log.unpacking.clear()
+    exchange.close()
+    return [log.communication_s(), log.waiting_s(), log.hidden_communication_s()]
+
+
+class Looked:
+    """Rows under way, and afterwards when they came."""
+
+    def __init__(self, pending):
+        self._pending, self.ready_s, self.arrived_s = pending, None, None
+
+    def wait(self):
+        received = self._pending.wait()
+        self.ready_s, self.arrived_s = received.ready_s, received.arrived_s
+        return received
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank_is_waited_for_and_hides_nothing(kind, tmp_path):
+    late_s = 0.25
+    with RankProcesses(tmp_path, 2, spans_beside_a_late_rank, (kind, late_s)) as ranks:
+        (comm_s, waiting_s, hidden_s), (_, waited_s, _) = ranks.results()
+    print(f"\n{kind}: 0 waited {waiting_s:.3f} of {comm_s:.3f} s, hid {hidden_s:.4f}; 1 waited {waited_s:.3f}")
+    assert waiting_s >= 4 * late_s * 0.9
+    assert waited_s < waiting_s
+    # rank 0 computed for most of the time that it waited, which by the clock alone was hidden
+    assert hidden_s <= comm_s - waiting_s
+    assert hidden_s < waiting_s / 2
 
 
 def test_memory_grows_with_the_rows():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.parallel import spans as spans_module
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, MicroBatchSpans, Span, SpanLog
+from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, WAIT, MicroBatchSpans, Span, SpanLog
 
 repeatable = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -68,13 +69,28 @@ def test_sending_and_receiving_are_never_hidden():
     assert log.hidden_communication_s() == 0
 
 
+def test_waiting_for_a_late_rank_is_not_hidden_and_not_exposed_while_the_rank_computes():
+    # sent at 1, the other rank sends at 6, the rows are here at 8; computing until 5 and from 7 to 9
+    log = log_of((SEND, 0, 1), (WAIT, 1, 6), (FLIGHT, 6, 8), (COMPUTE, 1, 5), (COMPUTE, 7, 9), (RECEIVE, 9, 10))
+    assert log.communication_s() == 8 + 1
+    assert log.waiting_s() == 5
+    assert log.hidden_communication_s() == 1
+    assert log.exposed_communication_s() == 1 + (7 - 5) + 1
+
+
+def test_while_rows_of_the_other_micro_batch_move_a_rank_does_not_wait():
+    log = log_of((WAIT, 0, 10), (SEND, 2, 3), (FLIGHT, 5, 7))
+    log.unpacking.append(Span(RECEIVE, "", 0, 7, 8))
+    assert log.waiting_s() == 10 - 1 - 2 - 1
+
+
 def covered_ticks(log: SpanLog, wanted) -> set[int]:
     return {tick for span in log.spans if wanted(span.kind) for tick in range(int(span.start_s), int(span.end_s))}
 
 
 spans_of_any_kind = st.builds(
     lambda kind, start, ticks: (kind, float(start), float(start + ticks)),
-    st.sampled_from([COMPUTE, SEND, RECEIVE, FLIGHT]),
+    st.sampled_from([COMPUTE, SEND, RECEIVE, FLIGHT, WAIT]),
     st.integers(0, 60),
     st.integers(0, 15),
 )
@@ -89,7 +105,11 @@ def test_both_figures_equal_a_count_of_ticks_and_the_hidden_part_is_the_smaller(
     computing = covered_ticks(log, lambda kind: kind == COMPUTE)
     assert log.communication_s() == len(communication)
     assert log.hidden_communication_s() == len(flights & computing)
-    assert log.hidden_communication_s() <= log.communication_s()
+    waiting = covered_ticks(log, lambda kind: kind == WAIT) - covered_ticks(log, lambda kind: kind in (SEND, FLIGHT))
+    assert log.waiting_s() == len(waiting)
+    assert log.hidden_communication_s() + log.waiting_s() <= log.communication_s()
+    under_way = covered_ticks(log, lambda kind: kind in (FLIGHT, WAIT))
+    assert log.exposed_communication_s() == len(communication) - len(under_way & computing)
     random.Random(0).shuffle(log.spans)
     assert log.communication_s() == len(communication)
     assert log.hidden_communication_s() == len(flights & computing)
@@ -109,10 +129,13 @@ class Clock:
 
 
 class Rows:
-    """Rows under way that are here at `arrived_s` (None: nobody knows); whoever waits for them waits so long."""
+    """Rows under way that are here at `arrived_s` (None: nobody knows); whoever waits for them waits so long.
 
-    def __init__(self, clock, arrived_s, known=True):
-        self.arrived_s = arrived_s if known else None
+    ready_s: when the others had sent them; 0.0: long ago.
+    """
+
+    def __init__(self, clock, arrived_s, known=True, ready_s=0.0):
+        self.arrived_s, self.ready_s = (arrived_s, ready_s) if known else (None, None)
         self._clock, self._here_s = clock, arrived_s
 
     def wait(self):
@@ -160,6 +183,44 @@ def test_a_flight_that_is_waited_for_is_hidden_only_as_far_as_the_rank_computed(
     assert spans.log.hidden_communication_s() == 3
 
 
+def test_until_the_other_rank_has_sent_nothing_moves(clock):
+    # send 100-101, the other rank sends at 105, computing until 107, the rows are here at 109, unpacking takes no time
+    spans = MicroBatchSpans(SpanLog())
+    spend(clock, 1, spans.send("DISPATCH"))
+    spend(clock, 6, spans.compute("ATTN"))
+    spans.receive("DISPATCH", Rows(clock, 109.0, ready_s=105.0))
+    assert Span(WAIT, "DISPATCH", 0, 101, 105) in spans.log.spans
+    assert flights_of(spans.log) == [("DISPATCH", 0, 105, 109)]
+    log = spans.log
+    assert (log.communication_s(), log.waiting_s(), log.hidden_communication_s()) == (9, 4, 2)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3.0, 30.0])
+def test_a_late_rank_makes_waiting_longer_and_hidden_communication_not(clock, late_s):
+    # rows take 2 s from when the other rank has sent; this rank computes until they are long here
+    spans = MicroBatchSpans(SpanLog())
+    spend(clock, 1, spans.send("DISPATCH"))
+    spend(clock, 60, spans.compute("ATTN"))
+    spans.receive("DISPATCH", Rows(clock, 103.0 + late_s, ready_s=101.0 + late_s))
+    log = spans.log
+    assert (log.waiting_s(), log.hidden_communication_s()) == (late_s, 2)
+    assert log.communication_s() - log.waiting_s() == 3
+
+
+def test_unpacking_is_no_waiting_even_while_the_other_micro_batch_waits(clock):
+    log = SpanLog()
+    first, second = MicroBatchSpans(log, 0), MicroBatchSpans(log, 1)
+    spend(clock, 1, first.send("DISPATCH"))
+    spend(clock, 1, second.send("DISPATCH"))
+    rows = Rows(clock, 104.0, ready_s=104.0)
+    plain = rows.wait
+    rows.wait = lambda: (plain(), spend(clock, 5, nullcontext()))[0]  # then 5 s of unpacking
+    first.receive("DISPATCH", rows)
+    second.receive("DISPATCH", Rows(clock, 110.0, ready_s=110.0))
+    # 101-102 it packs, 104-109 it unpacks
+    assert log.waiting_s() == (104 - 102) + (110 - 109)
+
+
 def test_flights_of_two_micro_batches_lie_behind_one_another(clock):
     # 0 sends at 100-101, 1 at 101-102; rows are here at 105 and 107: the second flight begins where the first ended
     log = SpanLog()
@@ -191,6 +252,8 @@ def test_where_arrival_is_unknown_a_flight_ends_with_the_waiting(clock):
     spend(clock, 2, spans.compute("SHARED"))
     spans.receive("COMBINE", Rows(clock, 104.0, known=False))
     assert flights_of(spans.log) == [("COMBINE", 0, 101, 104)]
+    assert (spans.log.waiting_s(), spans.log.hidden_communication_s()) == (None, None), "not told apart"
+    assert (spans.log.communication_s(), spans.log.exposed_communication_s()) == (4, 2)
 
 
 def test_another_host_s_clock_moves_no_flight_out_of_its_place(clock):
@@ -200,7 +263,7 @@ def test_another_host_s_clock_moves_no_flight_out_of_its_place(clock):
         spend(clock, 1, spans.send("COMBINE"))
         sent_s = clock.now_s
         rows = Rows(clock, sent_s + 2)
-        rows.arrived_s = claimed_s
+        rows.arrived_s = rows.ready_s = claimed_s
         spans.receive("COMBINE", rows)
         ((_, _, start_s, end_s),) = flights_of(spans.log)
         assert sent_s <= start_s <= end_s <= clock.now_s

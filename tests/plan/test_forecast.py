@@ -151,9 +151,11 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     found = {item.name: item for item in details.predictions}
     assert found["output_tokens"].planned == found["output_tokens"].happened == NUM_ROWS * 32
     assert found["work_s"].planned == pytest.approx(summary["work_s"])
-    for name in ("prefill_balance", "decode_balance", "expert_balance"):
+    for name in ("prefill_balance", "expert_balance"):
         assert 1.0 <= found[name].at_best <= found[name].planned
         assert found[name].happened >= 1.0
+    assert 1.0 <= summary["decode_bound"] <= found["decode_balance"].planned == summary["decode_max_over_mean"]
+    assert 1.0 <= found["decode_balance"].at_best <= found["decode_balance"].happened
     panel = ended.out.splitlines()
     assert any(line.split() == ["Plan", "planned", "happened", "at", "best"] for line in panel)
     assert any(line.startswith("  output tokens") and line.split()[-3:] == ["1,536", "1,536", "–"] for line in panel)

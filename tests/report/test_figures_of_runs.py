@@ -64,6 +64,7 @@ CASES = [
     Case("one rank", {}),
     Case("two ranks", {"prefill_ranks": 2}, 2, 2),
     Case("apart 1 + 1", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}),
+    Case("apart 1 + 2", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2}, 1, 2),
     Case("apart 2 + 1", {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}, 2, 1),
     Case("tight", {"page_bytes": "least"}),
     Case("killed", {"decode_requests": 3}, is_killed=True),
@@ -161,11 +162,12 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
 
 def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
     """What ran, and how fast, from the steps."""
-    prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, hidden_s = one(
+    prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, wait_s, hidden_s = one(
         run,
         """SELECT sum(new_tokens) FILTER (kind = 'prefill'), sum(new_tokens + cached_tokens) FILTER (kind = 'prefill'),
         sum(duration_s) FILTER (kind = 'prefill'), sum(output_tokens) FILTER (kind = 'decode'),
-        sum(duration_s) FILTER (kind = 'decode'), sum(comm_s), sum(hidden_comm_s) FROM steps""",
+        sum(duration_s) FILTER (kind = 'decode'), sum(comm_s), sum(wait_comm_s),
+        sum(hidden_comm_s) FROM steps""",
     )
     decode_needed = one(run, "SELECT sum(generated_tokens - 1) FROM requests WHERE generated_tokens > 0")
     replicated, recomputed = one(run, "SELECT sum(replicated_tokens), sum(recomputed_tokens) FROM requests")
@@ -187,8 +189,25 @@ def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
             """SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) FROM requests
             WHERE generated_tokens > 1""",
         ),
-        "hidden_comm_share": hidden_s / comm_s if comm_s else None,
+        "wait_comm_share": wait_s / comm_s if comm_s else None,
+        "hidden_comm_share": hidden_s / (comm_s - wait_s) if comm_s else None,
     }
+
+
+def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
+    """How even decode was, from the steps of each rank."""
+    names = [f"decode_{kind}_{name}" for kind in ("kv", "requests") for name in ("max_over_mean", "bound")]
+    if case.decode == 1:
+        return dict.fromkeys(names)
+    figures = one(
+        run,
+        f"""SELECT sum(most_kv) / sum(mean_kv), sum(greatest(mean_kv, largest)) / sum(mean_kv),
+        sum(most) / sum(mean), sum(ceil(mean)) / sum(mean) FROM (
+            SELECT max(kv_tokens) AS most_kv, sum(kv_tokens) / {case.decode} AS mean_kv,
+            max(largest_kv_tokens) AS largest, max(num_requests) AS most, sum(num_requests) / {case.decode} AS mean
+            FROM steps WHERE kind = 'decode' GROUP BY session, step)""",
+    )
+    return dict(zip(names, figures, strict=True))
 
 
 def figures_of_time(run: Path, case: Case) -> dict[str, Any]:
@@ -231,7 +250,7 @@ def costs_of_parts(run: Path, case: Case) -> dict[str, float]:
         run,
         """SELECT coalesce(sum(duration_s - waits_s) FILTER (kind = 'prefill'), 0),
         coalesce(sum(duration_s - waits_s) FILTER (kind = 'decode'), 0), sum(waits_s), sum(new_tokens)
-        FROM (SELECT *, greatest(0, comm_s - hidden_comm_s) AS waits_s FROM steps WHERE new_tokens > 0)""",
+        FROM (SELECT *, exposed_comm_s AS waits_s FROM steps WHERE new_tokens > 0)""",
     )
     tail = one(
         run,
@@ -254,7 +273,11 @@ def costs_of_parts(run: Path, case: Case) -> dict[str, float]:
 def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
     case, run, report = ran
     expected = (
-        figures_of_rows(run) | figures_of_steps(run, case) | figures_of_time(run, case) | costs_of_parts(run, case)
+        figures_of_rows(run)
+        | figures_of_steps(run, case)
+        | figures_of_decode(run, case)
+        | figures_of_time(run, case)
+        | costs_of_parts(run, case)
     )
     assert expected.keys() == {figure.key.partition(".")[0] for figure in PUBLISHED}
     for key, value in expected.items():
@@ -272,6 +295,29 @@ def test_every_prompt_token_that_ran_is_needed_replicated_recomputed_or_wasted(r
     assert (parts["recomputed"] > 0) == (case.name == "tight")
     assert (parts["replicated"] > 0) == (case.prefill > 1)
     assert one(run, "SELECT max(restarts) FROM nodes") == case.is_killed
+
+
+def test_decode_steps_hold_the_kv_of_the_rows_and_the_report_says_it_over_time(ran):
+    case, run, report = ran
+    if case.is_killed:
+        return  # steps of lost answers are there, too
+    of_steps = one(run, "SELECT sum(kv_tokens), max(largest_kv_tokens) FROM steps WHERE kind = 'decode'")
+    # prefill gives the first token of an answer; the last one is never attended to
+    of_rows = one(
+        run,
+        """SELECT sum((generated_tokens - 1) * prompt_tokens + generated_tokens * (generated_tokens - 1) // 2),
+        max(prompt_tokens + generated_tokens - 1) FROM requests WHERE generated_tokens > 1""",
+    )
+    assert of_steps == of_rows
+    over_time = report["decode_over_time"]
+    assert bool(over_time) == (case.decode > 1)
+    kv_tokens = sum(stretch["num_steps"] * stretch["kv_mean"] for stretch in over_time) * case.decode
+    assert kv_tokens == (pytest.approx(of_rows[0]) if case.decode > 1 else 0)
+    found = report["predictions"]["decode_balance"]
+    assert (found["happened"], found["at_best"]) == (report["decode_kv_max_over_mean"], report["decode_kv_bound"])
+    if case.decode > 1:
+        assert 1 <= found["at_best"] <= found["happened"] < 1.5
+        assert 1 <= found["planned"] < 1.5
 
 
 def test_the_plan_and_what_happened_are_counted_apart(ran):

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.schemas import OUTPUTS, STATS_TABLES
+from batchinfer.data.schemas import OUTPUTS
 from batchinfer.records import ConfigError, ExitCode
 from batchinfer.report.figures import FIGURES, PARTS
 from batchinfer.report.panel import panel as panel_parts
@@ -27,7 +27,7 @@ from batchinfer.report.read import Prediction, Report, as_document, read_report
 from batchinfer.report.rows import json_records, json_value, table_of_rows
 from batchinfer.report.terminal import UNCUT, WARNING, drawn, text
 from batchinfer.report.terminal import table as drawn_table
-from batchinfer.report.views import open_views, run_query
+from batchinfer.report.views import VIEWS, open_views, run_query
 from batchinfer.sanitize import display_width, fit
 from support.jobs import start
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run
@@ -328,7 +328,7 @@ def test_prices_that_are_not_known_or_zero_give_none():
 def test_views_have_the_documented_columns_even_without_files(tmp_path):
     write_run(tmp_path / "r")
     with open_views([tmp_path / "r"]) as connection:
-        for table in (OUTPUTS, *STATS_TABLES):
+        for table in VIEWS:
             connection.execute(f"SELECT * FROM {table.name}")
             assert [column[0] for column in connection.description] == table.schema.names
         types = dict(connection.execute("SELECT column_name, column_type FROM (DESCRIBE outputs)").fetchall())
@@ -346,7 +346,7 @@ def test_several_runs_are_told_apart_by_the_column_run(tmp_path):
     assert list(rows) == [("one", 0, None, None), ("one", 1, None, None), ("two", 0, "kept", 7)]
     _, rows = run_query([one, two, three], "SELECT run FROM run ORDER BY run")
     assert [name for (name,) in rows] == sorted(["one", str(two), str(three)])
-    for table in (OUTPUTS, *STATS_TABLES):
+    for table in VIEWS:
         assert "run" in run_query([one, two], f"SELECT * FROM {table.name}")[0]
 
 
@@ -426,7 +426,7 @@ def test_sql_reads_the_views(small_run, sql, expected):
 
 
 def test_show_and_summarize_work(small_run):
-    assert {row[0] for row in query(small_run, "SHOW TABLES")} == {"outputs", *SCHEMAS}
+    assert {row[0] for row in query(small_run, "SHOW TABLES")} == {"outputs", *SCHEMAS, "decode_steps"}
     assert len(query(small_run, "SUMMARIZE outputs")) == len(OUTPUTS.columns)
 
 
@@ -578,6 +578,7 @@ def report_with(value: float | None, **values: float | None) -> Report:
         values=dict.fromkeys((*FIGURES, "comm_s"), value) | values,
         seconds=dict.fromkeys(PARTS, 0.0),
         predictions=(Prediction("computed_tokens", 265e9, 266e9, None),),
+        decode_over_time=(),
         ranks=(),
         unreadable_shards=(),
         errors=(),

@@ -44,31 +44,47 @@ def disaggregated(name: str, prefill: int, decode: int, **more: Any) -> dict[str
 # ---- communication
 
 
-def test_the_hidden_share_is_taken_over_the_communication_of_all_steps(tmp_path):
-    # rank 0  exchange [--------------------)  2.0 s, of these 1.5 s while it computed
-    # rank 1  exchange [------------)          1.2 s, of these 0.5 s while it computed
+def test_waiting_and_hidden_shares_are_taken_over_the_communication_of_all_steps(tmp_path):
+    # rank 0  exchange [--------------------)  3.0 s, of these 1.0 s before rank 1 had sent; 1.5 s while it computed
+    # rank 1  exchange [------------)          1.8 s, of these 0.6 s before rank 0 had sent; 0.5 s while it computed
     steps = [
-        step("a", "prefill", 5, new=9, cached=0, output=1, rank=0, comm_s=2.0, hidden_comm_s=1.5),
-        step("a", "prefill", 5, new=9, cached=0, output=1, rank=1, comm_s=1.2, hidden_comm_s=0.5),
+        step("a", "prefill", 5, new=9, cached=0, output=1, comm_s=3.0, wait_comm_s=1.0, hidden_comm_s=1.5),
+        step("a", "prefill", 5, new=9, cached=0, output=1, rank=1, comm_s=1.8, wait_comm_s=0.6, hidden_comm_s=0.5),
         step("a", "decode", 1, new=1, cached=0, output=1, rank=1),
     ]
     run = write_run(tmp_path / "r", steps=steps, nodes=[session("a", 0, 9, ranks=2, prefill_s=1)])
     metrics = read_report(run).values
     assert metrics["hidden_comm_share"] == pytest.approx(2.0 / 3.2)
-    (line,) = [line for line in panel(run) if "communication hidden" in line]
-    assert line.split() == ["communication", "hidden", "62.5", "%", "of", "3.2", "s"]
+    assert metrics["wait_comm_share"] == pytest.approx(1.6 / 4.8)
+    lines = [" ".join(line.split()) for line in panel(run)]
+    assert "communication, waiting 33.3 % of 4.8 s, for late ranks" in lines
+    assert "communication hidden 62.5 % of 3.2 s of moving" in lines
+
+
+def test_where_waiting_is_not_told_from_moving_neither_share_is_known(tmp_path):
+    unknown = {"comm_s": 2.0, "wait_comm_s": None, "hidden_comm_s": None, "exposed_comm_s": 1.0}
+    steps = [
+        step("a", "prefill", 5, new=9, cached=0, output=1, **unknown),
+        step("a", "decode", 5, new=9, cached=0, output=1),
+    ]
+    values = read_report(write_run(tmp_path / "r", steps=steps)).values
+    assert (values["comm_s"], values["wait_comm_share"], values["hidden_comm_share"]) == (2.0, None, None)
 
 
 def test_short_communication_is_told_apart_from_none(tmp_path):
     steps = [step("a", "decode", 1, new=1, cached=0, output=1, comm_s=0.0021, hidden_comm_s=0.0)]
     (line,) = [line for line in panel(write_run(tmp_path / "r", steps=steps)) if "communication hidden" in line]
-    assert line.split()[2:] == ["0.0", "%", "of", "0.0021", "s"]
+    assert line.split()[2:] == ["0.0", "%", "of", "0.0021", "s", "of", "moving"]
 
 
 def test_without_communication_there_is_no_share(tmp_path):
     run = write_run(tmp_path / "r", steps=[step("a", "decode", 1, new=1, cached=0, output=1)])
     assert read_report(run).values["hidden_comm_share"] is None
-    assert any(line.split()[2:] == ["–", "there", "was", "none"] for line in panel(run) if "hidden" in line)
+    assert any(
+        line.split()[2:] == ["–", "none,", "or", "not", "told", "from", "waiting"]
+        for line in panel(run)
+        if "hidden" in line
+    )
 
 
 # ---- replicated and wasted
@@ -177,6 +193,7 @@ def test_two_colocated_ranks(tmp_path):
         "rank 0 prefill + decode 300 8 2.50",
         "rank 1 prefill + decode 280 7 2.25",
         "expert rows, max / mean 1.04",  # 1,248 and 1,152: 1,248 / 1,200
+        "decode requests, max / mean 1.067 at best 1.067",  # 8 and 7: 8 / 7.5
         "decode turns without work 0.0 %",
         "tail 0 s with an idle decode rank",
     ]

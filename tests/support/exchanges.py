@@ -110,7 +110,9 @@ class ThreadedExchange:
         assert all(message.sequence == sequence for message in messages), "ranks are at different exchanges"
         arrived_s = max(message.sent_s for message in messages)
         self._received.append(
-            ReceivedRows([message.rows for message in messages], [message.counts for message in messages], arrived_s)
+            ReceivedRows(
+                [message.rows for message in messages], [message.counts for message in messages], arrived_s, arrived_s
+            )
         )
         return self._received[-1]
 

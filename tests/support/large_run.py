@@ -142,10 +142,13 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "cached_tokens": np.where(is_prefill, 4096, 0).astype(np.int32),
         "output_tokens": np.where(is_prefill, 8, 64).astype(np.int32),
         "kv_tokens": draw.integers(30_000, 50_000, num),
+        "largest_kv_tokens": np.full(num, 4000),
         "pages_used": np.full(num, 900, dtype=np.int32),
         "micro_batches": np.full(num, 2, dtype=np.int32),
         "expert_rows": draw.integers(9_000, 11_000, num),
         "comm_s": np.full(num, lasts * 0.3),
+        "wait_comm_s": np.zeros(num),
+        "exposed_comm_s": np.full(num, lasts * 0.05),
         "hidden_comm_s": np.full(num, lasts * 0.25),
         "fallback_calls": np.zeros(num, dtype=np.int32),
     }

@@ -78,7 +78,8 @@ def step(
     session: str, kind: str, duration_s: float, *, new: int, cached: int, output: int, rank: int = 0, **more: Any
 ) -> dict[str, Any]:
     counts = {"new_tokens": new, "cached_tokens": cached, "output_tokens": output, "micro_batches": 1, "expert_rows": 0}
-    times = {"start_s": 0.0, "duration_s": duration_s, "comm_s": 0.0, "hidden_comm_s": 0.0}
+    times = {"start_s": 0.0, "duration_s": duration_s, "comm_s": 0.0, "wait_comm_s": 0.0, "hidden_comm_s": 0.0}
+    times["exposed_comm_s"] = more.get("comm_s", 0.0) - (more.get("hidden_comm_s") or 0.0)
     return {"session": session, "rank": rank, "kind": kind, **counts, **times, **more}
 
 

@@ -69,6 +69,7 @@ class LowLatencyHandle:
     weights_TK: torch.Tensor
     ep_handle: Any
     receiver: Receiver
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
@@ -84,6 +85,7 @@ class LowLatencySums:
 
     sums_TD: torch.Tensor
     receiver: Receiver
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:

@@ -29,6 +29,7 @@ class Sums:
 
     sums_TD: torch.Tensor
     event: Any
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:
@@ -45,6 +46,7 @@ class ElasticHandle:
     weights_M: torch.Tensor
     ep_handle: Any
     event: Any
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
@@ -140,6 +142,7 @@ class NormalHandle:
     ep_handle: Any
     event: Any
     token_rows: TokenRows | None = None
+    ready_s: None = None
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:

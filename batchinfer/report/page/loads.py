@@ -5,7 +5,7 @@ from typing import Any
 
 from batchinfer.report import forms
 from batchinfer.report.page import charts
-from batchinfer.report.page.charts import Axis
+from batchinfer.report.page.charts import Axis, Series
 from batchinfer.report.page.data import PageData
 from batchinfer.report.page.markup import Card, Table
 from batchinfer.report.page.time_marks import stretch, time_marks
@@ -23,19 +23,14 @@ RANK_KINDS = {
 
 def load(key: str, data: PageData) -> list[Card]:
     """How evenly ranks and experts were loaded."""
-    return [*_rank_times(key, data), *_rank_loads(key, data), *_expert_loads(key, data)]
+    return [*_rank_times(key, data), *_rank_loads(key, data), *_decode_loads(key, data), *_expert_loads(key, data)]
 
 
 def _rank_times(key: str, data: PageData) -> list[Card]:
     if data.axis is None or not data.rank_work:
         return []
-    per_line = math.ceil(len(data.rank_work) / MAX_LINES)
-    lines = [data.rank_work[first : first + per_line] for first in range(0, len(data.rank_work), per_line)]
-    labels = [" to ".join(dict.fromkeys([_rank_label(ranks[0]), _rank_label(ranks[-1])])) for ranks in lines]
-    values = [[0.0] * data.axis.num_bins for _ in lines]
-    for row in data.rank_times:
-        values[row["line"]][row["bin"]] = row["share"]
-    which = f"the mean of {per_line} ranks per line" if per_line > 1 else "rank by rank"
+    labels, which = _lines(data.rank_work)
+    values = _cells(data.rank_times, "share", len(labels), data.axis.num_bins)
     title, axis = "Busy share of each rank over time", time_marks(data.axis)
     return [
         Card(
@@ -45,6 +40,62 @@ def _rank_times(key: str, data: PageData) -> list[Card]:
             + charts.heat_scale(1.0, forms.share),
         )
     ]
+
+
+def _lines(ranks: list[dict[str, Any]]) -> tuple[list[str], str]:
+    """The labels of a picture's lines, and how many ranks each is of, in words."""
+    per_line = math.ceil(len(ranks) / MAX_LINES)
+    lines = [ranks[first : first + per_line] for first in range(0, len(ranks), per_line)]
+    labels = [" to ".join(dict.fromkeys([_rank_label(line[0]), _rank_label(line[-1])])) for line in lines]
+    return labels, f"the mean of {per_line} ranks per line" if per_line > 1 else "rank by rank"
+
+
+def _cells(rows: list[dict[str, Any]], field: str, num_lines: int, num_bins: int) -> list[list[float]]:
+    values = [[0.0] * num_bins for _ in range(num_lines)]
+    for row in rows:
+        values[row["line"]][row["bin"]] = row[field]
+    return values
+
+
+def _decode_loads(key: str, data: PageData) -> list[Card]:
+    """KV tokens and requests of each decode rank over time, and the busiest by the mean beside its bound."""
+    if data.axis is None or not data.decode_over_time:
+        return []
+    labels, which = _lines([rank for rank in data.rank_work if "decode" in rank["role"]])
+    axis, each = time_marks(data.axis), stretch(data.axis)
+    cards = []
+    for field, name, unit in (("kv_tokens", "KV tokens", "tokens"), ("num_requests", "Requests", "requests")):
+        values = _cells(data.decode_times, field, len(labels), data.axis.num_bins)
+        largest = max(map(max, values)) or 1.0
+
+        def form(value: float, unit: str = unit) -> str:
+            return f"{forms.number(value)} {unit}"
+
+        picture = charts.heat_map(
+            f"{key}-{field}", f"{name} of each decode rank over time", labels, axis, values, largest, form, left=96
+        )
+        note = f"In a decode step, mean over its steps, {which}, {each}"
+        cards.append(Card(f"{name} of each decode rank", note, picture + charts.heat_scale(largest, form)))
+    by_bin = {row["bin"]: row for row in data.decode_over_time}
+
+    def series(name: str, colour: str, field: str) -> Series:
+        return Series(name, colour, [by_bin[bin_][field] if bin_ in by_bin else None for bin_ in range(data_bins)])
+
+    data_bins = data.axis.num_bins
+    shown = [series("busiest ÷ mean", "s4", "kv_max_over_mean"), series("at best", "s1", "kv_bound")]
+    headers = {"kv_mean": "KV, mean", "kv_busiest": "busiest", "kv_max_over_mean": "÷ mean", "kv_bound": "at best",
+               "requests_mean": "requests, mean", "requests_busiest": "most", "requests_max_over_mean": "÷ mean",
+               "requests_bound": "at best"}  # fmt: skip
+    numbers = Table(
+        f"KV tokens and requests of a decode rank in a step, {each}",
+        [("time (UTC)", "name"), *((header, "number") for header in headers.values())],
+        [[axis.names[bin_], *(forms.number(row[field]) for field in headers)] for bin_, row in by_bin.items()],
+    )
+    title = "KV tokens of the busiest decode rank divided by the mean, beside what it cannot be below"
+    picture = charts.columns(f"{key}-balance", title, axis, shown, lambda value: f"{value:.3f}", stacked=False)
+    legend = [(one.name, one.colour) for one in shown]
+    note = f"KV tokens of the busiest decode rank by the mean, {each}; 1 is even"
+    return [*cards, Card("Decode balance", note, picture, legend=legend, numbers=numbers)]
 
 
 def _rank_loads(key: str, data: PageData) -> list[Card]:

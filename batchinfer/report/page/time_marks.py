@@ -4,7 +4,7 @@ import math
 from datetime import UTC, datetime
 
 from batchinfer.report.page.charts import Axis
-from batchinfer.report.page.data import TimeAxis
+from batchinfer.report.time_axis import TimeAxis
 
 MAX_MARKS = 6  # of the time axis
 MARKS_S = (

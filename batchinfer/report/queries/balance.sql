@@ -1,7 +1,6 @@
 -- balance: one row, how evenly the ranks were loaded; null where one rank did it all or nobody did.
 --   prefill_max_over_mean  tokens of the busiest prefill rank by the mean, session by session, weighted by tokens; with
 --                          the tokens it decodes when the same ranks do both
---   decode_max_over_mean   KV tokens attended to by the busiest decode rank by the mean, step by step, weighted by KV
 --   expert_max_over_mean   (token, expert) rows of the rank with most by the mean, role by role, weighted by rows
 --   decode_idle_share      of the decode ranks' turns: those in which a rank had no request
 --   tail_s                 seconds at the end of sessions in which not all decode ranks had requests
@@ -20,18 +19,6 @@ prefill_sessions AS (
     WHERE num_ranks > 1
     GROUP BY session
 ),
-decode_steps AS (
-    SELECT
-        session,
-        max(kv_tokens) AS busiest,
-        sum(kv_tokens) / any_value(decode_ranks) AS mean,
-        any_value(decode_ranks) AS num_ranks,
-        count(*) FILTER (num_requests > 0) AS num_working,
-        max(start_s + duration_s) AS end_s
-    FROM steps JOIN groups USING (session)
-    WHERE kind = 'decode' AND decode_ranks > 1
-    GROUP BY session, step
-),
 tails AS (
     SELECT max(end_s) - coalesce(max(end_s) FILTER (num_working = num_ranks), min(end_s)) AS tail_s
     FROM decode_steps
@@ -42,7 +29,6 @@ expert_roles AS (
 )
 SELECT
     (SELECT sum(busiest) / nullif(sum(mean), 0) FROM prefill_sessions) AS prefill_max_over_mean,
-    (SELECT sum(busiest) / nullif(sum(mean), 0) FROM decode_steps) AS decode_max_over_mean,
     (SELECT sum(busiest) / nullif(sum(mean), 0) FROM expert_roles) AS expert_max_over_mean,
     (SELECT 1 - sum(num_working) / nullif(sum(num_ranks), 0) FROM decode_steps) AS decode_idle_share,
     (SELECT sum(tail_s) FROM tails) AS tail_s

@@ -12,8 +12,8 @@ UNION ALL
 SELECT 3, 'prefill_balance', predicted_prefill_max_over_mean, prefill_max_over_mean, predicted_prefill_bound
 FROM run, balance
 UNION ALL
-SELECT 4, 'decode_balance', predicted_decode_max_over_mean, decode_max_over_mean, predicted_decode_bound
-FROM run, balance
+SELECT 4, 'decode_balance', predicted_decode_max_over_mean, decode_kv_max_over_mean, decode_kv_bound
+FROM run, decode_balance
 UNION ALL
 SELECT 5, 'expert_balance', predicted_expert_max_over_mean, expert_max_over_mean, predicted_expert_bound
 FROM run, balance

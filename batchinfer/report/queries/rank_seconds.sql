@@ -10,7 +10,7 @@
 --   rank 0  [ startup )[ prefill )[ decode )[ decode )[ decode )[ idle )     idle at the end: finishing
 --   rank 1  [ startup )[ prefill )[ decode )[ tail              )[ idle )
 WITH working AS (
-    SELECT session, rank, kind, duration_s, start_s + duration_s AS end_s, greatest(0, comm_s - hidden_comm_s) AS waits_s
+    SELECT session, rank, kind, duration_s, start_s + duration_s AS end_s, exposed_comm_s AS waits_s
     FROM steps
     WHERE new_tokens > 0
 ),

@@ -12,10 +12,11 @@ from batchinfer.report.figures import PUBLISHED
 from batchinfer.report.page import charts
 from batchinfer.report.page import page as page_file
 from batchinfer.report.page.charts import Axis, Series
-from batchinfer.report.page.data import MAX_BINS, PageData, TimeAxis, read_page_data, time_axis
+from batchinfer.report.page.data import MAX_BINS, PageData, read_page_data
 from batchinfer.report.page.page import page, write_page
 from batchinfer.report.page.time_marks import stretch, time_marks
 from batchinfer.report.read import read_report
+from batchinfer.report.time_axis import TimeAxis, time_axis
 from support.browser import Browser
 from support.jobs import batchinfer, write_job, write_questions, write_shard
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run, write_table
@@ -171,7 +172,7 @@ def test_many_ranks_share_lines_of_the_picture(tmp_path):
 @pytest.mark.parametrize("length_s", [0.0, 0.003, 1.0, 4.6, 47.9, 3000.0, 9e3, 86_400.0, 1e6, 1e8])
 @pytest.mark.parametrize("start_s", [0.0, 1_700_000_123.4])
 def test_the_time_axis_covers_the_run(start_s, length_s):
-    axis = time_axis(start_s, start_s + length_s)
+    axis = time_axis(start_s, start_s + length_s, MAX_BINS)
     assert 1 <= axis.num_bins <= MAX_BINS
     assert axis.start_s <= start_s
     assert start_s + length_s <= axis.start_s + axis.num_bins * axis.width_s + 1e-6
@@ -331,7 +332,8 @@ def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
 def test_every_picture_is_there(browser: Browser, pages):
     browser.open(pages["day"])
     charts_there = browser.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.id || s.firstChild.id)")
-    names = ["prefill", "decode", "hits", "nodes", "money", "seconds", "cost", "ranks", "load", "experts"]
+    names = ["prefill", "decode", "hits", "nodes", "money", "seconds", "cost", "ranks", "load", "kv_tokens",
+             "num_requests", "balance", "experts"]  # fmt: skip
     assert charts_there == [f"r0-{name}-title" for name in names]
     headings = browser.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
     assert headings == [

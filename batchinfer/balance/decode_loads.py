@@ -1,0 +1,237 @@
+"""What each decode rank has to do, and which requests it gets or gives away.
+
+Driven by the controller with what ranks report, by plan and simulator with lengths that are known (decode_run.py):
+
+    add_ready --assign_ready--> on its way --start--> running --finish-->
+                                     ^---- give_away ----'        (`moves` has asked for it)
+
+Every decode step adds a token to each of a rank's requests. What goes where is decided in decode.py.
+"""
+
+# N requests that are on their way or run, W ready ones, R ranks
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from batchinfer.balance.decode import admit, propose_moves
+from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.records import Request, RequestKey
+
+LOOK_EVERY = 8  # decode steps between looks at what could move
+READY_SHARE = 8  # requests may wait at a rank for a slot, this fraction (1/8) of its slots, so that none stays empty
+# Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
+MOVE_STEPS = 4.0
+MOVE_STEPS_BETWEEN_HOSTS = 64.0
+
+Key = TypeVar("Key", bound=Hashable)
+
+NOWHERE = -1
+_ROW = np.dtype(
+    [
+        ("rank", np.int64),  # its place among the ranks
+        ("is_running", np.bool_),  # else on its way to the rank
+        ("prompt_tokens", np.int64),
+        ("since", np.int64),  # tokens generated: that many before the rank's steps, or, on its way, in all
+        ("max_tokens", np.int64),
+        ("group", np.int64),  # its number in the output lengths
+        ("expected", np.float64),  # in an earlier run; NaN: not known
+    ]
+)
+
+
+class DecodeRequest(NamedTuple, Generic[Key]):
+    """What is to be known of a request."""
+
+    key: Key
+    prompt_tokens: int
+    max_tokens: int
+    prompt_group: Hashable = 0
+    expected_tokens: float | None = None  # mean of the group in an earlier run
+
+
+def decode_request(request: Request) -> DecodeRequest[RequestKey]:
+    """What is to be known of a request of a job."""
+    return DecodeRequest(
+        request.key,
+        len(request.token_ids),
+        request.sampling.max_tokens,
+        request.prompt_group,
+        request.expected_tokens,
+    )
+
+
+class _Table(Generic[Key]):
+    """Rows of requests that come and go, in any order."""
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []  # of the rows
+        self._place_of: dict[Key, int] = {}
+        self._all = np.zeros(64, _ROW)
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._all[: len(self.keys)]
+
+    def row(self, key: Key) -> np.ndarray:
+        """[1] the row of a request, to be changed."""
+        place = self._place_of[key]
+        return self._all[place : place + 1]
+
+    def put(self, key: Key, row: Any) -> None:
+        """Add a request, or replace its row."""
+        place = self._place_of.setdefault(key, len(self.keys))
+        if place == len(self.keys):
+            self.keys.append(key)
+            if place == len(self._all):
+                self._all = np.concatenate([self._all, np.zeros_like(self._all)])
+        self._all[place] = row
+
+    def remove(self, key: Key) -> None:
+        """Take a request out, if it is there; the last one takes its place."""
+        place = self._place_of.pop(key, None)
+        if place is None:
+            return
+        last = self.keys.pop()
+        if last != key:
+            self._all[place] = self._all[len(self.keys)]
+            self.keys[place] = last
+            self._place_of[last] = place
+
+
+class DecodeLoads(Generic[Key]):
+    """Requests by decode rank.
+
+    Args:
+        ranks: the numbers of those that decode.
+        max_requests: slots of each.
+        request_load: what a request costs a step besides its KV, as KV tokens.
+        move_steps: sending a KV token takes as long as reading it in this many steps.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        lengths: OutputLengths,
+        *,
+        max_requests: int,
+        request_load: float,
+        move_steps: float,
+    ) -> None:
+        self._ranks = list(ranks)
+        self._num_ranks = len(self._ranks)
+        self._index_of = {rank: index for index, rank in enumerate(self._ranks)}
+        self._lengths = lengths
+        self._max_requests = max_requests
+        self._request_load = request_load
+        self._move_steps = move_steps
+        self.clear()
+
+    def clear(self) -> None:
+        """All ranks start anew."""
+        self._table: _Table[Key] = _Table()
+        self._moving: dict[Key, int] = {}  # asked to go to the rank at this place
+        self._ready: list[Key] = []  # prompts that have run and that no rank has got yet
+        self._ready_rows = np.zeros(0, _ROW)  # of these, the first ones
+        self._new_rows: list[tuple[object, ...]] = []  # of the others
+        self._steps_R = np.zeros(self._num_ranks, dtype=np.int64)
+        self._last_look = 0
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def start(self, request: DecodeRequest[Key], rank: int, num_generated: int = 1) -> None:
+        """A request decodes on a rank from now on."""
+        index = self._index_of[rank]
+        self._table.put(request.key, self._row(request, index, num_generated - int(self._steps_R[index])))
+
+    def step(self, rank: int, count: int = 1) -> None:
+        """A rank has run decode steps."""
+        self._steps_R[self._index_of[rank]] += count
+
+    def finish(self, key: Key) -> None:
+        """A request is complete, wherever it was."""
+        self._moving.pop(key, None)
+        self._table.remove(key)
+
+    def add_ready(self, request: DecodeRequest[Key]) -> None:
+        """A prompt has run on a rank that does not decode."""
+        self._ready.append(request.key)
+        self._new_rows.append(self._row(request, NOWHERE, 0))
+
+    def assign_ready(self) -> list[tuple[Key, int]]:
+        """Ranks for prompts that have run, as slots come free: the longest answers first."""
+        rows = self._table.rows
+        most = self._max_requests + self._max_requests // READY_SHARE + 1
+        free_R = np.maximum(most - np.bincount(rows["rank"], minlength=self._num_ranks), 0)
+        if not self._ready or not free_R.any():
+            return []
+        ready = np.concatenate([self._ready_rows, np.array(self._new_rows, _ROW)])
+        rank_W = admit(
+            self._lengths.expected_each(ready["group"], ready["max_tokens"], ready["expected"]),
+            ready["prompt_tokens"],
+            load_of_rank=np.bincount(rows["rank"], self._kv_tokens(rows) + self._request_load, self._num_ranks),
+            free_slots_of_rank=free_R,
+            request_load=self._request_load,
+        )
+        ready["rank"] = rank_W
+        assigned = []
+        for place in np.flatnonzero(rank_W >= 0).tolist():
+            self._table.put(self._ready[place], ready[place])
+            assigned.append((self._ready[place], self._ranks[rank_W[place]]))
+        waits_W = rank_W < 0
+        self._ready = [self._ready[place] for place in np.flatnonzero(waits_W).tolist()]
+        self._ready_rows, self._new_rows = ready[waits_W], []
+        return assigned
+
+    def moves(self) -> list[tuple[Key, int]]:
+        """Requests to ask for, with the rank that has them; `give_away` says where each is to go."""
+        now = int(self._steps_R.max())
+        if self._num_ranks < 2 or self._moving or now - self._last_look < LOOK_EVERY:
+            return []
+        self._last_look = now
+        running_N = np.flatnonzero(self._table.rows["is_running"])
+        rows = self._table.rows[running_N]
+        num_generated_N = np.minimum(self._num_generated(rows), rows["max_tokens"])
+        proposed = propose_moves(
+            rows["rank"],
+            self._kv_tokens(rows),
+            self._lengths.remaining_each(rows["group"], num_generated_N, rows["max_tokens"], rows["expected"]),
+            max_requests_of_rank=np.full(self._num_ranks, self._max_requests),
+            move_steps=self._move_steps,
+            request_load=self._request_load,
+        )
+        asked = [(self._table.keys[running_N[move.request]], move) for move in proposed]
+        self._moving = {key: move.to_rank for key, move in asked}
+        return [(key, self._ranks[move.from_rank]) for key, move in asked]
+
+    def give_away(self, key: Key) -> int | None:
+        """A rank has packed a request: the rank it goes to; None for one that nobody has asked for."""
+        rank = self._moving.pop(key, None)
+        if rank is None:
+            return None
+        row = self._table.row(key)
+        row["since"] = self._num_generated(row)
+        row["is_running"], row["rank"] = False, rank
+        return self._ranks[rank]
+
+    def kv_of_rank(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """([R] KV tokens of what runs, [R] requests, KV tokens of the largest of all)."""
+        rows = self._table.rows[self._table.rows["is_running"]]
+        kv_N = self._kv_tokens(rows)
+        num_R = np.bincount(rows["rank"], minlength=self._num_ranks)
+        return np.bincount(rows["rank"], kv_N, self._num_ranks), num_R, int(kv_N.max(initial=0))
+
+    def _row(self, request: DecodeRequest[Key], index: int, since: int) -> tuple[object, ...]:
+        """A request that runs at a rank, or that none has got (NOWHERE)."""
+        group = self._lengths.number(request.prompt_group)
+        expected = np.nan if request.expected_tokens is None else request.expected_tokens
+        return index, index != NOWHERE, request.prompt_tokens, since, request.max_tokens, group, expected
+
+    def _num_generated(self, rows: np.ndarray) -> np.ndarray:
+        return rows["since"] + np.where(rows["is_running"], self._steps_R[rows["rank"]], 0)
+
+    def _kv_tokens(self, rows: np.ndarray) -> np.ndarray:
+        return rows["prompt_tokens"] + self._num_generated(rows)
