@@ -115,6 +115,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    thinking_budget: int | None = None  # tokens
     structured: tuple[str, str] | None = None  # what the answer must be: kind and text, as grammar/ takes them
 
     @property
@@ -127,6 +128,7 @@ class Sampling:
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
             or self.logit_bias
+            or self.thinking_budget is not None
             or self.structured
         )
 
@@ -201,6 +203,8 @@ class Completion:
     replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: found although it did
     recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to give up, short of pages
     computed_tokens: int = 0  # prompt tokens that ran for it, the last two among them
+    reasoning: str | None = None  # what it thought before the text; None: it did not, or nobody asked
+    reasoning_tokens: int = 0  # of token_ids
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

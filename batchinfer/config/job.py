@@ -73,6 +73,11 @@ class OutputConfig(Part):
     publish: Text | None = Field(
         None, description="URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"
     )
+    reasoning: Literal["none", "auto", "deepseek_r1"] = Field(
+        "none",
+        description="what a model thinks up to </think> apart from its answer, in columns of its own; deepseek_r1: "
+        "an answer begins in thinking unless its prompt ends it; auto: where the prompt or the answer begins it",
+    )
     shared_group: Text | None = Field(
         None, description="group whose members may all work in the run folder; unset: only this user enters it"
     )

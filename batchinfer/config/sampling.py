@@ -59,6 +59,9 @@ class SamplingConfig(Part):
         None,
         description="one of json (a schema), regex, choice (a list), grammar, json_object: what the answer must be",
     )
+    thinking_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="a model that still thinks after this many tokens is made to end it"
+    )
     logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
 
     @field_validator("logit_bias", mode="before")

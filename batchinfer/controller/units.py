@@ -15,7 +15,7 @@ from batchinfer.rundir import RunDir
 # of a completion, as a result file has them
 COUNTS = (
     "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
-    "computed_tokens", "kv_tokens_sum",
+    "computed_tokens", "reasoning_tokens", "kv_tokens_sum",
 )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def result_table(completions: list[Completion]) -> pa.Table:
         "text": [item and item.text for item in good],
         "token_ids": [item and item.token_ids for item in good],
         "completion_tokens": [len(item.token_ids) if item else 0 for item in good],
+        "reasoning": [item and item.reasoning for item in good],
         "logprobs": [item and _plain_logprobs(item) for item in good],
     }
     for name in ("unit", "error", "finish_reason", "stop_reason"):

@@ -64,6 +64,7 @@ class Encoders:
 
     Attributes:
         digest: changes with anything in the model folder that changes a prompt's ids.
+        ends_thinking: whether there is a token for the end of thinking.
         most_chars: characters with which a text cannot fit into the window; None: not known.
     """
 
@@ -101,6 +102,7 @@ class Encoders:
             raise
         self.window = window
         self.digest: str = loaded["digest"]
+        self.ends_thinking: bool = loaded["ends_thinking"]
         self.most_chars: int | None = loaded["most_chars"]
         self.num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         self._pool = ThreadPoolExecutor(max_workers=self.num_workers)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.columns import plain_type
-from batchinfer.data.schemas import OUTPUTS
+from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, look_up
 from batchinfer.manifest import ChecksummedWriter, Manifest
@@ -145,7 +145,7 @@ def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEF
         ConfigError: a column is in no shard, has the name of an output column, or types that do not go together.
     """
     for name in keep_columns:
-        if name in OUTPUTS.schema.names:
+        if name in (*OUTPUTS.schema.names, *OUTPUTS_WITH_REASONING.schema.names):
             raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
     if not keep_columns:
         return []

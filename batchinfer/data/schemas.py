@@ -174,6 +174,8 @@ RESULTS = _table(
     ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
     ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
     ("completion_tokens", pa.int32(), "generated tokens"),
+    ("reasoning", pa.string(), "what was thought before the text; null: nothing, or nobody asked"),
+    ("reasoning_tokens", pa.int32(), "of the generated tokens"),
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
     ("admitted_s", pa.float64(), "Unix time when its prefill was admitted"),
@@ -200,6 +202,12 @@ OUTPUTS = _table(
     ("completion_tokens", pa.int32(), "generated tokens"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
 )
+OUTPUTS_WITH_REASONING = _table(
+    "outputs with reasoning",
+    "behind the columns of outputs, where output.reasoning is not 'none'",
+    ("reasoning", pa.string(), "what was thought before the text; null: nothing"),
+    ("reasoning_tokens", pa.int32(), "of completion_tokens, those up to the end of thinking"),
+)
 STATS_REQUESTS = _table(
     "requests",
     "one row per output row",
@@ -214,6 +222,7 @@ STATS_REQUESTS = _table(
     ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
     ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
     ("completion_tokens", pa.int32(), "output tokens delivered"),
+    ("reasoning_tokens", pa.int32(), "of these, the thinking's, where it is told from the answer"),
     ("generated_tokens", pa.int32(), "output tokens generated for this row (0 for a duplicate)"),
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("admitted_s", pa.float64(), "Unix time when its prefill was admitted; null when not run itself"),
@@ -366,7 +375,7 @@ DECODE_STEPS = _table(
 STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_KV, STATS_RUN)
 
 
-def output_schema(id_type: pa.DataType, kept: list[pa.Field]) -> pa.Schema:
+def output_schema(id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False) -> pa.Schema:
     """The outputs' schema: fixed before row one, the same for every shard of a job."""
-    columns = [pa.field("id", id_type), *list(OUTPUTS.schema)[1:]]
-    return pa.schema([*columns, *kept])
+    asked_for = list(OUTPUTS_WITH_REASONING.schema) if with_reasoning else []
+    return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *asked_for, *kept])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+END_OF_THINKING = "</think>"
 UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole character yet
 
 
@@ -184,6 +185,10 @@ class PromptTokenizer:
     def encode_piece(self, text: str) -> list[int]:
         """The ids of a piece of text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token that is exactly this text."""
+        return self._tokenizer.token_to_id(text)
 
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json has it, with the tokens that other files of the folder add."""

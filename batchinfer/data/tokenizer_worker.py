@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
 from batchinfer.data.row_encoder import RowEncoder
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer import END_OF_THINKING, load_tokenizer
 from batchinfer.data.tokenizer_process import TOGETHER
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -73,7 +73,11 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
             encoder.try_out()
     except ModelError as error:
         return None, {"error": clip(str(error))}
-    return encoder, {"digest": tokenizer.digest, "most_chars": tokenizer.most_chars(settings["most_tokens"])}
+    return encoder, {
+        "digest": tokenizer.digest,
+        "most_chars": tokenizer.most_chars(settings["most_tokens"]),
+        "ends_thinking": tokenizer.token_id(END_OF_THINKING) is not None,
+    }
 
 
 def _work(channel: Connection, encoder: RowEncoder | None, settings: dict[str, Any]) -> NoReturn:

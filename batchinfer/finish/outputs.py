@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import kept_fields, table_writer
-from batchinfer.data.schemas import output_schema
+from batchinfer.data.schemas import OUTPUTS_WITH_REASONING, output_schema
 from batchinfer.finish.join import output_rows
 from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.manifest import Manifest
@@ -35,7 +35,7 @@ def write_outputs(
     """
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns, job.s3)
-    schema = output_schema(id_type, kept)
+    schema = output_schema(id_type, kept, with_reasoning=job.output.reasoning != "none")
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
@@ -61,12 +61,13 @@ def _output_reader(
 ) -> Iterator[pa.RecordBatch]:
     """One shard's output rows in order, without the kept columns."""
     own = pa.schema(list(schema)[: len(schema) - len(kept)])
+    asked_for = "".join(f", {name}" for name in own.names if name in OUTPUTS_WITH_REASONING.schema.names)
     reader = connection.sql(
         f"""
         SELECT {"id::BIGINT" if own.field("id").type == pa.int64() else "id"} AS id, row, sample, status, error, text,
                token_ids, finish_reason, stop_reason, prompt_tokens,
                cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens,
-               completion_tokens, logprobs
+               completion_tokens, logprobs{asked_for}
         FROM ({output_rows(run, [shard])}) ORDER BY row, sample
         """
     ).to_arrow_reader(BATCH_ROWS)

@@ -84,6 +84,7 @@ def plan_job(
         shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
         _check_shards(shards, strict)
         _check_columns(job, shards)
+        _check_reasoning(job, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         run = RunDir(Path(job.output.dir))
@@ -309,6 +310,13 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
         f"{', '.join(model.unknown_keys[:NAMED_KEYS])}{f' and {more} more' if more > 0 else ''}; "
         "answers are wrong if the model needs them"
     )
+
+
+def _check_reasoning(job: JobConfig, encoders: Encoders) -> None:
+    if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
+        raise ConfigError(
+            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
+        )
 
 
 def _check_columns(job: JobConfig, shards: list[Shard]) -> None:

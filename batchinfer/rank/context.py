@@ -14,6 +14,8 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.rank.logit_rules import RuleMaker
+from batchinfer.rank.thinking import Mode, Thinking, ThinkingTokens
+from batchinfer.records import Request
 
 ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 
@@ -34,6 +36,7 @@ class RankContext:
     overlap: bool = False  # run two micro-batches in turn when there is work for both
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
+    reasoning: Mode = "none"  # how thinking is told from answers
 
     def __post_init__(self) -> None:
         # before the first step, so that pages for which there is no memory are refused at the start
@@ -55,6 +58,18 @@ class RankContext:
     def rules(self) -> RuleMaker:
         """Makes the rules of requests that change the model's logits."""
         return RuleMaker(self.tokenizer, self.model.config.vocab_size)
+
+    def thinking(self, request: Request) -> Thinking | None:
+        """The thinking of a request's answer; None: nothing looks for any."""
+        if self.reasoning == "none" and request.sampling.thinking_budget is None:
+            return None
+        tokens = self._thinking_tokens
+        mode: Mode = "auto" if self.reasoning == "none" else self.reasoning
+        return None if tokens is None else Thinking(tokens, request.token_ids, mode)
+
+    @cached_property
+    def _thinking_tokens(self) -> ThinkingTokens | None:
+        return ThinkingTokens.of(self.tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

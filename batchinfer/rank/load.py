@@ -142,6 +142,7 @@ def make_worker(
         # without experts nothing travels under which the other half could compute
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,
+        reasoning=job.output.reasoning,
     )
 
     def place_experts(slots: ExpertSlots) -> None:

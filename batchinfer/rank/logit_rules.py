@@ -19,6 +19,7 @@ import torch
 
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.model.sampling import Changes
+from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Request, Sampling
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class LogitRules:
         prompt: its tokens.
         ends: tokens that end an answer.
         bad_words: see `bad_word_tokens`.
-        grammar: what the answer must be, if anything.
+        grammar: what the answer must be, if anything, once it has ended its thinking.
+        thinking: is told of each token before the rules are.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class LogitRules:
         ends: frozenset[int],
         bad_words: list[list[int]],
         grammar: GrammarMatcher | None,
+        thinking: Thinking | None = None,
     ) -> None:
         self._sampling, self._bad_words = sampling, bad_words
-        self.grammar = grammar
+        self._grammar, self._thinking = grammar, thinking
+        self._was_thinking = self._is_thinking
         self._tokens: list[int] = []
         self._ends = torch.tensor(sorted({*ends, *sampling.stop_token_ids}), dtype=torch.int64)
         bias = sampling.logit_bias
@@ -65,18 +69,28 @@ class LogitRules:
             self._repeated.add(token)
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:
             self._generated.add(token)
-        if self.grammar is not None:
-            self.grammar.accept(token)
+        if self._grammar is not None and not (self._was_thinking or self._is_thinking):
+            self._grammar.accept(token)
+        self._was_thinking = self._is_thinking
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        """What the next token must go along with."""
+        return None if self._is_thinking else self._grammar
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer can only end now."""
-        return self.grammar is not None and self.grammar.is_complete
+        return self._grammar is not None and self._grammar.is_complete
 
     @property
     def problem(self) -> str | None:
         """Why the answer cannot go on."""
-        return None if self.grammar is None else self.grammar.problem
+        return None if self._grammar is None else self._grammar.problem
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._thinking is not None and self._thinking.is_open
 
     def apply(self, logits_V: torch.Tensor, mask: np.ndarray | None) -> None:
         """Change the logits of the next token in place.
@@ -106,6 +120,10 @@ class LogitRules:
         for *before, last in self._bad_words:
             if before == self._tokens[len(self._tokens) - len(before) :]:
                 logits_V[last] = NEVER
+        budget, thinking = sampling.thinking_budget, self._thinking
+        if budget is not None and thinking is not None and thinking.is_open and thinking.num_tokens >= budget:
+            logits_V.fill_(NEVER)
+            logits_V[thinking.end_token] = 0.0
 
 
 class RuleMaker:
@@ -119,14 +137,15 @@ class RuleMaker:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._bad_words = functools.lru_cache(1024)(functools.partial(bad_word_tokens, tokenizer=tokenizer))
 
-    def make(self, request: Request) -> LogitRules | None:
+    def make(self, request: Request, thinking: Thinking | None) -> LogitRules | None:
         """None: the request takes the model's logits as they are."""
         sampling = request.sampling
         if not sampling.changes_logits:
             return None
         grammar = None if sampling.structured is None else self.grammars.matcher(*sampling.structured)
         bad_words = self._bad_words(sampling.bad_words)
-        return LogitRules(sampling, request.token_ids, self._tokenizer.eos_token_ids, bad_words, grammar)
+        ends = self._tokenizer.eos_token_ids
+        return LogitRules(sampling, request.token_ids, ends, bad_words, grammar, thinking)
 
     @functools.cached_property
     def grammars(self) -> Grammars:

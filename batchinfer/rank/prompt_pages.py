@@ -44,13 +44,16 @@ class PromptPages:
         """Start a request on the pages that `match` found and made free."""
         held = self._tree.hold(match)
         self.num_running += 1
+        thinking = self._context.thinking(request)
         return Sequence(
             request=request,
             pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
             num_computed=match.num_tokens,
             times=times,
             stream=self._context.tokenizer.stream() if request.sampling.stop else None,
-            rules=self._context.rules.make(request),
+            rules=self._context.rules.make(request, thinking),
+            thinking=thinking,
+            tells_reasoning=self._context.reasoning != "none",
         )
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:

@@ -6,6 +6,7 @@ from batchinfer.data.tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
+from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
 
@@ -23,6 +24,8 @@ class Sequence:
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
     rules: LogitRules | None = None  # only for requests that change the model's logits
+    thinking: Thinking | None = None  # only where thinking is told from the answer
+    tells_reasoning: bool = False
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
@@ -46,7 +49,8 @@ class Sequence:
     @property
     def looks_at_every_token(self) -> bool:
         """Whether more than its end depends on a token."""
-        return self.stream is not None or self.rules is not None or self.request.sampling.logprobs is not None
+        watched = (self.stream, self.rules, self.thinking, self.request.sampling.logprobs)
+        return any(item is not None for item in watched)
 
     def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
         """Add a generated token and decide whether it was the last one."""
@@ -54,6 +58,8 @@ class Sequence:
         self.token_ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if self.thinking is not None:
+            self.thinking.accept(token)
         if self.rules is not None:
             self.rules.accept(token)
             if self.rules.problem is not None:
@@ -77,10 +83,7 @@ class Sequence:
     def completion(self, tokenizer: PromptTokenizer) -> Completion:
         """The finished request; the text ends before a stop token or stop string unless these are to be part of it."""
         failed = self.error is not None
-        without_end = self.ended_by_token and not self.request.sampling.include_stop_str_in_output
-        text = (
-            "" if failed else tokenizer.decode(self.token_ids[:-1] if without_end else self.token_ids)[: self.text_end]
-        )
+        text, reasoning = ("", None) if failed else self._texts(tokenizer)
         num_prompt, num_new = self.num_prompt_tokens, len(self.token_ids)
         return Completion(
             key=self.request.key,
@@ -100,7 +103,22 @@ class Sequence:
             replicated_tokens=self.cached.replicated,
             recomputed_tokens=self.cached.recomputed,
             computed_tokens=self.cached.computed,
+            reasoning=reasoning,
+            reasoning_tokens=0 if reasoning is None or self.thinking is None else self.thinking.num_tokens,
         )
+
+    def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
+        """The answer; and what was thought before it, None where it did not begin in thinking or nobody asked."""
+        without_end = self.ended_by_token and not self.request.sampling.include_stop_str_in_output
+        token_ids = self.token_ids[:-1] if without_end else self.token_ids
+        whole = tokenizer.decode(token_ids)
+        thinking, cut = self.thinking, 0 if self.text_end is None else len(whole) - self.text_end
+        if not self.tells_reasoning or thinking is None or not thinking.has_begun:
+            return whole[: self.text_end], None
+        thought, answer = map(tokenizer.decode, thinking.split(token_ids))
+        if thinking.is_open:  # a stop string has ended it there, or max_tokens
+            return "", thought[: len(thought) - cut].strip()
+        return answer[: len(answer) - cut].lstrip("\n"), thought.strip()
 
     def _look_for_stop_string(self, token: int) -> None:
         if self.stream is None:

@@ -50,6 +50,7 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
         "sampling": job.sampling.model_dump(),
         "input columns": job.input.model_dump(exclude={"files"}),
         "output.keep_columns": job.output.keep_columns,
+        "output.reasoning": job.output.reasoning,
         "version of batchinfer": __version__,
     }
 

@@ -1,0 +1,61 @@
+"""What a reasoning model thinks before it answers: where it ends, token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from batchinfer.data.tokenizer import END_OF_THINKING, PromptTokenizer
+
+BEGIN = "<think>"
+Mode = Literal["none", "auto", "deepseek_r1"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTokens:
+    """The ids of <think> (None: the tokenizer has none) and </think>."""
+
+    begin: int | None
+    end: int
+
+    @classmethod
+    def of(cls, tokenizer: PromptTokenizer) -> "ThinkingTokens | None":
+        """None: the tokenizer has no token for the end of thinking."""
+        end = tokenizer.token_id(END_OF_THINKING)
+        return None if end is None else cls(tokenizer.token_id(BEGIN), end)
+
+
+class Thinking:
+    """The thinking in one answer.
+
+    A prompt says by its last <think> or </think> whether the answer begins in thinking. Where it has neither, the
+    answer does by "deepseek_r1", and by "auto" when its first token is <think>.
+    """
+
+    def __init__(self, tokens: ThinkingTokens, prompt: Sequence[int], mode: Mode) -> None:
+        self._tokens = tokens
+        last = next((token for token in reversed(prompt) if token in (tokens.begin, tokens.end)), None)
+        self.is_open = last == tokens.begin if last is not None else mode == "deepseek_r1"
+        self._may_begin = last is None
+        self.has_begun = self.is_open
+        self.num_tokens = 0  # of the answer up to the end of thinking, which is one of them
+        self._num_seen = 0
+
+    @property
+    def end_token(self) -> int:
+        """</think>."""
+        return self._tokens.end
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token."""
+        if self._may_begin and self._num_seen == 0 and token == self._tokens.begin:
+            self.is_open = self.has_begun = True
+        self._num_seen += 1
+        if self.is_open:
+            self.num_tokens += 1
+            self.is_open = token != self._tokens.end
+
+    def split(self, token_ids: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens of the thinking and those of the answer, without what stands around the thinking."""
+        thought, answer = token_ids[: self.num_tokens], token_ids[self.num_tokens :]
+        first = int(self._may_begin and thought[:1] == [self._tokens.begin])
+        return thought[first : len(thought) - (not self.is_open)], answer
