@@ -21,6 +21,7 @@ from batchinfer.sanitize import clip
 
 TOGETHER = b"together"  # a batch in one go: quick
 ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
+MOST_STARTS = 4
 WORDS_BYTES = 4096  # of what a process wrote last
 
 # One thread each: there is a worker for every core. Arrow's own allocator would reserve memory that is never used.
@@ -67,10 +68,13 @@ class Ended:
 
 
 class Worker:
-    """One fork: its channel for bytes; whoever has one closes it."""
+    """One fork: its channel for bytes; whoever has one closes it.
 
-    def __init__(self, pid: int, channel: socket.socket, stderr: int) -> None:
-        self.pid = pid
+    start: which start of the process it was forked from.
+    """
+
+    def __init__(self, pid: int, channel: socket.socket, stderr: int, start: int) -> None:
+        self.pid, self.start = pid, start
         self.channel = Connection(channel.detach())
         self.stderr = stderr
 
@@ -81,14 +85,16 @@ class Worker:
 
 
 class TokenizerProcess:
-    """The process from its start, which is early since its imports take their time, to `end`."""
+    """The process from its start, which is early since its imports take their time, to `end`.
+
+    Where somebody else ends it, it is started again, MOST_STARTS times in all.
+    """
 
     def __init__(self) -> None:
-        self._stderr = _unnamed_file()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with theirs:
-            self._process = start_process(theirs.fileno(), self._stderr)
+        self._settings = b""
+        self._num_starts = 0
+        self._start()
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model folder `settings["folder"]`; call it once.
@@ -99,28 +105,46 @@ class TokenizerProcess:
         Raises:
             ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
         """
-        self._control.send(json.dumps(settings).encode())
-        answer = self._control.recv(1 << 16)
-        if not answer:
-            folder = settings["folder"]
-            raise ModelError(f"cannot use the tokenizer and template of {folder}: {self._why()}; restore the files")
+        self._settings = json.dumps(settings).encode()
+        answer = self._exchange(self._settings)
+        while not answer:
+            ended = self._ended()
+            if not ended.from_outside or self._num_starts == MOST_STARTS:
+                folder, why = settings["folder"], _why(ended)
+                raise ModelError(f"cannot use the tokenizer and template of {folder}: {why}; restore the files")
+            self._start()
+            answer = self._exchange(self._settings)
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise ModelError(found["error"])
         return found
 
     def fork(self) -> Worker:
-        """A worker, in the state that the process had after loading."""
+        """A worker, in the state that the process had after loading.
+
+        Raises:
+            BatchinferError: the process ends again and again.
+        """
         ours, theirs = socket.socketpair()
         stderr = _unnamed_file()
-        with theirs:
-            pid = self._ask(b"fork", [theirs.fileno(), stderr])
-        return Worker(pid, ours, stderr)
+        with theirs, self._lock:
+            while not (pid := self._exchange(b"fork", [theirs.fileno(), stderr])):
+                self._start_again()
+            return Worker(int(pid), ours, stderr, self._num_starts)
 
     def ended(self, worker: Worker) -> Ended:
-        """How a worker ended whose channel has closed."""
-        status = self._ask(b"%d" % worker.pid)
-        return Ended(os.waitstatus_to_exitcode(status), _last_line(worker.stderr))
+        """How a worker ended whose channel has closed.
+
+        Raises:
+            BatchinferError: the process ends again and again.
+        """
+        with self._lock:
+            if worker.start == self._num_starts:
+                status = self._exchange(b"%d" % worker.pid)
+                if status:
+                    return Ended(os.waitstatus_to_exitcode(int(status)), _last_line(worker.stderr))
+                self._start_again()
+        return Ended(-signal.SIGKILL, "")  # with the process that it was forked from
 
     def end(self) -> None:
         """End it and its workers, whatever they do; again: nothing happens."""
@@ -129,19 +153,42 @@ class TokenizerProcess:
             self._process.wait()
         self._control.close()
 
-    def _ask(self, question: bytes, descriptors: list[int] | None = None) -> int:
-        with self._lock:
-            socket.send_fds(self._control, [question], descriptors or [])
-            answer = self._control.recv(64)
-        if not answer:
-            raise BatchinferError(f"the tokenizer's process ended: {self._why()}; run the same command to go on")
-        return int(answer)
+    def _start(self) -> None:
+        self._num_starts += 1
+        self._stderr = _unnamed_file()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = start_process(theirs.fileno(), self._stderr)
 
-    def _why(self) -> str:
+    def _start_again(self) -> None:
+        """With what it had loaded."""
+        ended = self._ended()
+        if ended.from_outside and self._num_starts < MOST_STARTS:
+            self._start()
+            if self._exchange(self._settings):
+                return
+            ended = self._ended()
+        raise BatchinferError(f"the tokenizer's process ended: {_why(ended)}; run the same command to go on")
+
+    def _exchange(self, question: bytes, descriptors: list[int] | None = None) -> bytes:
+        """Its answer; nothing: it has ended."""
+        try:
+            socket.send_fds(self._control, [question], descriptors or [])
+            return self._control.recv(1 << 16)
+        except ConnectionError:
+            return b""
+
+    def _ended(self) -> Ended:
+        self._control.close()
         ended = Ended(self._process.wait(), _last_line(self._stderr))
-        if ended.by_time:
-            return "it takes too much processor time"
-        return "it takes too much memory" if ended.by_memory else ended.reason()
+        os.close(self._stderr)
+        return ended
+
+
+def _why(ended: Ended) -> str:
+    if ended.by_time:
+        return "it takes too much processor time"
+    return "it takes too much memory" if ended.by_memory else ended.reason()
 
 
 def start_process(control: int, stderr: int) -> subprocess.Popen[bytes]:

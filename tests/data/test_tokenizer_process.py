@@ -1,0 +1,63 @@
+"""The process that loads the tokenizer is ended by somebody else: it starts again, and a plan does not notice."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.config import load_job
+from batchinfer.data import tokenizer_process
+from batchinfer.data.encoders import Encoders
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer_process import TokenizerProcess
+from batchinfer.records import BatchinferError, ModelError
+from support.jobs import write_job
+from support.paths import RANDOM_MODEL
+
+TEXTS = [f"prompt number {row} of some" for row in range(50)]
+
+
+@pytest.fixture
+def process():
+    started = TokenizerProcess()
+    yield started
+    started.end()
+
+
+def kill(process):
+    process._process.kill()
+    process._process.wait()
+
+
+def encoded(encoders):
+    pieces = [piece.result() for piece in encoders.start(pa.array(TEXTS))]
+    return [ids for piece in pieces for ids in piece["token_ids"].to_pylist()]
+
+
+@pytest.mark.parametrize("when", ["before it loads", "after it has loaded", "with workers"])
+def test_a_process_that_is_killed_starts_again(tmp_path, process, when):
+    if when == "before it loads":
+        kill(process)
+    with Encoders(load_job(write_job(tmp_path)), window=512, process=process) as encoders:
+        if when == "with workers":
+            encoded(encoders)
+        if when != "before it loads":
+            kill(process)
+        (expected, *_) = load_tokenizer(RANDOM_MODEL).encode_prompts(TEXTS[:1])
+        found = encoded(encoders)
+        assert found[0] == expected
+        assert len(found) == len(TEXTS)
+        assert all(found)
+
+
+def test_a_process_that_always_ends_is_told(tmp_path, process, monkeypatch):
+    monkeypatch.setattr(tokenizer_process, "MOST_STARTS", 1)
+    job = load_job(write_job(tmp_path))
+    with Encoders(job, window=512, process=process) as encoders:
+        kill(process)
+        with pytest.raises(BatchinferError, match="the tokenizer's process ended: SIGKILL; run the same command"):
+            encoded(encoders)
+    other = TokenizerProcess()
+    kill(other)
+    with pytest.raises(ModelError, match=r"cannot use the tokenizer and template of .*: SIGKILL"):
+        Encoders(job, window=512, process=other)
