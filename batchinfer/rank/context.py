@@ -33,6 +33,7 @@ class RankContext:
     overlap: bool = False  # run two micro-batches in turn when there is work for both
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
+    placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:
         # before the first step, so that pages for which there is no memory are refused at the start

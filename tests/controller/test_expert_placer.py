@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from batchinfer.balance.experts.groups import group_loads
+from batchinfer.balance.expert_groups import group_loads
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.data.expert_tables import read_expert_tables
