@@ -16,6 +16,7 @@ MAX_ERRORS = 5  # different texts that a report shows
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "balance", "trouble", "store",
+    "expert_balance",
 )  # fmt: skip
 
 

@@ -162,7 +162,5 @@ def test_finished_requests_are_durable_within_commit_seconds(reference, tmp_path
         for path in parts
         for finished_s in pq.read_table(path, columns=["finished_s"])["finished_s"].to_pylist()
     ]
-    print(
-    print(f"{len(parts)} commits, longest wait {max(waits):.2f} s, step {hiccup_s:.2f} s")
-    )
+    print(print(f"{len(parts)} commits, longest wait {max(waits):.2f} s, step {hiccup_s:.2f} s"))
     assert max(waits) < commit_s + hiccup_s + 2.0
