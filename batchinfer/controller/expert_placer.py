@@ -74,7 +74,9 @@ class ExpertPlacer:
         self._loads.take_calibration(np.array(tokens, dtype=np.float64))
         self._calibrating.discard(rank)
         if not self._calibrating:
-            self._place(self.history.propose(self._loads.of_groups()), "calibration", math.inf)
+            # chance or not: nothing better is known, and nobody has to wait but the start
+            known = {role: (load, 0.0) for role, (load, _) in self._loads.of_groups().items()}
+            self._place(self.history.propose(known), "calibration", math.inf)
 
     def step(self, num_tokens: int) -> None:
         """A rank has ended a step of so many tokens."""
