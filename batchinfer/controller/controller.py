@@ -109,7 +109,7 @@ class Controller:
             case Calibrated():
                 self.sender.calibrated(rank, message)
             case ExpertsPlaced():
-                self.sender.experts.moved(message.seconds)
+                self.sender.experts.moved(rank, message.seconds)
             case _:
                 assert isinstance(message, ExpertCounts), f"rank {rank} sent {message}"
                 self.reports.take_experts(rank, message)

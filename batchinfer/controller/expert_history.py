@@ -42,6 +42,11 @@ class ExpertHistory:
         """Whether nothing is known of some group's loads."""
         return any(history[-1].made_by == "order" for history in self.of_role.values())
 
+    @property
+    def num_placed(self) -> int:
+        """How often experts of a group were placed in this session."""
+        return sum(len(history) - 1 for history in self.of_role.values())
+
     def standing(self, role: str) -> ExpertTables:
         """The placement in force."""
         return self.of_role[role][-1].tables

@@ -11,6 +11,7 @@ when what it saves of the time left is more than what moving takes. Outputs do n
 import math
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -55,13 +56,14 @@ class ExpertPlacer:
         self._placing: Future[dict[str, Proposal]] | None = None
         self._unproved: dict[str, Proposal] = {}  # by role: to be tried with tokens that they were not made for
         self._moving: list[str] = []  # groups whose ranks are to be told
+        self._on_the_move: set[int] = set()  # ranks that were
         if self._may_calibrate:
             threading.Thread(target=load_balancer, name="load balancer", daemon=True).start()
 
     @property
     def is_preparing(self) -> bool:
-        """Whether requests have to wait, since the calibration runs or experts are placed by it."""
-        return bool(self._calibrating)
+        """Whether requests have to wait, since the calibration runs or experts move because of it."""
+        return bool(self._calibrating or self._moving or self._on_the_move) and self._first_step_s is None
 
     def start_calibration(self, ranks: list[int]) -> bool:
         """Whether these ranks are to run a calibration now; it is tried once, whatever becomes of it."""
@@ -102,8 +104,9 @@ class ExpertPlacer:
             if not self._asked:
                 self._look()
 
-    def moved(self, seconds: float) -> None:
+    def moved(self, rank: int, seconds: float) -> None:
         """A rank has taken in the experts that it was told to hold."""
+        self._on_the_move.discard(rank)
         self._costs.moved(seconds)
 
     def ranks_died(self) -> None:
@@ -111,15 +114,22 @@ class ExpertPlacer:
         self._asked.clear()
         self._calibrating.clear()
         self._moving.clear()
+        self._on_the_move.clear()
         self._loads.ranks_died()
 
-    def take_placed(self) -> dict[str, ExpertSlots]:
-        """Where ranks are to move their experts now, by role; each is named once."""
+    def take_placed(self, ranks_of_role: Mapping[str, list[int]]) -> dict[int, ExpertSlots]:
+        """Where ranks are to move their experts now; each is named once."""
         if self._placing is not None and self._placing.done():
             self._unproved, self._placing = self._placing.result(), None
             self._loads.start_window()
-        moving, self._moving = self._moving, []
-        return {role: slots for role in moving if (slots := self.history.slots(role)) is not None}
+        slots_of_rank: dict[int, ExpertSlots] = {}
+        for role in self._moving:
+            slots = self.history.slots(role)
+            assert slots is not None, "it has just been placed"
+            slots_of_rank |= dict.fromkeys(ranks_of_role[role], slots)
+        self._moving = []
+        self._on_the_move |= slots_of_rank.keys()
+        return slots_of_rank
 
     def _look(self) -> None:
         """Take what has proved better with tokens that it was not made for; look for something better elsewhere."""

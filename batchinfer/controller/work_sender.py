@@ -99,10 +99,9 @@ class WorkSender:
         """Ask the ranks for their counts now and then; when their experts are to be elsewhere, let them move."""
         if self.dealer.num_unfinished and self.experts.should_count():
             self.group.send_to_all(messages.CountExperts())
-        for role, slots in self.experts.take_placed().items():
-            self.session.placements += 1
-            for rank in self.group.ranks_of_role[role]:
-                self.group.send(rank, messages.PlaceExperts(slots))
+        for rank, slots in self.experts.take_placed(self.group.ranks_of_role).items():
+            self.group.send(rank, messages.PlaceExperts(slots))
+        self.session.placements = self.experts.history.num_placed
 
     def _take_for(self, rank: int) -> list[Request]:
         """What keeps a rank busy until it asks again: two prefill steps."""

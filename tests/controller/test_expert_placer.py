@@ -70,7 +70,19 @@ class Placer:
         while self.placer._placing is not None and not self.placer._placing.done():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return self.placer.take_placed()
+        return self.taken()
+
+    def taken(self):
+        """Where experts are to be, by role; all ranks of a group are told the same, and go there."""
+        ranks_of_role = (
+            {"both": [0, 1, 2, 3]} if "both" in self.history.of_role else {"prefill": [0, 1], "decode": [2, 3]}
+        )
+        slots_of_rank = self.placer.take_placed(ranks_of_role)
+        for rank in slots_of_rank:
+            self.placer.moved(rank, 0.0)
+        taken = {role: [slots_of_rank.get(rank) for rank in ranks] for role, ranks in ranks_of_role.items()}
+        assert all(slots == [slots[0]] * len(slots) for slots in taken.values())
+        return {role: slots[0] for role, slots in taken.items() if slots[0] is not None}
 
 
 def load_of_ranks(slots, counts, num_ranks=2):
@@ -162,24 +174,30 @@ def test_experts_stay_where_moving_costs_more_than_it_saves():
 
 
 def test_a_calibration_places_experts_before_anything_runs(tmp_path):
-    placer = Placer(RunDir(tmp_path), **APART).placer
+    job, history = job_of(**APART), Placer(RunDir(tmp_path), **APART).history
+    placer = ExpertPlacer(history, job, MODEL, Progress("work", 9, "requests"), job_tokens=0)
     assert placer.start_calibration([0, 1])
-    assert placer.is_preparing
-    for rank in range(2):
-        placer.calibrated(rank, COUNTS["prefill"])
-    assert not placer.is_preparing
-    slots = placer.take_placed()
+    placer.calibrated(0, COUNTS["prefill"])
+    assert placer.take_placed({}) == {}
+    placer.calibrated(1, COUNTS["prefill"])
+    slots = placer.take_placed({"prefill": [0, 1], "decode": [2, 3]})
     # nothing was decoded yet: what prompts ask for is all that is known
-    for role in ("prefill", "decode"):
-        assert load_of_ranks(slots[role], COUNTS["prefill"]) == pytest.approx([6000, 6000], rel=1e-3)
-    assert placer.history.of_role["decode"][-1].made_by == "calibration"
+    for rank in range(4):
+        assert load_of_ranks(slots[rank], COUNTS["prefill"]) == pytest.approx([6000, 6000], rel=1e-3)
+        assert placer.is_preparing
+        placer.moved(rank, 0.1)
+    assert not placer.is_preparing
+    assert history.of_role["decode"][-1].made_by == "calibration"
+    assert history.num_placed == 2
     assert not placer.start_calibration([0, 1])
 
 
 def test_a_calibration_in_which_ranks_die_is_not_tried_again(tmp_path):
-    placer = Placer(RunDir(tmp_path), prefill_ranks=2).placer
+    job, history = job_of(prefill_ranks=2), Placer(RunDir(tmp_path), prefill_ranks=2).history
+    placer = ExpertPlacer(history, job, MODEL, Progress("work", 9, "requests"), job_tokens=0)
     assert placer.start_calibration([0, 1])
     placer.calibrated(0, COUNTS["prefill"])
+    assert placer.is_preparing
     placer.ranks_died()
     assert not placer.is_preparing
     assert not placer.start_calibration([0, 1])
