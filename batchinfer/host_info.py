@@ -70,6 +70,12 @@ def slurm_task() -> str | None:
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
+def slurm_nodes() -> int:
+    """Nodes of this process's Slurm job; 1 outside of Slurm."""
+    text = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    return int(text) if text.isdigit() and int(text) else 1
+
+
 def slurm_restarts() -> int:
     """How often Slurm has put this job back into the queue and started it again."""
     text = os.environ.get("SLURM_RESTART_COUNT", "0")

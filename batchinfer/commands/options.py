@@ -71,7 +71,7 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
             "--expert-loads",
             metavar="RUN",
             type=click.Path(path_type=Path),
-            help="Place the experts by the tokens that this earlier run counted, not by those of the first unit.",
+            help="Place the experts by the tokens that this earlier run counted, not by a calibration.",
         ),
         click.option(
             "--learn-from",

@@ -46,7 +46,7 @@ def report(
     Several runs come side by side, with a column for all of them together.
 
     \b
-    The views for --sql: outputs, requests, units, steps, experts, nodes, kv, run. For example:
+    The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run. For example:
       batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
     """
     modes = {"--together": together, "--compare": compare, "--sql": sql is not None}

@@ -126,6 +126,9 @@ class ClusterConfig(Part):
     prefill_ranks: RankCount | None = Field(None, description="expert-parallel size of prefill")
     decode_ranks: RankCount | None = Field(None, description="expert-parallel size of decode (colocated: the same)")
     redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots, over all ranks of a group")
+    nodes: RankCount | None = Field(
+        None, description="hosts that the ranks are spread over, evenly and in order; unset: as Slurm or the ranks say"
+    )
     overlap: bool | None = Field(
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
@@ -186,6 +189,11 @@ class ClusterConfig(Part):
         else:
             groups = {"prefill": self.num_prefill_ranks, "decode": self.num_decode_ranks}
         return {phase: num_ranks for phase, num_ranks in groups.items() if num_ranks > 1}
+
+    def hosts_of(self, phase: str, nodes: int) -> list[str]:
+        """The host of each rank of an expert group, if all ranks are spread over so many hosts, evenly and in order."""
+        first = self.num_prefill_ranks if phase == "decode" else 0
+        return [str(rank * nodes // self.num_ranks) for rank in range(first, first + self.expert_groups[phase])]
 
     @property
     def num_ranks(self) -> int:

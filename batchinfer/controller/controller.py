@@ -14,7 +14,17 @@ from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
 from batchinfer.progress import note
-from batchinfer.protocol.messages import ExpertTokens, FromRank, Handovers, KvRead, NeedsRequests, Steps, StoreCounts
+from batchinfer.protocol.messages import (
+    Calibrated,
+    ExpertCounts,
+    ExpertsPlaced,
+    FromRank,
+    Handovers,
+    KvRead,
+    NeedsRequests,
+    Steps,
+    StoreCounts,
+)
 from batchinfer.stop import StopSignal
 
 WAIT_S = 0.2  # between questions whether there is a unit to be had
@@ -78,8 +88,8 @@ class Controller:
         silence = self.deaths.silence(has_heard=bool(messages))
         if silence is not None:
             self.group.give_up(silence)
-        self.sender.deal()
         self.sender.place_experts()
+        self.sender.deal()
         self.reports.commit(after_s=self.commit_s)
 
     def _take(self, rank: int, message: FromRank) -> None:
@@ -96,9 +106,13 @@ class Controller:
                 self.sender.kv_read(rank, message.keys)
             case StoreCounts():
                 self.reports.take_store(rank, message)
+            case Calibrated():
+                self.sender.calibrated(rank, message)
+            case ExpertsPlaced():
+                self.sender.experts.moved(rank, message.seconds)
             case _:
-                assert isinstance(message, ExpertTokens), f"rank {rank} sent {message}"
-                self.reports.take_experts(rank, message.tokens)
+                assert isinstance(message, ExpertCounts), f"rank {rank} sent {message}"
+                self.reports.take_experts(rank, message)
 
     def _ranks_died(self, death: RanksDiedError) -> None:
         """Put back what was running; give up a request that is the cause."""

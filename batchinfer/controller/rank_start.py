@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import JobConfig
-from batchinfer.controller.expert_placer import ExpertPlacer
-from batchinfer.controller.results import Results
+from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.controller.units import kv_tokens
 from batchinfer.launch.rank_loader import RankLoader, join_message
 from batchinfer.progress import note
@@ -33,11 +32,10 @@ class RankStart:
         tracer: Tracer,
         ranks: RankLoader,
         rows: list[dict[str, Any]],
-        results: Results,
-        experts: ExpertPlacer,
+        experts: ExpertHistory,
     ) -> None:
         self._job, self._session, self._tracer, self._ranks = job, session, tracer, ranks
-        self._results, self._experts = results, experts
+        self._experts = experts
         self._transfers = run.kv_transfers(session.name)
         self._told: set[str | None] = set()
         fingerprint = read_state(run)["fingerprint"]
@@ -66,8 +64,10 @@ class RankStart:
             ready = self._ranks.load(join_message(self._job, slots))
             group.send_to_all(self._start)
         self._tracer.add("start and load", "ranks", self._ranks.started_s, self._ranks.loaded_s)
-        self._results.set_moe_layers(ready[0].moe_layers)
-        self._experts.set_layers(ready[0].moe_layers)
+        hosts = group.connections.hosts
+        self._experts.ranks_loaded(
+            {role: [hosts[rank] for rank in ranks] for role, ranks in group.ranks_of_role.items()}
+        )
         self._session.device = ready[0].device
         self._note_equal_rows([message.equal_rows for message in ready])
 

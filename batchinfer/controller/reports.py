@@ -7,9 +7,10 @@ from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.expert_statistics import ExpertStatistics
 from batchinfer.controller.results import Results
 from batchinfer.progress import Progress, note
-from batchinfer.protocol.messages import StepReport, StoreCounts
+from batchinfer.protocol.messages import ExpertCounts, StepReport, StoreCounts
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
@@ -27,6 +28,7 @@ class Reports:
     loads: DecodeLoads[RequestKey]
     lengths: OutputLengths
     experts: ExpertPlacer
+    expert_statistics: ExpertStatistics
     _told: set[str] = field(default_factory=set)  # problems that ranks have found
     _recent_tokens: int = 0
     _recent_since: float = field(default_factory=time.monotonic)
@@ -40,6 +42,7 @@ class Reports:
             self.session.record("running")
         self.results.add_step(rank, record)
         self.tracer.add_step(rank, record.kind, record.start_s, record.duration_s, report.spans)
+        self.experts.step(record.new_tokens)
         if record.kind == "decode":
             self.loads.step(rank)
         for key in report.started:
@@ -52,10 +55,10 @@ class Reports:
         self._finish([completion])
         self.progress.advance(1)
 
-    def take_experts(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
-        """A rank has counted tokens per expert."""
-        self.results.set_expert_tokens(rank, tokens)
-        self.experts.add_counts(rank, tokens)
+    def take_experts(self, rank: int, counts: ExpertCounts) -> None:
+        """A rank has counted which experts were asked for, and what its own have computed."""
+        self.expert_statistics.take(rank, counts)
+        self.experts.add_counts(rank, counts)
 
     def take_store(self, rank: int, message: StoreCounts) -> None:
         """The KV store of a rank has done something; every rank finds the same problems, which are told once."""
@@ -68,6 +71,7 @@ class Reports:
     def ranks_died(self) -> None:
         """The ranks count from zero when they are started again."""
         self.results.ranks_ended()
+        self.expert_statistics.ranks_ended()
         self.session.restarts += 1
 
     def commit(self, *, after_s: float = 0.0) -> None:
@@ -75,6 +79,7 @@ class Reports:
         if time.monotonic() - self.results.last_commit_s >= after_s:
             with self.tracer.span("commit", "controller"):
                 self.results.commit()
+                self.expert_statistics.write()
 
     def _finish(self, completions: list[Completion]) -> None:
         for completion in completions:
@@ -84,7 +89,6 @@ class Reports:
             self.loads.finish(completion.key)
         if self.results.add(completions):
             self.commit()
-            self.experts.unit_done()
 
     def _show(self, num_completions: int, num_tokens: int) -> None:
         self._recent_tokens += num_tokens

@@ -1,9 +1,8 @@
-"""What the ranks hand back, made durable: result files of claimed units, steps, experts."""
+"""What the ranks hand back, made durable: result files of claimed units, steps, what the KV store did."""
 
 import time
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from batchinfer.controller.claims import Claim, UnitClaims
@@ -11,7 +10,7 @@ from batchinfer.controller.result_files import result_keys, write_results
 from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_table
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import STATS_EXPERTS, STATS_KV, STATS_STEPS
+from batchinfer.data.schemas import STATS_KV, STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
@@ -31,17 +30,9 @@ class Results:
         self._journal = StepJournal(run, session.name)
         self._num_step_files = 0
         self._num_steps_of_rank: dict[int, int] = {}
-        # by rank: tokens per phase, MoE layer and expert of earlier starts, and of this one
-        self._expert_tokens: dict[int, dict[str, np.ndarray]] = {}
-        self._expert_tokens_now: dict[int, dict[str, np.ndarray]] = {}
-        self._moe_layers = np.zeros(0, dtype=np.int32)
         self._store_counts: dict[tuple[int, int], dict[str, float]] = {}  # by start and rank
         self._num_starts = 0
         self.last_commit_s = time.monotonic()
-
-    def set_moe_layers(self, layers: list[int]) -> None:
-        """The decoder layers that mix experts, in the order of the counts."""
-        self._moe_layers = np.array(layers, dtype=np.int32)
 
     def open_unit(self, claim: Claim, keys: set[RequestKey]) -> set[RequestKey]:
         """Take a claimed unit on; returns those of its requests that no earlier claim has finished."""
@@ -76,12 +67,6 @@ class Results:
         self._steps.append((rank, step, record))
         self._journal.add(rank, step, record)
 
-    def set_expert_tokens(self, rank: int, tokens: dict[str, list[list[int]]]) -> None:
-        """Tokens per phase, MoE layer and expert that a rank has counted since it was started; no layers: nothing."""
-        if len(self._moe_layers) == 0:
-            return
-        self._expert_tokens_now[rank] = {phase: np.array(counts, dtype=np.int64) for phase, counts in tokens.items()}
-
     def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
         """What the KV store has done for a rank since it was started."""
         self._store_counts[self._num_starts, rank] = counts
@@ -91,11 +76,6 @@ class Results:
         self._num_starts += 1
         most_steps = max(self._num_steps_of_rank.values(), default=0)
         self._num_steps_of_rank = dict.fromkeys(self._num_steps_of_rank, most_steps)
-        for rank, tokens in self._expert_tokens_now.items():
-            earlier = self._expert_tokens.setdefault(rank, {})
-            for phase, counts in tokens.items():
-                earlier[phase] = earlier.get(phase, 0) + counts
-        self._expert_tokens_now.clear()
 
     def commit(self) -> None:
         """Make everything finished durable, then mark complete units done; goes on where an error ended it before."""
@@ -104,7 +84,6 @@ class Results:
             self._num_parts[unit] += 1
             del self._finished[unit]
         self._write_steps()
-        self._write_experts()
         self._write_store_counts()
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
             self._claims.complete(self._open[unit])
@@ -126,16 +105,6 @@ class Results:
         self._journal.clear()
         self._num_step_files += 1
 
-    def _write_experts(self) -> None:
-        parts = [
-            self._expert_table(rank, phase, tokens)
-            for rank in sorted(self._expert_tokens.keys() | self._expert_tokens_now.keys())
-            for phase, tokens in self._tokens_of_rank(rank).items()
-        ]
-        if parts:
-            with table_writer(self._run.session_stats("experts", self._session.name), STATS_EXPERTS.schema) as writer:
-                writer.write_table(pa.concat_tables(parts))
-
     def _write_store_counts(self) -> None:
         if not self._store_counts:
             return
@@ -145,21 +114,3 @@ class Results:
         ]
         with table_writer(self._run.session_stats("kv", self._session.name), STATS_KV.schema) as writer:
             writer.write_table(pa.Table.from_pylist(rows, schema=STATS_KV.schema))
-
-    def _tokens_of_rank(self, rank: int) -> dict[str, np.ndarray]:
-        earlier, now = self._expert_tokens.get(rank, {}), self._expert_tokens_now.get(rank, {})
-        phases = [phase for phase in ("prefill", "decode") if phase in earlier or phase in now]
-        zeros = {phase: np.zeros_like((earlier.get(phase), now.get(phase))[phase in now]) for phase in phases}
-        return {phase: zeros[phase] + earlier.get(phase, 0) + now.get(phase, 0) for phase in phases}
-
-    def _expert_table(self, rank: int, phase: str, tokens: np.ndarray) -> pa.Table:
-        layers, experts = np.indices(tokens.shape)
-        columns = {
-            "session": pa.array([self._session.name] * tokens.size, pa.string()),
-            "rank": np.full(tokens.size, rank, dtype=np.int32),
-            "phase": pa.array([phase] * tokens.size, pa.string()),
-            "layer": self._moe_layers[layers].reshape(-1).astype(np.int32),
-            "expert": experts.reshape(-1).astype(np.int32),
-            "tokens": tokens.reshape(-1),
-        }
-        return pa.table(columns, schema=STATS_EXPERTS.schema)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
@@ -55,6 +56,14 @@ class UnitQueue:
                 )
                 return True
         return False
+
+    def prompt_pieces(self) -> list[list[int]]:
+        """Pieces of the prompts that are left to run, spread over all of them: of at most MOST_UNITS units."""
+        rows = self.units.rows
+        num_tokens = num_calibration_tokens(sum(row["new_tokens"] for row in rows))
+        rows = [rows[index] for index in spread(len(rows), MOST_UNITS)]
+        requests = [request for row in rows for request in read_unit(self.run, self.manifest, row, self.default)]
+        return prompt_pieces(requests, num_tokens)
 
     def is_done(self) -> bool:
         """Whether nothing is left. With no request of our own, units of others may still have to be taken over."""

@@ -11,7 +11,9 @@ from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.deaths import Deaths
+from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.expert_statistics import ExpertStatistics
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.rank_start import RankStart, remove_folder
 from batchinfer.controller.reports import Reports
@@ -143,16 +145,19 @@ def _controller(
         move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
     )
     results = Results(run, session, claims)
-    experts = ExpertPlacer(run, cluster, model.n_routed_experts)
+    history = ExpertHistory(run, cluster, model, may_keep=run.experts not in manifest)
+    job_tokens = sum(row["new_tokens"] for row in units.all_rows)
+    experts = ExpertPlacer(history, job, model, progress, job_tokens=job_tokens)
+    statistics = ExpertStatistics(run, session.name, history, group.ranks_of_role, model.moe_layers)
     queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress)
     return Controller(
         stop,
         cluster.commit_seconds,
         group,
-        RankStart(run, job, session, tracer, ranks, units.all_rows, results, experts),
+        RankStart(run, job, session, tracer, ranks, units.all_rows, history),
         queue,
         WorkSender(cluster, session, group, queue, dealer, loads, experts),
-        Reports(session, tracer, progress, results, dealer, loads, lengths, experts),
+        Reports(session, tracer, progress, results, dealer, loads, lengths, experts, statistics),
         Deaths(dealer, cluster.collective_seconds),
     )
 

@@ -31,9 +31,19 @@ class WorkSender:
     _has_begun: bool = False  # whether any rank has got one since they were started
 
     def ranks_started(self) -> None:
-        """No rank has asked for anything yet."""
+        """No rank has asked for anything yet. What is to be known of the experts before is found out now."""
         self._needs_work.clear()
         self._has_begun = False
+        ranks = [place.rank for place in self.group.places if place.runs_prefill]
+        if self.experts.start_calibration(ranks):
+            pieces = self.units.prompt_pieces()
+            for index, rank in enumerate(ranks):
+                self.group.send(rank, messages.Calibrate(pieces[index :: len(ranks)]))
+
+    def calibrated(self, rank: int, message: messages.Calibrated) -> None:
+        """A rank has run its part of the calibration."""
+        self.session.calibration_tokens += message.num_tokens
+        self.experts.calibrated(rank, message.tokens)
 
     def ranks_died(self) -> None:
         """What was on its way or decoding is lost."""
@@ -72,6 +82,8 @@ class WorkSender:
 
         However much there is to say in a round, a rank gets at most one message of each kind.
         """
+        if self.experts.is_preparing:
+            return
         # they begin together: who got requests first would run a step, and the others would have to take part idly
         self._has_begun = self._has_begun or len(self._needs_work) == self.cluster.num_prefill_ranks
         fed: set[int] = set()
@@ -98,13 +110,12 @@ class WorkSender:
             self.group.send(rank, messages.GiveAway(keys))
 
     def place_experts(self) -> None:
-        """After the first unit ask the ranks for their counts; when their experts are placed, let them move."""
+        """Ask the ranks for their counts now and then; when their experts are to be elsewhere, let them move."""
         if self.dealer.num_unfinished and self.experts.should_count():
             self.group.send_to_all(messages.CountExperts())
-        for role, slots in self.experts.take_placed().items():
-            for place in self.group.places:
-                if place.role == role:
-                    self.group.send(place.rank, messages.PlaceExperts(slots))
+        for rank, slots in self.experts.take_placed(self.group.ranks_of_role).items():
+            self.group.send(rank, messages.PlaceExperts(slots))
+        self.session.placements = self.experts.history.num_placed
 
     def _take_for(self, rank: int) -> list[Request]:
         """What keeps a rank busy until it asks again: two prefill steps."""

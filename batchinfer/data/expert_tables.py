@@ -1,13 +1,13 @@
 """Where the experts of a group of ranks are, as plan/experts.parquet holds it, and how often each was asked for.
 
-Written by the planner (from an earlier run's loads) or by the engine (from the first unit's).
+Written by the planner (from an earlier run's loads) or by the engine (from a calibration or its own loads).
 """
 
 # L MoE layers, E experts, R slots of all ranks of a group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class ExpertTables:
         load_of_slot: [L, R] float64, tokens that were expected there when this was made.
         bound: [L] float64, tokens that the busiest rank cannot go below.
         num_ranks: of the group.
+        num_nodes: all copies of an expert are on one of so many equal parts of the ranks; 1: anywhere.
     """
 
     phase: str
@@ -41,26 +42,39 @@ class ExpertTables:
     load_of_slot: np.ndarray
     bound: np.ndarray
     num_ranks: int
+    num_nodes: int = 1
 
     @classmethod
-    def of(
-        cls,
-        phase: str,
-        layers: tuple[int, ...],
-        expert_of_slot: np.ndarray,
-        share_of_slot: np.ndarray,
-        load: np.ndarray,
-        bound: np.ndarray,
-        num_ranks: int,
+    def in_order(
+        cls, phase: str, layers: tuple[int, ...], num_experts: int, num_slots: int, num_ranks: int
     ) -> ExpertTables:
-        """Tables for a load [L, E]."""
-        load_of_slot = np.take_along_axis(load, expert_of_slot, axis=1) * share_of_slot
-        return cls(phase, layers, expert_of_slot, share_of_slot, load_of_slot, bound, num_ranks)
+        """Expert e in slot e; redundant slots repeat the experts from the first on, with even shares. No load yet."""
+        expert_R = np.arange(num_slots) % num_experts
+        expert_LR = np.tile(expert_R, (len(layers), 1))
+        share_LR = np.tile(1.0 / np.bincount(expert_R)[expert_R], (len(layers), 1))
+        return cls(phase, layers, expert_LR, share_LR, np.zeros(share_LR.shape), np.zeros(len(layers)), num_ranks)
+
+    def moved_to(self, expert_of_slot: np.ndarray, share_of_slot: np.ndarray, num_nodes: int) -> ExpertTables:
+        """Other slots of the same ranks, under no load yet."""
+        zeros = np.zeros(share_of_slot.shape)
+        return replace(
+            self, expert_of_slot=expert_of_slot, share_of_slot=share_of_slot, load_of_slot=zeros, num_nodes=num_nodes
+        )
+
+    def under(self, load: np.ndarray, bound: np.ndarray | None = None) -> ExpertTables:
+        """The same slots with what they get of a load [L, E]; bound: of that load, None: as it is."""
+        load_LR = np.take_along_axis(load.astype(np.float64), self.expert_of_slot, axis=1) * self.share_of_slot
+        return replace(self, load_of_slot=load_LR, bound=self.bound if bound is None else bound)
+
+    @property
+    def load_of_rank(self) -> np.ndarray:
+        """[L, G] tokens."""
+        return np.asarray(self.load_of_slot.reshape(len(self.layers), self.num_ranks, -1).sum(axis=2))
 
     @property
     def max_over_mean(self) -> float:
         """Busiest rank by the mean, layer by layer, weighted by load: ranks wait for each other in every layer."""
-        load_LG = self.load_of_slot.reshape(len(self.layers), self.num_ranks, -1).sum(axis=2)
+        load_LG = self.load_of_rank
         total = float(load_LG.mean(axis=1).sum())
         return float(load_LG.max(axis=1).sum()) / total if total else 1.0
 
@@ -71,23 +85,39 @@ class ExpertTables:
         return float(self.bound.sum()) / mean if mean else 1.0
 
 
+def num_nodes(hosts: list[str]) -> int:
+    """Equal parts of a group of ranks, each on a host of its own; 1 where its ranks, in their order, are not so."""
+    count = len(set(hosts))
+    part = len(hosts) // count
+    parts = [set(hosts[start : start + part]) for start in range(0, len(hosts), part)]
+    return count if len(parts) == count and all(len(found) == 1 for found in parts) else 1
+
+
 def write_expert_tables(target: Path, groups: list[ExpertTables], manifest: Manifest | None = None) -> None:
     """Publish plan/experts.parquet; a plan's manifest vouches for it."""
     with table_writer(target, PLAN_EXPERTS.schema, manifest=manifest) as writer:
         for group in groups:
-            num_layers, num_slots = group.expert_of_slot.shape
-            slots = np.tile(np.arange(num_slots), num_layers)
-            columns = {
-                "phase": pa.array([group.phase] * slots.size, pa.string()),
-                "layer": np.repeat(np.array(group.layers, dtype=np.int32), num_slots),
-                "slot": slots.astype(np.int32),
-                "rank": (slots // (num_slots // group.num_ranks)).astype(np.int32),
-                "expert": group.expert_of_slot.reshape(-1).astype(np.int32),
-                "share": group.share_of_slot.reshape(-1),
-                "tokens": group.load_of_slot.reshape(-1),
-                "bound": np.repeat(group.bound, num_slots),
-            }
-            writer.write_table(pa.table(columns, schema=PLAN_EXPERTS.schema))
+            writer.write_table(rows_of(group))
+
+
+def rows_of(group: ExpertTables, schema: pa.Schema = PLAN_EXPERTS.schema, **same: str | int) -> pa.Table:
+    """One row per layer and slot; `same`: columns that all rows have in common."""
+    num_layers, num_slots = group.expert_of_slot.shape
+    slots = np.tile(np.arange(num_slots), num_layers)
+    ranks = slots // (num_slots // group.num_ranks)
+    columns = {
+        "phase": pa.array([group.phase] * slots.size, pa.string()),
+        "layer": np.repeat(np.array(group.layers, dtype=np.int32), num_slots),
+        "slot": slots.astype(np.int32),
+        "rank": ranks.astype(np.int32),
+        "node": (ranks // (group.num_ranks // group.num_nodes)).astype(np.int32),
+        "expert": group.expert_of_slot.reshape(-1).astype(np.int32),
+        "share": group.share_of_slot.reshape(-1),
+        "tokens": group.load_of_slot.reshape(-1),
+        "bound": np.repeat(group.bound, num_slots),
+    }
+    columns |= {name: pa.array([value] * slots.size, schema.field(name).type) for name, value in same.items()}
+    return pa.table(columns, schema=schema)
 
 
 def read_expert_tables(run: RunDir) -> dict[str, ExpertTables]:
@@ -111,5 +141,7 @@ def read_expert_tables(run: RunDir) -> dict[str, ExpertTables]:
             load_of_slot=column("tokens").astype(np.float64),
             bound=column("bound")[:, 0].astype(np.float64),
             num_ranks=int(column("rank").max()) + 1,
+            # a plan of an earlier version does not say
+            num_nodes=max(row.get("node", 0) for row in of_phase) + 1,
         )
     return groups

@@ -115,6 +115,7 @@ PLAN_EXPERTS = _table(
     ("layer", pa.int32(), "decoder layer"),
     ("slot", pa.int32(), "physical slot, over all ranks of the group"),
     ("rank", pa.int32(), "rank of the group that holds it"),
+    ("node", pa.int32(), "part of the group that all copies of its expert are in; 0 where they may be anywhere"),
     ("expert", pa.int32(), "logical expert in it"),
     ("share", pa.float64(), "part of the expert's tokens that this slot gets"),
     ("tokens", pa.float64(), "tokens it would have got of the load that was measured"),
@@ -260,6 +261,7 @@ STATS_STEPS = _table(
     ("largest_kv_tokens", pa.int64(), "of these, the largest request's"),
     ("pages_used", pa.int32(), "KV pages in use, cached prefixes included"),
     ("micro_batches", pa.int32(), "1, or 2 when two micro-batches were interleaved"),
+    ("placement", pa.int32(), "where the experts were in it (see placements)"),
     ("expert_rows", pa.int64(), "(token, expert) rows that this rank's experts computed, all layers"),
     (
         "comm_s",
@@ -280,10 +282,31 @@ STATS_EXPERTS = _table(
     "tokens per expert; in prefill the last layer only gets those that give an answer's first token",
     ("session", pa.string(), "session (see nodes)"),
     ("rank", pa.int32(), "rank that counted them"),
+    ("placement", pa.int32(), "where the experts were meanwhile (see placements)"),
     ("phase", pa.string(), "'prefill' or 'decode'"),
     ("layer", pa.int32(), "decoder layer"),
     ("expert", pa.int32(), "logical expert"),
     ("tokens", pa.int64(), "tokens sent to it"),
+)
+STATS_EXPERT_ROWS = _table(
+    "expert_rows",
+    "(token, expert) rows that the ranks' experts computed, beside what the placement gives them of the tokens counted",
+    ("session", pa.string(), "session (see nodes)"),
+    ("rank", pa.int32(), "rank whose experts computed them"),
+    ("placement", pa.int32(), "where the experts were meanwhile (see placements)"),
+    ("phase", pa.string(), "'prefill' or 'decode'"),
+    ("layer", pa.int32(), "decoder layer"),
+    ("rows", pa.int64(), "measured: rows that its experts computed"),
+    ("promised_rows", pa.float64(), "by experts and placements: tokens of its experts times their shares; null: alone"),
+)
+STATS_PLACEMENTS = _table(
+    "placements",
+    "where the experts of a group of ranks were: one row per placement, layer and slot; the column placement of steps "
+    "says in which steps",
+    ("session", pa.string(), "session (see nodes)"),
+    ("placement", pa.int32(), "number of the placement of this group in its session, from 0"),
+    ("made_by", pa.string(), "'order', 'table' (plan/experts), 'calibration' or 'loads' (measured in the session)"),
+    *((column.name, column.type, column.doc) for column in PLAN_EXPERTS.columns),
 )
 STATS_NODES = _table(
     "nodes",
@@ -303,6 +326,8 @@ STATS_NODES = _table(
     ("numerics", pa.string(), "what rounds: ranks with the same give the same bits"),
     ("restarts", pa.int32(), "how often the ranks were started again after one died"),
     ("moves", pa.int32(), "running requests that went from one rank to another, for balance"),
+    ("calibration_tokens", pa.int64(), "prompt tokens run before the first step to see which experts they ask for"),
+    ("placements", pa.int32(), "how often experts were placed while its ranks ran"),
     ("start_s", pa.float64(), "Unix time when the process started"),
     ("first_prefill_s", pa.float64(), "Unix time of the first prefill step; null when there was none"),
     ("end_s", pa.float64(), "Unix time of its end (or of its last sign of life)"),
@@ -372,7 +397,17 @@ DECODE_STEPS = _table(
     ("requests_mean", pa.float64(), "mean over all ranks that decode"),
     ("requests_at_least", pa.float64(), "what requests_busiest cannot be below: the mean, rounded up"),
 )
-STATS_TABLES = (STATS_REQUESTS, STATS_UNITS, STATS_STEPS, STATS_EXPERTS, STATS_NODES, STATS_KV, STATS_RUN)
+STATS_TABLES = (
+    STATS_REQUESTS,
+    STATS_UNITS,
+    STATS_STEPS,
+    STATS_EXPERTS,
+    STATS_EXPERT_ROWS,
+    STATS_PLACEMENTS,
+    STATS_NODES,
+    STATS_KV,
+    STATS_RUN,
+)
 
 
 def output_schema(id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False) -> pa.Schema:

@@ -47,6 +47,14 @@ class RankGroup:
         self.places, self.local = places, local
         self.connections = RankConnections(places, host)
 
+    @property
+    def ranks_of_role(self) -> dict[str, list[int]]:
+        """The ranks of each group by what it runs, in their order."""
+        ranks: dict[str, list[int]] = {}
+        for place in self.places:
+            ranks.setdefault(place.role, []).append(place.rank)
+        return ranks
+
     def start(self) -> float:
         """See LocalRanks.start; those of other nodes are started there."""
         started_s = self.local.start()

@@ -136,6 +136,11 @@ class ModelConfig:
         return self.qk_head_dim**-0.5 * self.rope.softmax_factor
 
     @property
+    def num_router_groups(self) -> int:
+        """Groups of experts of which a token takes some only; 1: it takes any."""
+        return self.n_group if self.topk_group < self.n_group else 1
+
+    @property
     def max_positions(self) -> int:
         """The window: most tokens, prompt and output together, that one request may have."""
         return self.max_position_embeddings

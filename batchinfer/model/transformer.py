@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -160,11 +161,17 @@ class Transformer:
         return StepOutput(logits_SV, expert_counts)
 
     @property
+    def expert_rows(self) -> np.ndarray:
+        """[L] int64, (token, expert) rows that this rank's experts of each MoE layer have computed so far."""
+        rows_L = np.array([mlp.num_local_rows for mlp in self.moe_mlps], dtype=np.int64)
+        if any(mlp.counts_on_device for mlp in self.moe_mlps):
+            rows_L += torch.stack([mlp.num_device_rows for mlp in self.moe_mlps]).cpu().numpy()
+        return rows_L
+
+    @property
     def num_expert_rows(self) -> int:
-        """(token, expert) rows that this rank's experts have computed so far."""
-        on_device = [mlp.num_device_rows for mlp in self.moe_mlps if mlp.counts_on_device]
-        of_device = int(torch.stack(on_device).sum()) if on_device else 0
-        return of_device + sum(mlp.num_local_rows for mlp in self.moe_mlps)
+        """The sum of these."""
+        return int(self.expert_rows.sum())
 
     def _build_layer(self, layer: int, dispatchers: Iterator[Dispatcher]) -> DecoderLayer:
         weights = self.weights.layers[layer]

@@ -75,18 +75,19 @@ class AllToAllDispatcher:
     def __init__(self, exchange: Exchange, placement: Placement, row_format: RowFormat):
         assert placement.num_ranks == exchange.size, f"{placement.num_ranks} ranks placed, {exchange.size} in the group"
         self._exchange = exchange
-        self._placement = placement
+        self._placement, self._turn = placement, 0
         self._row_format = row_format
         self._combine_format = RowFormat.for_combine(row_format)
 
     def place(self, placement: Placement) -> None:
         """See Dispatcher."""
-        self._placement = placement
+        self._placement, self._turn = placement, 0
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> AllToAllHandle:
         """Start sending each (token, expert) row to a slot of its expert."""
         placement, num_values = self._placement, x.shape[1]
-        slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank)
+        slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank, self._turn)
+        self._turn += 1
         order_M, place_M, num_rows_S = sort_by_expert(slot_M, placement.num_slots, x.dtype)
         counts = num_rows_S.view(placement.num_ranks, -1)
         rows = self._exchange.buffer(len(order_M), self._row_format.row_bytes(num_values))

@@ -16,6 +16,11 @@ import torch
 
 from batchinfer.records import ConfigError, slots_per_rank
 
+# multiples of these, modulo 1, fill the interval evenly
+_GOLDEN = 0.6180339887498949
+_PLASTIC = 0.7548776662466927
+_LEAST_PHASE = 1e-6
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -87,14 +92,17 @@ class Placement:
         """The expert in each of a rank's slots."""
         return self.expert_of_slot[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
-    def slots_for(self, expert_M: torch.Tensor, rank: int) -> torch.Tensor:
+    def slots_for(self, expert_M: torch.Tensor, rank: int, turn: int = 0) -> torch.Tensor:
         """A slot for each row of `rank`, so that each slot gets its share of its expert's rows.
 
-        The j-th of a rank's n rows for an expert lies at (j + phase) / n of the expert's shares laid end to end; the
-        phase differs from rank to rank, so that also single rows spread. Reads no value on the host.
+        The j-th of a rank's n rows for an expert lies at (j + phase) / n of the expert's shares laid end to end. The
+        phase differs from rank to rank, so that also single rows spread; from one turn to the next it goes on by the
+        golden ratio, and by another irrational number from expert to expert, so that also the single rows of many steps
+        take their shares, and not all at once. Reads no value on the host.
 
         Args:
             expert_M: [M] int64.
+            turn: how often this rank has been here with the placement.
 
         Returns:
             [M] int64 slot numbers.
@@ -107,9 +115,10 @@ class Placement:
         count_E = count_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))
         first_E = count_E.cumsum(0) - count_E
         place_M = torch.arange(len(expert_M), device=expert_M.device) - first_E[sorted_M]
-        phase = (rank + 0.5) / self.num_ranks
-        # float32 would round the last of some thousand rows up to the next expert
-        point_M = (place_M.double() + phase) / count_E[sorted_M]
+        phase = (rank + 0.5) / self.num_ranks + turn * _GOLDEN
+        # float32 would round the last of some thousand rows up to the next expert; so would a phase too near to 1
+        phase_M = _LEAST_PHASE + (1 - 2 * _LEAST_PHASE) * ((sorted_M.double() * _PLASTIC + phase) % 1.0)
+        point_M = (place_M.double() + phase_M) / count_E[sorted_M]
         # shares of expert e end at e + 0.., e + 1; the points of its rows lie strictly between e and e + 1
         _, ends_P, slot_P = self._tables_on(expert_M.device)
         chosen_M = slot_P[torch.searchsorted(ends_P, sorted_M + point_M, right=True).clamp_max(self.num_slots - 1)]

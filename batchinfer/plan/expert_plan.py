@@ -1,16 +1,17 @@
 """Where experts are to be, from the tokens per expert that an earlier run counted.
 
-A planner has a minute, so it searches longer than the engine does after a first unit.
+A planner has a minute, so it searches longer than the engine does.
 """
 
 # L MoE layers, E experts
 
 import numpy as np
 
-from batchinfer.balance.experts import place_experts
-from batchinfer.balance.experts.groups import group_loads, in_order
+from batchinfer.balance.expert_groups import group_loads, node_limits
+from batchinfer.balance.experts import place_robustly
 from batchinfer.config import ClusterConfig
-from batchinfer.data.expert_tables import ExpertTables
+from batchinfer.data.expert_tables import ExpertTables, num_nodes
+from batchinfer.host_info import slurm_nodes
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 
@@ -23,25 +24,23 @@ def plan_experts(
     if not groups:
         note("one rank holds all experts: the expert loads are not used")
         return []
-    num_slots = model.n_routed_experts + cluster.redundant_experts
+    num_slots, layers = model.n_routed_experts + cluster.redundant_experts, tuple(model.moe_layers)
     planned = []
     for phase, load in group_loads(load_of_phase, groups).items():
-        before = in_order(load, num_slots=num_slots, num_ranks=groups[phase])
-        placement = place_experts(load, num_slots=num_slots, num_gpus=groups[phase], effort="high")
-        tables = ExpertTables.of(
-            phase,
-            tuple(model.moe_layers),
-            placement.expert_of_slot,
-            placement.share_of_slot,
-            load,
-            placement.bound,
-            groups[phase],
+        num_ranks = groups[phase]
+        before = ExpertTables.in_order(phase, layers, model.n_routed_experts, num_slots, num_ranks).under(load)
+        hosts = cluster.hosts_of(phase, cluster.nodes or slurm_nodes())
+        nodes, num_groups = node_limits(num_ranks, num_nodes(hosts), model.num_router_groups)
+        placement = place_robustly(
+            load, num_slots=num_slots, num_gpus=num_ranks, num_nodes=nodes, num_groups=num_groups, effort="high"
         )
-        mean = before.gpu_load.mean(axis=1).sum() or 1.0
+        tables = before.moved_to(placement.expert_of_slot, placement.share_of_slot, num_nodes=nodes)
+        tables = tables.under(load, placement.bound)
         ranks = "" if phase == "both" else f" ({phase} ranks)"
+        where = f", copies of an expert on one of {nodes} nodes" if nodes > 1 else ""
         note(
             f"experts placed{ranks}: busiest rank {tables.max_over_mean:.3f} times the mean, "
-            f"{before.gpu_load.max(axis=1).sum() / mean:.3f} in order, at best {tables.bound_over_mean:.3f}"
+            f"{before.max_over_mean:.3f} in order, at best {tables.bound_over_mean:.3f}{where}"
         )
         planned.append(tables)
     return planned

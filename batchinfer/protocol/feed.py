@@ -2,13 +2,12 @@
 
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from batchinfer.protocol import messages
 from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.messages import Adoption, ExpertSlots, FromController, Handover, StepReport
+from batchinfer.protocol.messages import Adoption, ExpertCounts, ExpertSlots, FromController, Handover, StepReport
 from batchinfer.records import Request, RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
@@ -24,6 +23,7 @@ class Inbox:
     adoptions: list[Adoption] = field(default_factory=list)
     adopted: list[RequestKey] = field(default_factory=list)  # handovers whose KV has been read: free it
     give_away: list[RequestKey] = field(default_factory=list)  # running requests that another rank is to go on with
+    calibrate: list[list[int]] | None = None  # run these pieces of prompts, as soon as all ranks know
     expert_slots: ExpertSlots | None = None  # place the experts like this as soon as all ranks know
     count_experts: bool = False  # report the tokens per expert now
     leave: bool = False  # end after this step; unfinished requests are dropped and run again later
@@ -34,7 +34,7 @@ class Feed:
 
     Args:
         received: what a reading thread has taken from the channel.
-        expert_tokens: the rank's counts by phase, sent now and then.
+        expert_counts: of the rank, sent now and then; None: it counts nothing.
         num_ranks: of the job.
     """
 
@@ -42,12 +42,12 @@ class Feed:
         self,
         channel: Channel[FromController],
         received: queue.SimpleQueue[FromController],
-        expert_tokens: dict[str, np.ndarray],
+        expert_counts: Callable[[], ExpertCounts] | None,
         num_ranks: int = 1,
     ) -> None:
         self._channel = channel
         self._received = received
-        self._expert_tokens = expert_tokens
+        self._expert_counts = expert_counts
         self._has_asked = False
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
         self._steps: list[StepReport] = []  # not told yet
@@ -88,12 +88,19 @@ class Feed:
             self._channel.send(messages.Steps(reports))
 
     def send_experts(self) -> None:
-        """Report the tokens per expert since the start."""
+        """Report the tokens per expert since the experts are where they are."""
         self.send_steps()
         self._last_experts_s = time.monotonic()
-        self._channel.send(
-            messages.ExpertTokens({phase: counts.tolist() for phase, counts in self._expert_tokens.items()})
-        )
+        if self._expert_counts is not None:
+            self._channel.send(self._expert_counts())
+
+    def send_calibrated(self, num_tokens: int, tokens: list[list[int]]) -> None:
+        """Report the tokens per layer and expert of the calibration."""
+        self._channel.send(messages.Calibrated(num_tokens, tokens))
+
+    def send_placed(self, seconds: float) -> None:
+        """The experts have moved, which took so long."""
+        self._channel.send(messages.ExpertsPlaced(seconds))
 
     def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
         """Report what the KV store has done since the start, and what the user should know of it."""
@@ -118,6 +125,8 @@ class Feed:
                 inbox.adoptions += message.adoptions
             case messages.FreeKv():
                 inbox.adopted += message.keys
+            case messages.Calibrate():
+                inbox.calibrate = message.pieces
             case messages.PlaceExperts():
                 inbox.expert_slots = message.slots
             case messages.CountExperts():

@@ -40,6 +40,7 @@ class StepRecord(Struct, frozen=True, array_like=True):
     largest_kv_tokens: int
     pages_used: int
     micro_batches: int
+    placement: int
     expert_rows: int
     comm_s: float
     wait_comm_s: float | None
@@ -87,10 +88,11 @@ class Adoption(Struct, frozen=True):
 
 
 class ExpertSlots(Struct, frozen=True):
-    """Expert and share of each slot, per MoE layer: [L, P] each."""
+    """Expert and share of each slot, per MoE layer: [L, P] each; and the number of this placement in the session."""
 
     expert_of_slot: list[list[int]]
     share_of_slot: list[list[float]]
+    placement: int = 0
 
 
 # in both directions
@@ -151,10 +153,29 @@ class KvRead(Message, frozen=True):
     keys: list[RequestKey]
 
 
-class ExpertTokens(Message, frozen=True):
-    """Tokens since the rank's start by phase, MoE layer and expert."""
+class ExpertCounts(Message, frozen=True):
+    """What a rank has counted since it has its experts where they are.
 
+    tokens: of its own, by phase, MoE layer and expert.
+    rows: (token, expert) rows of all ranks that its experts computed, by phase and MoE layer.
+    """
+
+    placement: int
     tokens: dict[str, list[list[int]]]
+    rows: dict[str, list[int]]
+
+
+class Calibrated(Message, frozen=True):
+    """Tokens of the calibration by MoE layer and expert; no layers: nothing was run."""
+
+    num_tokens: int
+    tokens: list[list[int]]
+
+
+class ExpertsPlaced(Message, frozen=True):
+    """The experts are where they were wanted; it took so long."""
+
+    seconds: float
 
 
 class StoreCounts(Message, frozen=True):
@@ -237,6 +258,12 @@ class GiveAway(Message, frozen=True):
     keys: list[RequestKey]
 
 
+class Calibrate(Message, frozen=True):
+    """Before the first request: run these pieces of prompts and say which experts they ask for."""
+
+    pieces: list[list[int]]
+
+
 class CountExperts(Message, frozen=True):
     """Report the tokens per expert now."""
 
@@ -256,10 +283,10 @@ class Leave(Message, frozen=True):
 
 
 FromRank = (
-    Hello | SharedValue | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertTokens | StoreCounts
-) | (Failed | Bye)
-FromController = (
-    SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | CountExperts | PlaceExperts | Wake | Leave
+    Hello | SharedValue | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertCounts | StoreCounts
+) | (Calibrated | ExpertsPlaced | Failed | Bye)
+FromController = (SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | Calibrate | CountExperts) | (
+    PlaceExperts | Wake | Leave
 )
 
 

@@ -49,7 +49,7 @@ class Admission:
             and len(queue.waiting) < context.decode_requests
         )
 
-    def vote(self, *, leave: bool, place: bool) -> StepVote:
+    def vote(self, *, leave: bool, place: bool, calibrate: bool = False) -> StepVote:
         """What this rank could do next."""
         num_running = len(self._running.sequences)
         prefill = self._should_prefill()
@@ -59,7 +59,12 @@ class Admission:
         else:
             both_halves = num_running > 1
         return StepVote(
-            leave=leave, prefill=prefill, decode=num_running > 0, fills_both_halves=both_halves, place=place
+            leave=leave,
+            prefill=prefill,
+            decode=num_running > 0,
+            fills_both_halves=both_halves,
+            place=place,
+            calibrate=calibrate,
         )
 
     def refuse_what_never_fits(self) -> None:

@@ -37,6 +37,7 @@ class RankContext:
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
     reasoning: Mode = "none"  # how thinking is told from answers
+    placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:
         # before the first step, so that pages for which there is no memory are refused at the start

@@ -119,11 +119,13 @@ def make_worker(
     start: Start,
     budget: KvBudget,
     transfer_folder: Path | None,
+    placement: int = 0,
 ) -> RankWorker:
     """Allocate the KV pages, and put the parts of this rank together.
 
     Args:
         transfer_folder: of this rank, for KV on its way between hosts; None: all ranks are on one host.
+        placement: number of the one with which the experts were loaded.
 
     Raises:
         ConfigError: there is no memory for the pages.
@@ -143,6 +145,7 @@ def make_worker(
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,
         reasoning=job.output.reasoning,
+        placement=placement,
     )
 
     def place_experts(slots: ExpertSlots) -> None:

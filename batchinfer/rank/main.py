@@ -146,11 +146,12 @@ def _work(
 ) -> Feed:
     """Load the model, say so, and step until the end."""
     join, job, place, device, mesh = _join(received, store, environment)
+    slots = join.slots_of_role.get(place.role)
     model = load_model(
         job,
         mesh,
         place,
-        join.slots_of_role.get(place.role),
+        slots,
         device,
         memory,
         before_weights=lambda: channel.send(messages.CanRun()),
@@ -163,14 +164,15 @@ def _work(
 
     start = received.get()
     if isinstance(start, messages.Leave):
-        return Feed(channel, received, {})
+        return Feed(channel, received, None)
     assert isinstance(start, messages.Start), start
     gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
     gc.enable()
     folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
-    worker = make_worker(job, model, tokenizer, mesh, place, start, budget, folder)
-    feed = Feed(channel, received, worker.telemetry.expert_tokens, job.cluster.num_ranks)
+    placement = 0 if slots is None else slots.placement
+    worker = make_worker(job, model, tokenizer, mesh, place, start, budget, folder, placement)
+    feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)
     finally:

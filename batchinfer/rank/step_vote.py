@@ -13,6 +13,7 @@ class Kind(Enum):
     """What a group does together."""
 
     LEAVE = "leave"
+    CALIBRATE = "calibrate"
     PLACE = "place"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,6 +29,7 @@ class StepVote:
     decode: bool = False
     fills_both_halves: bool = False  # has at least two tokens to run in the step it votes for
     place: bool = False  # knows of another placement of the experts
+    calibrate: bool = False  # has got its part of the calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,16 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool) -> Agreed:
     """One small exchange between all ranks of the group.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
-    requests. Experts move once all ranks know where to. Two micro-batches are run when `overlap` is on and some rank
-    can fill both.
+    requests. Experts move once all ranks know where to; likewise with the calibration. Two micro-batches are run when
+    `overlap` is on and some rank can fill both.
     """
     votes = [vote]
     if mesh.size > 1:
         votes = [StepVote(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(vote)])]
     if any(vote.leave for vote in votes):
         kind = Kind.LEAVE
+    elif all(vote.calibrate for vote in votes):
+        kind = Kind.CALIBRATE
     elif all(vote.place for vote in votes):
         kind = Kind.PLACE
     elif any(vote.prefill for vote in votes):

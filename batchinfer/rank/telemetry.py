@@ -1,4 +1,6 @@
-"""What a rank tells its controller about its steps: records, tokens per expert, spans, and its KV store's counts."""
+"""What a rank tells its controller about its steps: records, expert counts, spans, and its KV store's counts."""
+
+# L MoE layers, E experts
 
 import time
 from collections import Counter
@@ -7,7 +9,7 @@ import numpy as np
 
 from batchinfer.parallel.spans import Span, SpanLog
 from batchinfer.protocol.feed import Feed
-from batchinfer.protocol.messages import StepRecord
+from batchinfer.protocol.messages import ExpertCounts, StepRecord
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.step_vote import Agreed
@@ -18,30 +20,48 @@ STORE_S = 5.0  # between reports of what the KV store has done
 TRACED_STEPS = 50  # of each kind; enough to see the order of things, and a bound for the file
 
 
+PHASES = ("prefill", "decode")
+
+
 class Telemetry:
-    """Counts since the rank started."""
+    """Counts since the rank started; those of experts since these are where they are."""
 
     def __init__(self, context: RankContext) -> None:
         model = context.model
         self._model = model
         self._exchanges_rows = context.mesh.size > 1
         self._num_steps = 0
-        self._num_expert_rows = model.num_expert_rows  # after the latest step
+        self._placement = context.placement
+        self._rows_L = model.expert_rows  # after the latest step
         self._num_fallbacks = registry.num_fallbacks()
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if context.traced else Counter()
         self._last_store_s = 0.0
         self.between_steps = SpanLog()
-        self.expert_tokens = {
-            phase: np.zeros((model.num_moe_layers, model.config.n_routed_experts), dtype=np.int64)
-            for phase in ("prefill", "decode")
-        }
+        self.count_anew(self._placement)
+
+    def count_anew(self, placement: int) -> None:
+        """From now on counts are of this placement of the experts."""
+        self._placement = placement
+        num_layers, num_experts = self._model.num_moe_layers, self._model.config.n_routed_experts
+        self._tokens_LE = {phase: np.zeros((num_layers, num_experts), dtype=np.int64) for phase in PHASES}
+        self._new_rows_L = {phase: np.zeros(num_layers, dtype=np.int64) for phase in PHASES}
+
+    def forget_rows(self) -> None:
+        """Rows that experts have computed since the latest step are of no step."""
+        self._rows_L = self._model.expert_rows
+
+    def expert_counts(self) -> ExpertCounts:
+        """What was counted with the experts where they are."""
+        tokens = {phase: counts.tolist() for phase, counts in self._tokens_LE.items()}
+        return ExpertCounts(self._placement, tokens, {phase: rows.tolist() for phase, rows in self._new_rows_L.items()})
 
     def record(self, agreed: Agreed, ran: StepResult, log: SpanLog, *, start_s: float, pages_used: int) -> StepRecord:
         """The record of the step that has just run."""
         kind = agreed.kind.value
-        rows_before, self._num_expert_rows = self._num_expert_rows, self._model.num_expert_rows
+        before_L, self._rows_L = self._rows_L, self._model.expert_rows
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
-        self.expert_tokens[kind] += ran.output.expert_counts.cpu().numpy()
+        self._tokens_LE[kind] += ran.output.expert_counts.cpu().numpy()
+        self._new_rows_L[kind] += self._rows_L - before_L
         self._num_steps += 1
         return StepRecord(
             step=self._num_steps - 1,
@@ -56,7 +76,8 @@ class Telemetry:
             largest_kv_tokens=ran.largest_kv_tokens,
             pages_used=pages_used,
             micro_batches=2 if agreed.in_pairs else 1,
-            expert_rows=self._num_expert_rows - rows_before,
+            placement=self._placement,
+            expert_rows=int((self._rows_L - before_L).sum()),
             comm_s=log.communication_s() if self._exchanges_rows else 0.0,
             wait_comm_s=log.waiting_s() if self._exchanges_rows else 0.0,
             hidden_comm_s=log.hidden_communication_s() if self._exchanges_rows else 0.0,

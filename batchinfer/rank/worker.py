@@ -9,6 +9,7 @@ from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import ExpertSlots, StepReport
 from batchinfer.rank.admission import Admission
+from batchinfer.rank.calibration import count_experts
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode import decode_step
 from batchinfer.rank.decode_table import DecodeTable
@@ -53,6 +54,7 @@ class RankWorker:
         self.telemetry = Telemetry(context)
         self._place_experts = place_experts
         self._expert_slots: ExpertSlots | None = None  # to be placed
+        self._pieces: list[list[int]] | None = None  # of the calibration
         self._leave = False
 
     def run(self, feed: Feed) -> None:
@@ -65,15 +67,16 @@ class RankWorker:
         wait_s = 0.0
         while True:
             self._take_in(feed, wait_s)
-            vote = self._admission.vote(leave=self._leave, place=self._expert_slots is not None)
+            vote = self._admission.vote(
+                leave=self._leave, place=self._expert_slots is not None, calibrate=self._pieces is not None
+            )
             agreed = agree(self._context.mesh, vote, overlap=self._context.overlap)
             if agreed.kind is Kind.LEAVE:
                 break
-            if agreed.kind is Kind.PLACE:
-                assert self._place_experts is not None
-                assert self._expert_slots is not None
-                self._place_experts(self._expert_slots)
-                self._expert_slots = None
+            if agreed.kind is Kind.CALIBRATE:
+                self._calibrate(feed)
+            elif agreed.kind is Kind.PLACE:
+                self._move_experts(feed)
             elif agreed.kind is not Kind.WAIT:
                 self._step(agreed, feed)
             wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
@@ -86,6 +89,7 @@ class RankWorker:
         inbox, migration, log = feed.receive(wait_s), self._migration, self.telemetry.between_steps
         self._leave = self._leave or inbox.leave
         self._expert_slots = inbox.expert_slots or self._expert_slots
+        self._pieces = self._pieces if inbox.calibrate is None else inbox.calibrate
         if inbox.count_experts:
             feed.send_experts()
         self._queue.add(inbox.requests)
@@ -103,6 +107,25 @@ class RankWorker:
             self._running.add(taken)
             feed.confirm_adopted([sequence.request.key for sequence in taken])
         self._admission.refuse_what_never_fits()
+
+    def _calibrate(self, feed: Feed) -> None:
+        """Run pieces of prompts for the sake of their experts, before the first request."""
+        assert self._pieces is not None
+        num_tokens, counts = count_experts(self._context, self._pieces)
+        self._pieces = None
+        self.telemetry.forget_rows()
+        feed.send_calibrated(num_tokens, counts)
+
+    def _move_experts(self, feed: Feed) -> None:
+        """Report what was counted so far, and count anew with the experts where they are wanted."""
+        assert self._place_experts is not None
+        assert self._expert_slots is not None
+        feed.send_experts()
+        started_s = time.monotonic()
+        self._place_experts(self._expert_slots)
+        self.telemetry.count_anew(self._expert_slots.placement)
+        self._expert_slots = None
+        feed.send_placed(time.monotonic() - started_s)
 
     def _step(self, agreed: Agreed, feed: Feed) -> None:
         """Run a step; what it has started goes on here or at another rank."""

@@ -17,10 +17,11 @@ from batchinfer.report.views import open_views, query_text
 # queries/<name>.sql in this order, each a table that the ones after it use
 QUERIES = (
     "sessions", "spans", "held", "times", "tokens", "speeds", "extra_work", "communication", "ranks", "balance",
+    "expert_balance",
     "predictions", "store", "finish_reasons", "trouble", "rank_seconds",
 )  # fmt: skip
 # tables with a session; names of sessions may repeat in runs that were copied
-SESSION_TABLES = ("steps", "experts", "nodes", "kv", "decode_steps")
+SESSION_TABLES = ("steps", "experts", "expert_rows", "placements", "nodes", "kv", "decode_steps")
 MEMORY_LIMIT = "600MB"  # beyond that DuckDB goes to disk
 
 

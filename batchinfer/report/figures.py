@@ -246,6 +246,29 @@ RANKS = Group(
     ),
     why_empty="",
 )  # fmt: skip
+EXPERTS = Group(
+    "Experts",
+    (
+        Figure("expert_rows_max_over_mean", "expert rows, busiest / mean", forms.ratio, "",
+               "(token, expert) rows that the busiest rank's experts computed, by the mean: layer by layer and phase "
+               "by phase, weighted by rows; null where one rank holds all",
+               note=lambda values: f"promised {forms.ratio(values['expert_rows_promised_max_over_mean'])}",
+               why_empty=""),
+        Figure("expert_rows_promised_max_over_mean", "", forms.ratio, "",
+               "the same of the rows that the placement in force gives each rank of the tokens counted"),
+        Figure("expert_rows_measured_by_promised", "  measured / promised", forms.ratio, "",
+               "expert_rows_max_over_mean / expert_rows_promised_max_over_mean", why_empty=""),
+        Figure("expert_rows_furthest", "  furthest from promised", forms.percent, "%",
+               "of all ranks: the furthest that rows measured in a phase are from those promised, as a share of these",
+               note="of a rank's rows", why_empty=""),
+        Figure("expert_placements", "experts placed", forms.count, "",
+               "how often experts were placed while ranks ran", note="times while ranks ran", only_if_any=True),
+        Figure("calibration_tokens", "calibration", forms.count, "tokens",
+               "prompt tokens run before the first step, for their experts' sake alone: in no other count of tokens, "
+               "and their time is part of the start-up", note="before the first step", only_if_any=True),
+    ),
+    why_empty="",
+)  # fmt: skip
 STORE = Group(
     "KV store",
     (
@@ -259,7 +282,7 @@ STORE = Group(
     ),
     why_empty="",
 )  # fmt: skip
-GROUPS = (ROWS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, STORE)
+GROUPS = (ROWS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, EXPERTS, STORE)
 FIGURES = {figure.key: figure for group in GROUPS for figure in group.figures}
 PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
 

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from batchinfer.report import forms
-from batchinfer.report.figures import GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
+from batchinfer.report.figures import EXPERTS, GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
 from batchinfer.report.forms import Value
 from batchinfer.report.read import RankDetails, Report, is_worth_showing
 from batchinfer.report.terminal import (
@@ -33,7 +33,7 @@ def panel(report: Report) -> Iterator[RenderableType]:
     yield text(fit(f"{report.run}   ({report.model}, {report.dtype})", WIDTH), HEADING)
     if report.bit_equal is False:  # answers may depend on what rows were batched with
         yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
-    first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, STORE))
+    first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, EXPERTS, STORE))
     yield from figure_table(report.values, first)
     if sum(report.seconds.values()):
         yield _number_table(["Where the time went", "rank-seconds", "share", "cost, $"], _part_lines(report))
@@ -45,7 +45,8 @@ def panel(report: Report) -> Iterator[RenderableType]:
         yield _number_table(["Ranks", "prefilled", "decoded", "busy s"], _rank_lines(report.ranks))
     lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table above has the heading
     balance = _balance_lines(report.ranks) if several else ()
-    yield table([*balance, *lines, *figure_lines(report.values, [STORE])], "lrw", min_widths=LINED_UP)
+    figures = figure_lines(report.values, [EXPERTS, STORE])
+    yield table([*balance, *lines, *figures], "lrw", min_widths=LINED_UP)
     over_time = list(_decode_lines(report))
     if over_time:
         yield table([[text(name, HEADING) for name in DECODE_HEADER], *over_time], "lrrrrr")

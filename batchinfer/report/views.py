@@ -30,7 +30,7 @@ def query_text(name: str) -> str:
 
 
 def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
-    """An in-memory database with the views outputs, requests, units, steps, experts, nodes, kv, run and decode_steps.
+    """An in-memory database with the views of VIEWS.
 
     A table that a run does not have (no step was run, no shard could be read) is an empty table with the columns of
     data.schemas. With several run folders every view has the column `run`, the folder's name (its whole path where two

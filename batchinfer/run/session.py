@@ -42,6 +42,8 @@ class Session:
         self._ranks = range(0)
         self.restarts = 0  # of the ranks, after one of them died
         self.moves = 0  # of running requests from one rank to another
+        self.calibration_tokens = 0  # run before the first step
+        self.placements = 0  # of experts while the ranks ran
         self.device: str | None = None
         self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
         self.first_prefill_s: float | None = None
@@ -73,6 +75,8 @@ class Session:
             **asdict(self.equal_rows or EqualRows()),
             "restarts": self.restarts,
             "moves": self.moves,
+            "calibration_tokens": self.calibration_tokens,
+            "placements": self.placements,
             "start_s": self.start_s,
             "first_prefill_s": self.first_prefill_s,
             "end_s": time.time(),

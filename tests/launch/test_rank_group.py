@@ -14,7 +14,7 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Bye,
-    ExpertTokens,
+    ExpertCounts,
     Failed,
     FromController,
     Hello,
@@ -101,14 +101,14 @@ def test_what_a_rank_said_last_counts_though_it_left_before_it_was_asked_to():
     group = RankGroup(places, LocalRanks(range(0)), "127.0.0.1")
     try:
         first, hasty, last = (called(group, Hello(rank, 1, f"host {rank}")) for rank in range(3))
-        hasty.send(ExpertTokens({"decode": [[1]]}))
+        hasty.send(ExpertCounts(0, {"decode": [[1]]}, {"decode": [1]}))
         hasty.send_last(Bye())
         hasty.close()
         with pytest.raises(ChannelClosedError):
             send_for_ever(group, 1)
         for rank in (first, last):
             rank.read_on(lambda message, to=rank: to.send(Bye()) if message == Leave() else None, lambda reason: None)
-        assert (1, ExpertTokens({"decode": [[1]]})) in group.leave()
+        assert (1, ExpertCounts(0, {"decode": [[1]]}, {"decode": [1]})) in group.leave()
     finally:
         group.close()
 

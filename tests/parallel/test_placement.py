@@ -54,6 +54,18 @@ def test_worked_example():
     assert placement.slots_for(torch.tensor([0]), rank=1).tolist() == [3]
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.85])
+def test_single_rows_of_many_steps_take_their_shares(share):
+    """In decode a rank often has one row for an expert: it must not take the same slot in every step."""
+    placement = Placement((0, 1, 1, 0), (share, share, 1 - share, 1 - share), num_experts=2, num_ranks=2)
+    for rank in range(2):
+        turns = [placement.slots_for(torch.tensor([1, 0]), rank, turn).tolist() for turn in range(200)]
+        first = np.mean([slots == 1 for slots, _ in turns]), np.mean([slots == 0 for _, slots in turns])
+        assert first == pytest.approx((share, share), abs=0.02)
+        # nor do all experts' rows of a step take the slots of one rank
+        assert len({tuple(slots) for slots in turns}) > 2
+
+
 def test_experts_in_order():
     placement = Placement.in_order(4, num_ranks=3, num_redundant=5)
     assert placement.expert_of_slot == (0, 1, 2, 3, 0, 1, 2, 3, 0)

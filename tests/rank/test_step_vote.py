@@ -22,6 +22,7 @@ class Mesh:
 
 
 PREFILL, DECODE, PLACE = StepVote(prefill=True), StepVote(decode=True), StepVote(place=True)
+CALIBRATE = StepVote(calibrate=True)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,8 @@ PREFILL, DECODE, PLACE = StepVote(prefill=True), StepVote(decode=True), StepVote
         ([PLACE, PLACE, DECODE], Kind.DECODE),
         ([PLACE, StepVote(place=True, prefill=True), PLACE], Kind.PLACE),
         ([PLACE, StepVote(place=True, leave=True), PLACE], Kind.LEAVE),
+        ([CALIBRATE, CALIBRATE, StepVote()], Kind.WAIT),  # one does not know yet
+        ([CALIBRATE, StepVote(calibrate=True, prefill=True), CALIBRATE], Kind.CALIBRATE),
     ],
 )
 def test_all_draw_one_conclusion(votes, kind):

@@ -114,6 +114,9 @@ def one(run: Path, sql: str) -> Any:
         "requests": "stats/requests.parquet",
         "steps": "stats/steps/*.parquet",
         "nodes": "stats/nodes/*.parquet",
+        "experts": "stats/experts/*.parquet",
+        "expert_rows": "stats/expert_rows/*.parquet",
+        **({"placements": "stats/placements/*.parquet"} if (run / "stats" / "placements").exists() else {}),
     }
     with duckdb.connect() as connection:
         for name, files in names.items():
@@ -210,6 +213,44 @@ def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
     return dict(zip(names, figures, strict=True))
 
 
+MEASURED = "SELECT rank, placement, phase, layer, sum(rows) AS rows FROM expert_rows GROUP BY ALL"
+# from the shares of the slots and the tokens that each expert was asked for, whoever has counted them
+PROMISED = """
+    WITH tokens AS (
+        SELECT placement, CASE WHEN mode = 'colocated' THEN 'both' ELSE phase END AS role,
+               phase AS ran, layer, expert, sum(tokens) AS tokens
+        FROM experts JOIN nodes USING (session) GROUP BY ALL
+    )
+    SELECT slots.rank + CASE WHEN slots.phase = 'decode' THEN prefill_ranks ELSE 0 END AS rank,
+           placement, ran AS phase, layer, sum(share * tokens.tokens) AS rows
+    FROM placements AS slots JOIN nodes USING (session) JOIN tokens USING (placement, layer, expert)
+    WHERE tokens.role = slots.phase GROUP BY ALL
+"""
+BUSIEST = """SELECT sum(busiest) / sum(mean) FROM (
+    SELECT max(rows) AS busiest, avg(rows) AS mean FROM ({rows}) GROUP BY placement, phase, layer)"""
+
+
+def figures_of_experts(run: Path, case: Case) -> dict[str, Any]:
+    """What experts computed and were to compute, of the group that has several ranks."""
+    names = ("max_over_mean", "promised_max_over_mean", "measured_by_promised", "furthest")
+    found = dict.fromkeys(f"expert_rows_{name}" for name in names)
+    counts = one(run, "SELECT sum(placements), sum(calibration_tokens) FROM nodes")
+    found |= zip(("expert_placements", "calibration_tokens"), counts, strict=True)
+    if max(case.prefill, case.decode) > 1:
+        mine = f"SELECT * FROM ({MEASURED}) WHERE rank IN (SELECT rank FROM ({PROMISED}))"
+        measured, promised = (one(run, BUSIEST.format(rows=rows)) for rows in (mine, PROMISED))
+        off = one(
+            run,
+            f"""SELECT max(abs(measured / promised - 1)) FROM
+            (SELECT rank, phase, sum(rows) AS measured FROM ({MEASURED}) GROUP BY ALL)
+            JOIN (SELECT rank, phase, sum(rows) AS promised FROM ({PROMISED}) GROUP BY ALL) USING (rank, phase)""",
+        )
+        found |= zip(
+            (f"expert_rows_{name}" for name in names), (measured, promised, measured / promised, off), strict=True
+        )
+    return found
+
+
 def figures_of_time(run: Path, case: Case) -> dict[str, Any]:
     """Seconds and dollars of the one session."""
     wall_s, startup_s = one(run, "SELECT end_s - start_s, first_prefill_s - start_s FROM nodes")
@@ -276,6 +317,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
         figures_of_rows(run)
         | figures_of_steps(run, case)
         | figures_of_decode(run, case)
+        | figures_of_experts(run, case)
         | figures_of_time(run, case)
         | costs_of_parts(run, case)
     )
@@ -283,6 +325,15 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
     for key, value in expected.items():
         close = value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)
         assert report[key] == close, key
+
+
+def test_rows_by_layer_are_those_of_the_steps_and_near_to_the_promised_ones(ran):
+    case, run, report = ran
+    counted = one(run, f"SELECT list(r ORDER BY r) FROM (SELECT sum(rows) AS r FROM ({MEASURED}) GROUP BY rank, phase)")
+    of_steps = "SELECT sum(expert_rows) AS r FROM steps GROUP BY rank, kind"
+    if not case.is_killed:  # counts of a killed rank are lost with it
+        assert [n for n in counted if n] == one(run, f"SELECT list(r ORDER BY r) FROM ({of_steps}) WHERE r > 0")
+    assert (report["expert_rows_furthest"] or 0.0) <= 0.02
 
 
 def test_every_prompt_token_that_ran_is_needed_replicated_recomputed_or_wasted(ran):

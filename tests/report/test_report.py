@@ -415,7 +415,7 @@ def small_run(tmp_path_factory) -> Path:
         ("FROM outputs SELECT id WHERE row = 3; -- the third", [("id-3",)]),
         ("WITH n AS (SELECT * FROM nodes) SELECT session, end_s FROM n", [("a", 9.0)]),
         ("SELECT id FROM outputs ORDER BY row DESC LIMIT 1", [("id-4",)]),
-        ("SELECT count(*) FROM (DESCRIBE nodes)", [(19,)]),
+        ("SELECT count(*) FROM (DESCRIBE nodes)", [(21,)]),
         ("SELECT '; DROP VIEW outputs'", [("; DROP VIEW outputs",)]),
         ("VALUES (1), (2)", [(1,), (2,)]),
         ("SELECT TIMESTAMPTZ '2024-01-01 12:00:00+02' AS t, 1 AS t; -- x", [("2024-01-01 10:00:00+00", 1)]),

@@ -240,7 +240,19 @@ def test_views_are_exported_as_parquet(tmp_path):
         assert ended.code == 0
     files = sorted(folder.iterdir())
     assert sorted(ended.out.split()) == [str(file) for file in files]
-    names = ["decode_steps", "experts", "kv", "nodes", "outputs", "requests", "run", "steps", "units"]
+    names = [
+        "decode_steps",
+        "expert_rows",
+        "experts",
+        "kv",
+        "nodes",
+        "outputs",
+        "placements",
+        "requests",
+        "run",
+        "steps",
+    ]
+    names += ["units"]
     assert [file.name for file in files] == [f"{name}.parquet" for name in names]
     assert duckdb.sql(f"SELECT sum(new_tokens) FROM '{folder}/steps.parquet'").fetchall() == [(60,)]
     both = small(tmp_path / "it's", 10, 4, 100, "n1")

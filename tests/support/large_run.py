@@ -145,6 +145,7 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "largest_kv_tokens": np.full(num, 4000),
         "pages_used": np.full(num, 900, dtype=np.int32),
         "micro_batches": np.full(num, 2, dtype=np.int32),
+        "placement": np.zeros(num, dtype=np.int32),
         "expert_rows": draw.integers(9_000, 11_000, num),
         "comm_s": np.full(num, lasts * 0.3),
         "wait_comm_s": np.zeros(num),
@@ -162,6 +163,7 @@ def _write_experts(path: Path, draw: np.random.Generator) -> None:
         {
             "session": ["n0"] * len(layer),
             "rank": np.full(len(layer), rank, dtype=np.int32),
+            "placement": np.zeros(len(layer), dtype=np.int32),
             "phase": ["decode"] * len(layer),
             "layer": layer.astype(np.int32),
             "expert": expert.astype(np.int32),

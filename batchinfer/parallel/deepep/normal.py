@@ -76,14 +76,17 @@ class SlotDispatcher:
     rank: int
     ids_dtype: torch.dtype
     use_fp8: bool
+    turn: int = 0
 
     def place(self, placement: Placement) -> None:
         """See Dispatcher."""
-        self.placement = placement
+        self.placement, self.turn = placement, 0
 
     def slots(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[T, K] slots for [T, K] expert ids."""
-        return self.placement.slots_for(topk_ids.flatten(), self.rank).view(topk_ids.shape).to(self.ids_dtype)
+        slots_M = self.placement.slots_for(topk_ids.flatten(), self.rank, self.turn)
+        self.turn += 1
+        return slots_M.view(topk_ids.shape).to(self.ids_dtype)
 
 
 class ElasticDispatcher(SlotDispatcher):

@@ -15,8 +15,9 @@ UNION ALL
 SELECT 4, 'decode_balance', predicted_decode_max_over_mean, decode_kv_max_over_mean, decode_kv_bound
 FROM run, decode_balance
 UNION ALL
-SELECT 5, 'expert_balance', predicted_expert_max_over_mean, expert_max_over_mean, predicted_expert_bound
-FROM run, balance
+SELECT 5, 'expert_balance', predicted_expert_max_over_mean, coalesce(expert_rows_max_over_mean, expert_max_over_mean),
+       predicted_expert_bound
+FROM run, balance, expert_balance
 UNION ALL
 SELECT 6, 'work_s', predicted_work_s, working_s, NULL FROM run, held
 UNION ALL

@@ -1,0 +1,32 @@
+"""What the groups of ranks balance: the expert loads of their phases, within the limits of nodes and router groups."""
+
+# L layers, E experts
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+
+def group_loads(load_of_phase: Mapping[str, np.ndarray], groups: Iterable[str]) -> dict[str, np.ndarray]:
+    """What each group has to place its experts for.
+
+    Ranks that run both phases have one set of slots, so theirs are placed for the sum of both loads.
+
+    Args:
+        load_of_phase: 'prefill' and 'decode' -> [L, E] tokens per layer and expert.
+        groups: 'both', or 'prefill' and 'decode'.
+    """
+    return {
+        group: load_of_phase["prefill"] + load_of_phase["decode"] if group == "both" else load_of_phase[group]
+        for group in groups
+    }
+
+
+def node_limits(num_ranks: int, num_nodes: int, num_router_groups: int) -> tuple[int, int]:
+    """Nodes and router groups for `place_experts`, so that a token's rows go to few nodes where that can be had.
+
+    As DeepSeek's EPLB decides: where router groups, of which a token takes a few, divide by nodes, each node gets whole
+    groups with all copies of their experts; else (1, 1): copies may be anywhere.
+    """
+    fits = num_nodes > 1 and num_router_groups % num_nodes == 0 and num_ranks % num_nodes == 0
+    return (num_nodes, num_router_groups) if fits else (1, 1)

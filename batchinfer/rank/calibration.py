@@ -1,0 +1,40 @@
+"""Which experts a few pieces of the job's prompts ask for, before the first request: what placing begins with."""
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.pages import pages_for
+from batchinfer.model.step import PrefillSpan, StepInput
+from batchinfer.rank.context import RankContext
+
+
+def count_experts(context: RankContext, pieces: list[list[int]]) -> tuple[int, list[list[int]]]:
+    """Run pieces of prompts as one prefill step whose results are thrown away; all ranks of the group do so together.
+
+    Every token is finished, so that the last layer counts all of them, too. No page may be in use.
+
+    Returns:
+        The tokens that ran, as many as fit a step and the pages; and how often each expert was chosen, [L, E].
+    """
+    spans: list[PrefillSpan] = []
+    tokens: list[int] = []
+    slots: list[int] = []
+    first_page = 0
+    for piece in pieces:
+        num_pages = pages_for(len(piece))
+        if len(tokens) + len(piece) > context.prefill_tokens or first_page + num_pages > context.num_pages:
+            break
+        page_ids = torch.arange(first_page, first_page + num_pages)
+        spans.append(PrefillSpan(len(tokens), len(piece), len(piece), page_ids))
+        slots += range(first_page * PAGE_TOKENS, first_page * PAGE_TOKENS + len(piece))
+        tokens += piece
+        first_page += num_pages
+    step = StepInput(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        positions=torch.tensor([place for span in spans for place in range(span.num_tokens)], dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        logit_rows=torch.arange(len(tokens)),
+        prefill=tuple(spans),
+    )
+    output = context.model.forward(step, context.pages, context.schedule)
+    return len(tokens), output.expert_counts.tolist()

@@ -1,0 +1,213 @@
+"""Experts placed before the first request and while ranks work: what ranks measure, and outputs that stay the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from batchinfer.controller import expert_proposals
+from batchinfer.data.expert_tables import read_expert_tables
+from batchinfer.rundir import RunDir
+from support.jobs import batchinfer, output_bytes, write_job, write_shard
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL, SAMPLE_PROMPTS
+from support.random_model import make_random_twin, skew_experts
+
+# rows by layer, as ranks measured them, beside those by the tokens that all ranks asked for and the shares of the slots
+BY_LAYER = """
+    WITH asked AS (
+        SELECT placement, phase AS ran, layer, expert, sum(tokens) AS tokens FROM experts GROUP BY ALL
+    ),
+    promises AS (
+        SELECT rank + CASE WHEN phase = 'decode' THEN (SELECT max(prefill_ranks) FROM nodes) ELSE 0 END AS rank,
+               placement, ran AS phase, layer, sum(share * asked.tokens) AS promised
+        FROM placements AS slots JOIN asked USING (placement, layer, expert)
+        WHERE slots.phase IN ('both', ran) GROUP BY ALL
+    )
+    SELECT rank, placement, phase, layer, rows, promised
+    FROM expert_rows JOIN promises USING (rank, placement, phase, layer)
+"""
+LAYOUTS = {
+    "2": {"prefill_ranks": 2},
+    "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2},
+}
+
+
+def query(run, sql):
+    return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
+
+
+def busiest_by_mean(run, where="true"):
+    """Layer by layer, phase by phase and placement by placement, weighted by rows."""
+    by = "GROUP BY placement, phase, layer"
+    groups = f"SELECT max(rows) AS busiest, avg(rows) AS mean FROM ({BY_LAYER}) WHERE {where} {by}"
+    return query(run, f"SELECT sum(busiest) / sum(mean) AS ratio FROM ({groups})")[0]["ratio"]
+
+
+def furthest_from_promise(run):
+    """Of all ranks and phases, as a share of the promised rows."""
+    ranks = f"SELECT sum(rows) / sum(promised) AS ratio FROM ({BY_LAYER}) GROUP BY rank, phase HAVING sum(promised) > 0"
+    return query(run, f"SELECT max(abs(ratio - 1)) AS off FROM ({ranks})")[0]["off"]
+
+
+def job_of_sample(folder, name, model, **cluster):
+    return write_job(
+        folder,
+        name=f"{name}.toml",
+        input={"files": [f"{SAMPLE_PROMPTS}/*.parquet"], "prompt": None, "id": "id", "messages": "messages"},
+        output={"dir": name},
+        model={"path": str(model)},
+        sampling={"max_tokens": 32},
+        cluster=cluster,
+    )
+
+
+def ran(path):
+    """A job with bad rows has run to its end; returns what it said and its run folder."""
+    ended = batchinfer("run", path)
+    assert ended.code in (0, 3), ended.err
+    return ended.err, path.parent / path.stem
+
+
+@pytest.fixture(scope="module")
+def skewed_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("skewed") / "model"
+    return skew_experts(make_random_twin(SAMPLE_MODEL, folder))
+
+
+@pytest.fixture(scope="module", params=["sample", "skewed"])
+def unplaced(request, tmp_path_factory, skewed_model):
+    """A folder, a model, and its job of one unit on two ranks whose experts are left in order."""
+    folder = tmp_path_factory.mktemp("unplaced")
+    model = SAMPLE_MODEL if request.param == "sample" else skewed_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_proposals, "START", 10.0)
+        said, run = ran(job_of_sample(folder, "unplaced", model, prefill_ranks=2, redundant_experts=8))
+    assert "experts placed by" not in said
+    return folder, model, run
+
+
+@pytest.mark.parametrize("num_redundant", [8, 16])
+def test_ranks_of_a_job_of_one_unit_are_as_even_as_promised_and_more_even_than_before(unplaced, num_redundant):
+    folder, model, before = unplaced
+    _, run = ran(
+        job_of_sample(folder, f"placed-{num_redundant}", model, prefill_ranks=2, redundant_experts=num_redundant)
+    )
+    assert query(run, "SELECT count(*) AS n FROM units")[0]["n"] == 1
+    assert output_bytes(run) == output_bytes(before)
+    assert furthest_from_promise(run) <= 0.02
+    assert busiest_by_mean(run) < busiest_by_mean(before)
+    assert busiest_by_mean(run) <= 1.05
+    (node,) = query(run, "SELECT calibration_tokens, placements FROM nodes")
+    assert (
+        0
+        < node["calibration_tokens"]
+        <= 0.0625 * query(run, "SELECT sum(computed_tokens)::INT AS n FROM requests")[0]["n"]
+    )
+
+
+KINDS = ([11, 12, 13, 14, 15, 16], [900, 910, 920, 930, 940, 950])  # tokens of two kinds of prompts
+
+
+@pytest.fixture(scope="module")
+def two_kinds(tmp_path_factory):
+    """A folder with prompts of two kinds, one after the other in the plan's order, and their job on one rank."""
+    folder, draw = tmp_path_factory.mktemp("kinds"), random.Random(0)
+    prompts = [draw.choices(kind, k=120) for kind in KINDS for _ in range(90)]
+    write_shard(folder / "prompts" / "part-0.parquet", {"tokens": prompts})
+    return folder, ran(job_of_kinds(folder, "one"))[1]
+
+
+def job_of_kinds(folder, name, **cluster):
+    return write_job(
+        folder,
+        name=f"{name}.toml",
+        input={"prompt": None, "token_ids": "tokens"},
+        output={"dir": name},
+        model={"path": str(RANDOM_MODEL)},
+        sampling={"max_tokens": 3},
+        cluster=cluster,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, monkeypatch, layout):
+    monkeypatch.setattr(expert_proposals, "MUST_PAY_TIMES", 0.0)  # whatever else this machine does meanwhile
+    folder, alone = two_kinds
+    small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
+    said, run = ran(job_of_kinds(folder, f"kinds-{layout}", **LAYOUTS[layout], **small))
+    assert output_bytes(run) == output_bytes(alone)
+    made_by = query(run, "SELECT DISTINCT phase, placement, made_by FROM placements ORDER BY phase, placement")
+    of_prefill = [row["made_by"] for row in made_by if row["phase"] in ("both", "prefill")]
+    assert of_prefill[:2] == ["order", "calibration"]
+    assert "loads" in of_prefill[2:]
+    assert said.count("placed by the loads measured") >= 1
+    assert furthest_from_promise(run) <= 0.02
+    # the promised rows that the run has written are those
+    same_rows = f"expert_rows JOIN ({BY_LAYER}) USING (rank, placement, phase, layer)"
+    assert query(run, f"SELECT max(abs(promised_rows - promised)) AS off FROM {same_rows}")[0]["off"] < 1e-6
+    # nothing ran before the calibration's placement, in order
+    assert query(run, "SELECT count(*) AS n FROM steps WHERE placement = 0")[0]["n"] == 0
+    # each placement was in force for steps that follow each other, and the steps say which
+    (steps,) = query(
+        run,
+        """SELECT bool_and(placement >= before) AS rise, max(placement) AS last FROM (
+        SELECT placement, lag(placement, 1, 0) OVER (PARTITION BY rank ORDER BY step) AS before FROM steps)""",
+    )
+    assert steps["rise"]
+    assert steps["last"] == max(row["placement"] for row in made_by)
+    (node,) = query(run, "SELECT placements FROM nodes")
+    assert node["placements"] == sum(row["made_by"] in ("calibration", "loads") for row in made_by)
+    # who goes on later begins where the last ones were
+    tables = read_expert_tables(RunDir(run))
+    assert set(tables) == ({"both"} if layout == "2" else {"prefill", "decode"})
+    for phase, table in tables.items():
+        last = max(row["placement"] for row in made_by if row["phase"] == phase)
+        held = query(
+            run, f"SELECT expert FROM placements WHERE phase = '{phase}' AND placement = {last} ORDER BY layer, slot"
+        )
+        assert [row["expert"] for row in held] == table.expert_of_slot.ravel().tolist()
+
+
+def test_the_second_kind_of_prompts_is_balanced_again(two_kinds):
+    """Under the last placement the busiest rank has less to do than under the one before it came."""
+    folder, _ = two_kinds
+    run = folder / "kinds-2"
+    last = query(run, "SELECT max(placement) AS n FROM placements")[0]["n"]
+    assert busiest_by_mean(run, f"placement = {last} AND phase = 'prefill'") <= 1.1
+
+
+def test_ranks_that_start_later_begin_with_the_table_and_without_a_calibration(two_kinds):
+    folder, alone = two_kinds
+    run = folder / "kinds-2+2"
+    (run / "stats" / "run.parquet").unlink()
+    shutil.rmtree(run / "units")
+    shutil.rmtree(run / "done")
+    said, _ = ran(folder / "kinds-2+2.toml")
+    assert "placed by a calibration" not in said
+    assert output_bytes(run) == output_bytes(alone)
+    (last,) = query(run, "SELECT calibration_tokens FROM nodes ORDER BY start_s DESC LIMIT 1")
+    assert last["calibration_tokens"] == 0
+
+
+def test_a_plan_keeps_copies_on_nodes_where_the_router_s_groups_divide(two_kinds):
+    folder, alone = two_kinds
+    path = job_of_kinds(folder, "nodes", prefill_ranks=4, redundant_experts=4, nodes=2)
+    planned = batchinfer("plan", path, "--expert-loads", alone)
+    assert planned.code == 0, planned.err
+    assert "copies of an expert on one of 2 nodes" in planned.err
+    rows = read_expert_tables(RunDir(folder / "nodes"))["both"]
+    nodes = np.arange(rows.expert_of_slot.shape[1]) // (rows.expert_of_slot.shape[1] // 2)
+    for experts in rows.expert_of_slot:
+        groups = [set(experts[nodes == node] // 4) for node in range(2)]  # four groups of four experts
+        assert [len(found) for found in groups] == [2, 2]
+        assert not groups[0] & groups[1]
+    _, run = ran(path)
+    assert output_bytes(run) == output_bytes(alone)
+    assert query(run, "SELECT DISTINCT node FROM placements WHERE placement = 0 ORDER BY node") == [
+        {"node": 0},
+        {"node": 1},
+    ]
