@@ -78,7 +78,8 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="RUN",
             type=click.Path(path_type=Path),
             help="Take answer lengths, speed and expert loads from this finished run: the ranks' work is spread by "
-            "them, and the plan says how long the job will take and what it will cost.",
+            "them, and the plan says how long the job will take and what it will cost. Shards that it has tokenised "
+            "with the same tokenizer are not tokenised again.",
         ),
     ):
         command = option(command)

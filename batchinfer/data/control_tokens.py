@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from batchinfer.data.text_encoder import TextEncoder, keeps_text
+from batchinfer.data.safe_cuts import keeps_text
+from batchinfer.data.text_encoder import TextEncoder, around
 from batchinfer.records import ModelError
 
 Render = Callable[[list[dict[str, Any]]], str]
@@ -124,7 +125,12 @@ class LiteralTokenizer:
         # those that the model has in its own vocabulary, too: its merges may lead there
         self._unwanted = np.array([id for id in control_ids if id not in true_ids])
         self._encoder = TextEncoder(renamed)
-        self._start, self._end = _around(tokenizer)
+        found = around(tokenizer)
+        if found is None:
+            raise ModelError(
+                "control_tokens = 'text' does not go with this tokenizer's post-processor; use 'parse' or 'error'"
+            )
+        self._start, self._end = found
 
     def encode(self, pieces: list[str], most_tokens: int | None, *, in_template: bool = False) -> list[int] | str:
         """The ids of [text, control token, text, ...], or the error sentence.
@@ -164,9 +170,12 @@ class _Hidden:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The leftmost and of those the longest."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    """The leftmost and of those the longest; by their beginnings, as a tokenizer may have thousands."""
+    rests: dict[str, list[str]] = {}
+    for text in sorted(filter(None, texts), key=len, reverse=True):
+        rests.setdefault(text[:2], []).append(re.escape(text[2:]))
+    by_length = sorted(rests, key=len, reverse=True)
+    return re.compile("|".join(f"{re.escape(start)}(?:{'|'.join(rests[start])})" for start in by_length) or r"(?!)")
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -175,13 +184,3 @@ def _texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts_in(item)
-
-
-def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and after each text."""
-    alone = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
-    for first in range(len(whole) - len(alone) + 1):
-        if whole[first : first + len(alone)] == alone:
-            return whole[:first], whole[first + len(alone) :]
-    raise ModelError("control_tokens = 'text' does not go with this tokenizer's post-processor; use 'parse' or 'error'")

@@ -1,5 +1,6 @@
 """The prompts of a batch of rows as token ids; what is wrong with one is a sentence at its row."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,10 +47,18 @@ class PromptChecks:
         self._encoders = encoders
         self._limits = limits
 
-    def start(self, batch: RowBatch) -> Pieces:
-        """Begin with a batch; `checked` takes what comes of it."""
+    def start(self, batch: RowBatch, known: pa.RecordBatch | None = None) -> Pieces:
+        """Begin with a batch; `checked` takes what comes of it.
+
+        Args:
+            known: the batch as ENCODED, if it need not be encoded.
+        """
         if self._kind == "token_ids":
             return []
+        if known is not None:
+            done: Future[pa.RecordBatch] = Future()
+            done.set_result(known)
+            return [done]
         column = without_dictionary(batch.columns[self._prompt])
         most_chars = self._encoders.most_chars
         if pa.types.is_string_view(column.type):

@@ -1,9 +1,13 @@
 """Ready texts to token ids, in runs that bound the tokenizer's memory."""
 
-import json
 from collections.abc import Iterator
+from functools import cached_property
 
-from tokenizers import Tokenizer
+import numpy as np
+from tokenizers import Tokenizer, models
+
+from batchinfer.data.safe_cuts import keeps_text, safe_cuts
+from batchinfer.data.text_memo import TextMemo
 
 ENCODE_CHARS = 1 << 18  # characters encoded at once: the tokenizer holds some hundred bytes per token while it works
 
@@ -14,6 +18,12 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._longest_token = _longest_token(tokenizer)
+        cuts = safe_cuts(tokenizer)
+        self._memo = TextMemo(cuts, self._ids) if cuts is not None else None
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        return around(self._tokenizer)
 
     def most_chars(self, most_tokens: int | None) -> int | None:
         """Characters with which a text must have more tokens than this; None: not known."""
@@ -32,8 +42,10 @@ class TextEncoder:
 
     def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | str]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            return [encoding.ids for encoding in encodings]
+            if self._memo is None or (add_special_tokens and self._around is None):
+                return [*self._ids(texts, add_special_tokens=add_special_tokens)]
+            start, end = self._around if self._around and add_special_tokens else ([], [])
+            return [[*start, *np.frombuffer(ids, np.uint32).tolist(), *end] for ids in self._memo.encode(texts)]
         except MemoryError:
             raise  # says nothing about one text
         except Exception as error:
@@ -43,6 +55,9 @@ class TextEncoder:
             half = len(texts) // 2
             first = self._encode_together(texts[:half], add_special_tokens)
             return first + self._encode_together(texts[half:], add_special_tokens)
+
+    def _ids(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
 def too_long(num_chars: int, most_tokens: int | None) -> str:
@@ -63,20 +78,22 @@ def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, i
         yield first, len(lengths)
 
 
+def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """The ids that the tokenizer puts before and after each text; None: not known."""
+    alone = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    places = [first for first in range(len(whole)) if whole[first : first + len(alone)] == alone]
+    if len(whole) != len(alone) + tokenizer.num_special_tokens_to_add(is_pair=False) or len(places) != 1:
+        return None
+    return whole[: places[0]], whole[places[0] + len(alone) :]
+
+
 def _longest_token(tokenizer: Tokenizer) -> int | None:
     """Most characters that one token can stand for; None when the tokenizer may drop or merge characters."""
-    parts = json.loads(tokenizer.to_str())
-    model, pre_tokenizer = parts["model"], json.dumps(parts.get("pre_tokenizer"))
-    keeps_all = keeps_text(tokenizer) and model["type"] == "BPE" and model.get("unk_token") is None
+    model = tokenizer.model
+    pre_tokenizer = str(tokenizer.pre_tokenizer and tokenizer.pre_tokenizer.__getstate__())
+    keeps_all = keeps_text(tokenizer) and isinstance(model, models.BPE) and model.unk_token is None
     keeps_all = keeps_all and "ByteLevel" in pre_tokenizer and "Removed" not in pre_tokenizer
-    if not keeps_all or any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
+    if not keeps_all or any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
         return None
     return max(map(len, tokenizer.get_vocab()), default=None)
-
-
-def keeps_text(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer looks at texts as they are, without normalizing them."""
-    if tokenizer.normalizer is None:
-        return True
-    found = json.loads(tokenizer.normalizer.__getstate__())
-    return bool(found["type"] == "Sequence" and not found["normalizers"])

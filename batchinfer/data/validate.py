@@ -45,6 +45,7 @@ def tokenize_shard(
     target: Path,
     progress: Callable[[int], None],
     manifest: Manifest | None = None,
+    known: Callable[[int], pa.RecordBatch | None] | None = None,
 ) -> ShardRows:
     """Write one checked row for every row of the shard, in its order.
 
@@ -52,13 +53,14 @@ def tokenize_shard(
         target: the file to write; it appears whole or not at all.
         progress: called with the number of rows after each batch.
         manifest: vouches for the file afterwards.
+        known: the next rows (how many) as ENCODED, if they need not be encoded.
 
     Raises:
         InputError: the shard is damaged.
         StoreError, RunMismatchError: its store fails; the object was replaced.
         ConfigError: the target cannot be written.
     """
-    checker = _RowChecker(shard, job, encoders, limits)
+    checker = _RowChecker(shard, job, encoders, limits, known)
     with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
@@ -80,8 +82,16 @@ def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 class _RowChecker:
-    def __init__(self, shard: Shard, job: JobConfig, encoders: Encoders, limits: PromptLimits) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        job: JobConfig,
+        encoders: Encoders,
+        limits: PromptLimits,
+        known: Callable[[int], pa.RecordBatch | None] | None,
+    ) -> None:
         self._shard = shard
+        self._known = known
         self._s3 = job.s3
         self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
@@ -116,7 +126,8 @@ class _RowChecker:
         ahead: deque[tuple[RowBatch, Pieces]] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
             batch = RowBatch(columns, columns.num_rows)
-            ahead.append((batch, self._prompts.start(batch) if self._problem is None else []))
+            found = self._known(batch.num_rows) if self._known is not None else None
+            ahead.append((batch, self._prompts.start(batch, found) if self._problem is None else []))
             while (
                 sum(len(pieces) for _, pieces in ahead) > 2 * self._num_workers
                 or sum(batch.columns.nbytes for batch, _ in ahead) > self._num_workers * BATCH_BYTES

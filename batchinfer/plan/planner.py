@@ -27,6 +27,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
+from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
@@ -87,6 +88,7 @@ def plan_job(
         _check_reasoning(job, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
+        earlier = EarlierTokens(learn_from, fingerprint)
         run = RunDir(Path(job.output.dir))
         if can_run_here is not None:
             can_run_here()
@@ -97,7 +99,7 @@ def plan_job(
             session.attach(run)
             publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
             if state["state"] == "planning":
-                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned)
+                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, earlier)
                 shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
                 if again is not None:
                     again(run, prepared.manifest)
@@ -167,6 +169,7 @@ class _Prepared:
     encoders: Encoders
     model: ModelConfig
     learned: Learned
+    earlier: EarlierTokens
 
 
 def _plan_experts(prepared: _Prepared) -> None:
@@ -358,8 +361,10 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 continue
             try:
                 target = run.tokens(shard.index)
+                earlier = prepared.earlier.of(shard)
+                known = None if earlier is None else earlier.take
                 found = tokenize_shard(
-                    shard, job, prepared.encoders, limits, target, progress.advance, prepared.manifest
+                    shard, job, prepared.encoders, limits, target, progress.advance, prepared.manifest, known
                 )
             except InputError as error:
                 if strict:

@@ -1,0 +1,90 @@
+"""The token ids that an earlier run has of the same shards: their rows are not tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.columns import ENCODED
+from batchinfer.data.parquet import own_file
+from batchinfer.manifest import Manifest
+from batchinfer.ownership import check_folder, shared_with
+from batchinfer.progress import note
+from batchinfer.records import ConfigError, Shard
+from batchinfer.run.fingerprint import Fingerprint
+from batchinfer.rundir import RunDir, read_state
+
+# what must be the same, beside the shard, for the same token ids
+_SAME = ("tokenizer and template", "model.config", "version of batchinfer")
+_SAME_COLUMNS = ("prompt", "messages", "control_tokens")
+
+
+class EarlierTokens:
+    """The tokens of an earlier run, or none.
+
+    Args:
+        folder: of the run.
+        fingerprint: of the job to plan.
+
+    Raises:
+        DamagedFileError: its run.json is damaged.
+    """
+
+    def __init__(self, folder: Path | None, fingerprint: Fingerprint) -> None:
+        self._files: dict[tuple[str, ...], Path] = {}
+        if folder is None:
+            return
+        run = RunDir(folder.absolute())
+        state = read_state(run)
+        recorded, columns = state["fingerprint"], fingerprint["input columns"]
+        old_columns = recorded.get("input columns", {})
+        if any(recorded.get(name) != fingerprint[name] for name in _SAME) or any(
+            old_columns.get(name) != columns[name] for name in _SAME_COLUMNS
+        ):
+            return
+        try:
+            check_folder(run.root, shared_with(run.root), setting="--learn-from")
+        except ConfigError as error:
+            note(f"warning: tokens of the earlier run are not used: {error}")
+            return
+        self._manifest = Manifest(run.root, state.get("files"))
+        for shard in [Shard(**entry) for entry in state["shards"]]:
+            if shard.problem is None and run.tokens(shard.index) in self._manifest:
+                self._files[_identity(shard)] = run.tokens(shard.index)
+
+    def of(self, shard: Shard) -> ShardTokens | None:
+        """What is known of a shard that is the same: path, size and footer of a file, version of an object."""
+        path = self._files.get(_identity(shard))
+        return None if path is None else ShardTokens(path, self._manifest)
+
+
+class ShardTokens:
+    """The token ids of a shard's rows, in their order."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._row_groups = _row_groups(path, manifest)
+        self._rows = ENCODED.empty_table()
+
+    def take(self, num_rows: int) -> pa.RecordBatch | None:
+        """The next rows as ENCODED; None when one of them was bad: what for, this job's checks are to say.
+
+        Raises:
+            DamagedFileError: the file is damaged.
+        """
+        while self._rows.num_rows < num_rows:
+            self._rows = pa.concat_tables([self._rows, next(self._row_groups)])
+        found, self._rows = self._rows.slice(0, num_rows), self._rows.slice(num_rows)
+        return found.combine_chunks().to_batches()[0] if found["error"].null_count == num_rows else None
+
+
+def _row_groups(path: Path, manifest: Manifest) -> Iterator[pa.Table]:
+    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, columns=ENCODED.names).select(ENCODED.names).cast(ENCODED)
+
+
+def _identity(shard: Shard) -> tuple[str, ...]:
+    return shard.path, str(shard.size_bytes), shard.footer, shard.version, str(shard.num_rows)

@@ -1,0 +1,92 @@
+"""Shards that an earlier run has tokenised: the same tokens without the tokenizer, and only for the same shards."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.config import JobConfig, load_job
+from batchinfer.data.encoders import Encoders
+from batchinfer.data.prompts import PromptLimits
+from batchinfer.data.shards import find_shards
+from batchinfer.data.validate import tokenize_shard
+from batchinfer.plan.earlier_tokens import EarlierTokens
+from batchinfer.records import DamagedFileError
+from batchinfer.run.fingerprint import job_fingerprint
+from support.hostile import model_folder
+from support.jobs import batchinfer, write_job, write_shard
+
+PROMPTS = [f"row {number} of many" for number in range(3000)]
+
+
+@pytest.fixture
+def first(tmp_path):
+    """The job file of a job that is planned, with a bad row in its second batch."""
+    model_folder(tmp_path / "model")
+    prompts = [None if row == 1500 else text for row, text in enumerate(PROMPTS)]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": range(3000), "prompt": pa.array(prompts)})
+    job = write_job(tmp_path, model={"path": str(tmp_path / "model")})
+    assert batchinfer("plan", job).code == 0
+    return job
+
+
+def tokenized(folder, job: JobConfig, monkeypatch) -> tuple[pa.Table, int]:
+    """The first shard's rows, and how many of them were encoded."""
+    num_encoded = []
+    start = Encoders.start
+    monkeypatch.setattr(Encoders, "start", lambda self, column: num_encoded.append(len(column)) or start(self, column))
+    shard = find_shards(job.input.files)[0]
+    with Encoders(job, window=2048) as encoders:
+        earlier = EarlierTokens(folder / "run", job_fingerprint(job, [shard], encoders.digest)).of(shard)
+        known = None if earlier is None else earlier.take
+        target = folder / "again.parquet"
+        limits = PromptLimits(window=2048, vocab_size=1 << 20)
+        tokenize_shard(shard, job, encoders, limits, target, lambda num_rows: None, known=known)
+    monkeypatch.undo()
+    return pq.read_table(target), sum(num_encoded)
+
+
+def test_only_batches_with_a_bad_row_are_encoded_again_and_all_tokens_are_the_same(first, tmp_path, monkeypatch):
+    rows, num_encoded = tokenized(tmp_path, load_job(first), monkeypatch)
+    assert num_encoded == 1024
+    assert rows.equals(pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet"))
+    assert rows["error"].drop_null().to_pylist() == ["prompt is null"]
+
+
+def test_other_sampling_settings_take_the_tokens_and_not_the_old_limit(first, tmp_path, monkeypatch):
+    rows, num_encoded = tokenized(tmp_path, load_job(first, ["sampling.max_tokens=5"]), monkeypatch)
+    assert num_encoded == 1024
+    assert set(rows["max_tokens"].to_pylist()) == {5, 0}
+    assert rows["token_ids"].equals(pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet")["token_ids"])
+
+
+def other_shard(folder):
+    write_shard(folder / "prompts" / "a.parquet", {"id": range(3000), "prompt": [f"{text}!" for text in PROMPTS]})
+
+
+def other_template(folder):
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def writable_by_others(folder):
+    (folder / "run").chmod(0o777)
+
+
+@pytest.mark.parametrize("change", [other_shard, other_template, writable_by_others])
+def test_nothing_is_taken_when_something_is_not_the_same(first, tmp_path, monkeypatch, change):
+    change(tmp_path)
+    assert tokenized(tmp_path, load_job(first), monkeypatch)[1] == 3000
+
+
+def test_nothing_is_taken_for_control_tokens_in_another_way(first, tmp_path, monkeypatch):
+    assert tokenized(tmp_path, load_job(first, ["input.control_tokens=text"]), monkeypatch)[1] == 3000
+
+
+def test_a_damaged_token_file_is_named(first, tmp_path, monkeypatch):
+    path = tmp_path / "run" / "tokens" / "00000.parquet"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"00000\.parquet"):
+        tokenized(tmp_path, load_job(first), monkeypatch)
