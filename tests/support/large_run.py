@@ -93,6 +93,7 @@ def _requests(draw: np.random.Generator, shard: int, num: int) -> dict[str, obje
         "recomputed_tokens": zeros,
         "computed_tokens": (prompt - cached).astype(np.int32),
         "completion_tokens": answer.astype(np.int32),
+        "reasoning_tokens": zeros,
         "generated_tokens": answer.astype(np.int32),
         "kv_tokens_sum": answer * (prompt + answer // 2),
         "admitted_s": admitted,
