@@ -125,8 +125,10 @@ def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, An
         DamagedFileError: it is missing or damaged.
     """
     with own_file(path):
-        source = path if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
-        rows: list[dict[str, Any]] = pq.read_table(source, page_checksum_verification=True).to_pylist()
+        # opened once: a session's row is replaced while others read it
+        source = pa.OSFile(str(path)) if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
+        with source:
+            rows: list[dict[str, Any]] = pq.read_table(source, page_checksum_verification=True).to_pylist()
     return rows
 
 

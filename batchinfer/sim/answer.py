@@ -98,6 +98,7 @@ def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
         "decode_tokens_per_s_per_node": float((work.output_tokens - 1).sum()) / decode.gpu_seconds * per_node,
         "output_tokens_per_s_per_request": 1 / decode.step.seconds,
         "mean_kv_tokens_per_output_token": work.mean_kv_tokens,
+        **_decode_balance(job),
         "busy_share": found.busy_share,
         **_money(job, found.node_seconds, times),
         "nodes_to_finish": None,
@@ -242,7 +243,6 @@ def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, A
     decoded = float((workload.output_tokens - 1).sum())
     answering = history.finished_s - history.first_token_s
     is_decoded = workload.output_tokens > 1
-    balance = job.rater.deals.decode(job.decode.ep_size, job.requests_per_gpu)
     return {
         "hours": history.end_s / HOUR_S,
         "prefill_nodes": cluster.num_prefill_units * cluster.nodes_of(cluster.prefill),
@@ -258,10 +258,15 @@ def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, A
             else None
         ),
         "mean_kv_tokens_per_output_token": workload.mean_kv_tokens,
-        "decode_kv_max_over_mean": balance.max_over_mean,
-        "decode_kv_bound": balance.bound,
+        **_decode_balance(job),
         "busy_share": (prefill_node_s + decode_node_s) / history.node_seconds,
     }
+
+
+def _decode_balance(job: _Job) -> dict[str, float]:
+    """Of the KV on the ranks of a full decode unit."""
+    balance = job.rater.deals.decode(job.decode.ep_size, job.requests_per_gpu)
+    return {"decode_kv_max_over_mean": balance.max_over_mean, "decode_kv_bound": balance.bound}
 
 
 def _nodes_by_hour(history: History) -> list[float]:

@@ -46,13 +46,22 @@ class NoUnits:
         return False
 
 
+class NoCalibration:
+    """The experts stay where they are."""
+
+    is_preparing = False
+
+    def start_calibration(self, ranks: list[int]) -> bool:
+        return False
+
+
 def make_sender(num_prefill: int, num_decode: int) -> tuple[WorkSender, Sent, NoUnits]:
     cluster = ClusterConfig(mode="disaggregated", prefill_ranks=num_prefill, decode_ranks=num_decode)
     sent, units = Sent(rank_places(cluster)), NoUnits()
     dealer = Dealer(range(num_prefill), with_decode=False)
     decode_ranks = range(num_prefill, num_prefill + num_decode)
     loads = DecodeLoads(decode_ranks, OutputLengths(), max_requests=64, request_load=1.0, move_steps=4.0)
-    sender = WorkSender(cluster, SimpleNamespace(moves=0), sent, units, dealer, loads, experts=None)
+    sender = WorkSender(cluster, SimpleNamespace(moves=0), sent, units, dealer, loads, experts=NoCalibration())
     sender.ranks_started()
     return sender, sent, units
 

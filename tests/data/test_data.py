@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from batchinfer.data.parquet import (
     id_type,
     kept_fields,
     read_batches,
+    read_rows,
     shard_schema,
     table_writer,
 )
@@ -650,3 +652,26 @@ def test_the_sample_prompts_have_what_they_promise(tmp_path):
     assert ids.count(None) == 1
     assert len(set(ids)) == len(ids) - 1
     assert [field.name for field in kept_fields(shards, ["task"])] == ["task"]
+
+
+def test_a_small_table_can_be_read_while_it_is_replaced(tmp_path):
+    schema, path, ended = pa.schema([("text", pa.string())]), tmp_path / "table.parquet", threading.Event()
+
+    def replace(length: int) -> None:
+        with table_writer(path, schema) as writer:
+            writer.write_table(pa.table({"text": ["x" * length]}))
+
+    def keep_replacing() -> None:
+        while not ended.is_set():
+            for length in range(200):
+                replace(length)
+
+    replace(0)
+    writer = threading.Thread(target=keep_replacing)
+    writer.start()
+    try:
+        for _ in range(500):
+            assert set(read_rows(path)[0]["text"]) <= {"x"}
+    finally:
+        ended.set()
+        writer.join()
