@@ -326,6 +326,11 @@ def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> N
     _check_reasoning(job, encoders)
     kept_fields(shards, job.output.keep_columns, job.s3)
     schemas = [shard_schema(shard, job.s3) for shard in shards if shard.problem is None]
+    if job.input.tools is not None and "tool_calls" in job.output.keep_columns:
+        raise ConfigError(
+            "output.keep_columns names 'tool_calls', which outputs of a job with input.tools have already; rename it "
+            "in the input"
+        )
     keys: dict[str, str] = {job.input.prompt_column: job.input.prompt_kind}
     keys |= {name: key for key in ("tools", "chat_template_kwargs") if isinstance(name := getattr(job.input, key), str)}
     wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
