@@ -4,7 +4,8 @@ V3, R1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool
          ```json
          {"city": "Rome"}
          ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-V3.1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+V3.1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"city": "Rome"}
+         <｜tool▁call▁end｜><｜tool▁calls▁end｜>   (in one line)
 """
 
 import json
