@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from batchinfer.config.part import INT64_MAX, Part, Text
 from batchinfer.config.sampling import KINDS, JobSampling, with_model_defaults
@@ -35,10 +35,28 @@ class InputConfig(Part):
         min_length=1,
         description="Parquet shards: paths or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
     )
+    format: Literal["parquet", "sharegpt"] = Field(
+        "parquet", description="sharegpt: messages (unset: conversations) holds {from: human | gpt | system, value}"
+    )
     id: Text = Field("id", description="column with the row's id (text or integer); ids may repeat or be null")
-    prompt: Text | None = Field(None, description="column with raw prompt text (or messages, or token_ids)")
+    prompt: Text | None = Field(None, description="column with raw prompt text (or messages, template, token_ids)")
     messages: Text | None = Field(
-        None, description="column with a list of {role, content}, put through the chat template"
+        None, description="column with a list of {role, content}, or JSON text of it, put through the chat template"
+    )
+    template: Text | None = Field(
+        None,
+        description="Jinja over the row's columns that writes the raw prompt text; with system: the user's message",
+    )
+    system: Text | None = Field(None, description="text of the system message of chats that have none")
+    chat_template_kwargs: dict[str, JsonValue] | Text | None = Field(
+        None, description="variables for the chat template, such as enable_thinking; or a column: structs or JSON text"
+    )
+    tools: list[dict[str, JsonValue]] | dict[str, JsonValue] | Text | None = Field(
+        None,
+        description="tools for the chat template, or a column with them: structs or JSON text; outputs get tool_calls",
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer goes on where the last message ends, as with transformers"
     )
     token_ids: Text | None = Field(None, description="column with ready token ids")
     control_tokens: Literal["parse", "text", "error"] = Field(
@@ -48,20 +66,37 @@ class InputConfig(Part):
     )
     sampling: Text | None = Field(None, description="column with a struct that overrides [sampling] row by row")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_conversations(cls, table: Any) -> Any:
+        is_sharegpt = isinstance(table, dict) and table.get("format") == "sharegpt"
+        return {"messages": "conversations", **table} if is_sharegpt else table
+
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
-        given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "messages", "token_ids", "template") if getattr(self, name) is not None]
         if len(given) != 1:
             have = " and ".join(given) or "none"
-            raise ValueError(f"prompt, messages, token_ids: exactly one must be set, but the job sets {have}")
+            raise ValueError(f"prompt, messages, token_ids, template: exactly one must be set, but the job sets {have}")
+        makes_chats = self.messages is not None or (self.template is not None and self.system is not None)
+        for name in ("system", "chat_template_kwargs", "tools"):
+            if getattr(self, name) is not None and not makes_chats:
+                raise ValueError(
+                    f"{name} is for chats, but {given[0]} alone makes none; use messages, or template with system"
+                )
+        if self.continue_final_message and self.messages is None:
+            raise ValueError(f"continue_final_message is for chats of input.messages, but the job sets {given[0]}")
         return self
 
     @property
     def prompt_column(self) -> str:
+        """The column that holds prompts; "" where `template` makes them of others."""
         return self.prompt or self.messages or self.token_ids or ""
 
     @property
-    def prompt_kind(self) -> Literal["prompt", "messages", "token_ids"]:
+    def prompt_kind(self) -> Literal["prompt", "messages", "token_ids", "template"]:
+        if self.template:
+            return "template"
         return "prompt" if self.prompt else "messages" if self.messages else "token_ids"
 
 

@@ -1,14 +1,15 @@
-"""The model's chat template: messages in, one text out.
+"""Templates: the model's, from messages to one text, and the job's own, from a row's columns to its prompt.
 
-Templates are code of the model's author, so they run in a sandbox. The text is what transformers' `apply_chat_template`
-gives, but what depends on the clock or on chance is missing (the same row must always give the same prompt), and its
-size is limited.
+A chat template is code of the model's author, so both run in a sandbox. The text is what transformers'
+`apply_chat_template` gives, but what depends on the clock or on chance is missing (the same row must always give the
+same prompt), and its size is limited.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -16,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from batchinfer.records import ModelError
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
 
 
 class ChatError(ValueError):
@@ -32,12 +34,18 @@ class ChatTemplate:
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
         self._variables = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            self._template = _environment().from_string(text)
+            self._template = _environment(trim_blocks=True, lstrip_blocks=True).from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None, *, continues: bool = False
+    ) -> str:
         """The prompt text of a chat, up to where the assistant answers; keys without a value are left out.
+
+        Args:
+            variables: `tools` and others for the template.
+            continues: up to the end of the final message's content, which is to be continued.
 
         The sandbox bounds `range`, and the text is bounded by MAX_CHARS; what loops write nothing can still take very
         long, and time is bounded by who renders (data/tokenizer_worker.py).
@@ -46,20 +54,73 @@ class ChatTemplate:
             ChatError: the template refuses the chat, or fails on it.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        pieces: list[str] = []
-        num_chars = 0
+        values = {**self._variables, **(variables or {}), "messages": chat}
+        if not continues:
+            return _written(self._template, values, "the chat template", _failure)
+        final = chat[-1].get("content")
+        if final is None:
+            raise ChatError("the final message has no content to continue (input.continue_final_message)")
+        chat[-1]["content"] = final + _CONTINUE
+        text = _written(self._template, {**values, "add_generation_prompt": False}, "the chat template", _failure)
+        # the template may have cut white space around the content, and with it the mark's own blank
+        before, mark, after = text.rpartition(_CONTINUE.strip())
+        if not mark or final.strip() not in text:
+            raise ChatError("the chat template leaves out the final message, which is to be continued")
+        return before if after.startswith(" ") else before.rstrip()
+
+
+class RowTemplate:
+    """The job's own template, which writes a prompt from a row's columns.
+
+    Attributes:
+        columns: those that it names, in order of their names.
+
+    Raises:
+        ModelError: it is not valid Jinja, or names no column.
+    """
+
+    def __init__(self, text: str) -> None:
+        environment = _environment(undefined=StrictUndefined, finalize=_not_null)
         try:
-            for piece in self._template.generate(messages=chat, **self._variables):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > MAX_CHARS:
-                    raise ChatError(f"the chat template writes more than {MAX_CHARS} characters")
-        except (ChatError, MemoryError):
-            raise  # how much memory there is says nothing about one row
-        except Exception as error:
-            # whatever the template's code does wrong concerns this row only
-            raise ChatError(_failure(error)) from None
-        return "".join(pieces)
+            self.columns = sorted(meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals))
+            self._template = environment.from_string(text)
+        except (TemplateError, ChatError, RecursionError) as error:
+            raise ModelError(f"input.template is not valid Jinja: {_one_line(error)}; correct it") from None
+        if not self.columns:
+            raise ModelError("input.template names no column of the rows; write one as {{ column }}")
+
+    def render(self, row: dict[str, Any]) -> str:
+        """The prompt of a row.
+
+        Raises:
+            ChatError: it fails on the row, or writes a value that is null.
+        """
+        return _written(
+            self._template, row, "input.template", lambda error: f"input.template fails on the row: {_one_line(error)}"
+        )
+
+
+def _written(template: Template, variables: dict[str, Any], what: str, failure: Callable[[Exception], str]) -> str:
+    pieces: list[str] = []
+    num_chars = 0
+    try:
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_CHARS:
+                raise ChatError(f"{what} writes more than {MAX_CHARS} characters")
+    except (ChatError, MemoryError):
+        raise  # how much memory there is says nothing about one row
+    except Exception as error:
+        # whatever the template's code does wrong concerns this row only
+        raise ChatError(failure(error)) from None
+    return "".join(pieces)
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise ChatError("input.template writes a value that is null; give it a default: {{ column or '' }}")
+    return value
 
 
 class _Generation(Extension):
@@ -73,10 +134,8 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment(**options: Any) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols], **options)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     # chance would give the same row another prompt each time; strftime_now is missing for the same reason

@@ -47,19 +47,43 @@ def _is_token_list(kind: pa.DataType) -> bool:
     return _is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
-def _is_message_list(kind: pa.DataType) -> bool:
-    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
-        return False
-    parts = {part.name: plain_type(part.type) for part in kind.value_type}
-    found = [parts.get(name, pa.bool_()) for name in ("role", "content")]
-    return all(_is_text(part) or pa.types.is_null(part) for part in found)
+def _is_struct_list(kind: pa.DataType) -> bool:
+    return _is_list(kind) and pa.types.is_struct(kind.value_type)
 
 
-# what each kind of prompt column must be, as a check and in words
-PROMPT_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+def _parts(kind: pa.DataType) -> dict[str, pa.DataType]:
+    return {part.name: plain_type(part.type) for part in kind.value_type} if _is_struct_list(kind) else {}
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    role, content = (_parts(kind).get(name, pa.bool_()) for name in ("role", "content"))
+    of_content = _is_text(content) or pa.types.is_null(content) or _is_struct_list(content)
+    return _is_text(kind) or ((_is_text(role) or pa.types.is_null(role)) and of_content)
+
+
+def _is_sharegpt(kind: pa.DataType) -> bool:
+    found = [_parts(kind).get(name, pa.bool_()) for name in ("from", "value")]
+    return _is_text(kind) or all(_is_text(part) or pa.types.is_null(part) for part in found)
+
+
+def _is_tools(kind: pa.DataType) -> bool:
+    return _is_text(kind) or is_struct(kind) or _is_struct_list(kind)
+
+
+ColumnType = tuple[Callable[[pa.DataType], bool], str]
+
+# what each kind of column for prompts must be, as a check and in words
+PROMPT_TYPES: dict[str, ColumnType] = {
     "prompt": (_is_text, "text"),
-    "messages": (_is_message_list, "a list of structs with the text fields role and content (not JSON text)"),
+    "messages": (
+        _is_messages,
+        "a list of structs with the fields role (text) and content (text, or a list of parts), or JSON text",
+    ),
+    "sharegpt": (_is_sharegpt, "a list of structs with the text fields from and value, or JSON text"),
     "token_ids": (_is_token_list, "a list of integers"),
+    "tools": (_is_tools, "a list of structs, or JSON text"),
+    "chat_template_kwargs": (lambda kind: _is_text(kind) or is_struct(kind), "a struct, or JSON text"),
+    "template": (lambda kind: True, "anything"),
 }
 
 

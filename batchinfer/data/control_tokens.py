@@ -20,7 +20,7 @@ from batchinfer.data.safe_cuts import keeps_text
 from batchinfer.data.text_encoder import TextEncoder, around
 from batchinfer.records import ModelError
 
-Render = Callable[[list[dict[str, Any]]], str]
+Render = Callable[[list[Any]], str]  # of [messages, variables for the template]
 _SPARE = range(0x10F000, 0x110000)  # code points for private use, of which those are taken that a chat does not hold
 _IS_SPARE = re.compile("[\U0010f000-\U0010ffff]")
 
@@ -62,7 +62,7 @@ class ControlTokens:
         found = (self._pattern.search(text) or self._first_normalized(text) for text in _texts_in(value))
         return next((match[0] for match in found if match), None)
 
-    def pieces(self, chat: list[dict[str, Any]], text: str, render: Render) -> list[str] | None:
+    def pieces(self, chat: list[Any], text: str, render: Render) -> list[str] | None:
         """The text of a chat, rendered, as [text, control token that the template wrote, text, ...].
 
         Returns:
@@ -90,7 +90,7 @@ class ControlTokens:
     def _first_normalized(self, text: str) -> re.Match[str] | None:
         return self._normalized.search(self._normalizer.normalize_str(text)) if self._normalizer else None
 
-    def _spare_chars(self, text: str, chat: list[dict[str, Any]]) -> Iterator[str]:
+    def _spare_chars(self, text: str, chat: list[Any]) -> Iterator[str]:
         taken = {char for part in (text, *_texts_in(chat)) for char in _IS_SPARE.findall(part)}
         return (chr(code) for code in _SPARE if chr(code) not in taken)
 

@@ -63,6 +63,7 @@ class Encoders:
     """The tokenizer of a job in worker processes; use it in a `with` statement.
 
     Attributes:
+        columns: the input columns that prompts are made of.
         digest: changes with anything in the model folder that changes a prompt's ids.
         ends_thinking: whether there is a token for the end of thinking.
         most_chars: characters with which a text cannot fit into the window; None: not known.
@@ -89,9 +90,7 @@ class Encoders:
         self._process = process or TokenizerProcess()
         settings = {
             "folder": job.model.path,
-            "column": job.input.prompt_column,
-            "kind": job.input.prompt_kind,
-            "control_tokens": job.input.control_tokens,
+            "input": job.input.model_dump(exclude={"files"}),
             "most_tokens": window,
             **asdict(self._limits),
         }
@@ -101,6 +100,7 @@ class Encoders:
             self._process.end()
             raise
         self.window = window
+        self.columns: list[str] = loaded["columns"]
         self.digest: str = loaded["digest"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.most_chars: int | None = loaded["most_chars"]
@@ -121,7 +121,7 @@ class Encoders:
             worker.close()
 
     def start(self, column: pa.Array) -> Pieces:
-        """Begin to encode a column; the results joined are its rows, as row_encoder.ENCODED."""
+        """Begin to encode a column, or a struct of `columns`; the results joined are its rows, as columns.ENCODED."""
         rows = min(PIECE_ROWS, max(MIN_PIECE_ROWS, -(-len(column) // self.num_workers)))
         runs = runs_of_rows(bytes_of_rows(column), PIECE_BYTES, rows)
         return [self._pool.submit(self._encode, column.slice(first, end - first)) for first, end in runs]

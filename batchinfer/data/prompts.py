@@ -59,10 +59,11 @@ class PromptChecks:
             done: Future[pa.RecordBatch] = Future()
             done.set_result(known)
             return [done]
-        column = without_dictionary(batch.columns[self._prompt])
+        columns = [_plain(batch.columns[name]) for name in self._encoders.columns]
+        if self._kind == "template" or len(columns) > 1:
+            return self._encoders.start(pa.StructArray.from_arrays(columns, names=self._encoders.columns))
+        (column,) = columns
         most_chars = self._encoders.most_chars
-        if pa.types.is_string_view(column.type):
-            column = column.cast(pa.large_string())
         if self._kind == "prompt" and most_chars is not None and not pa.types.is_null(column.type):
             # a character is at most four bytes: these need not travel to a worker
             is_long = pc.greater(pc.binary_length(column), 4 * most_chars).fill_null(False)
@@ -111,6 +112,11 @@ class PromptChecks:
             limit = self._limits.vocab_size
             shown = "null" if value is None else f"{value}, which is not in [0, {limit})"
             batch.blame(row, f"a token id is {shown}")
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    column = without_dictionary(column)
+    return column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
 
 
 def token_counts(lists: pa.Array) -> np.ndarray:

@@ -209,6 +209,12 @@ OUTPUTS_WITH_REASONING = _table(
     ("reasoning", pa.string(), "what was thought before the text; null: nothing"),
     ("reasoning_tokens", pa.int32(), "of completion_tokens, those up to the end of thinking"),
 )
+TOOL_CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
+OUTPUTS_WITH_TOOLS = _table(
+    "outputs with tools",
+    "behind these, where input.tools is set",
+    ("tool_calls", TOOL_CALLS, "calls in the text, arguments as JSON; empty: none, null: not to be read"),
+)
 STATS_REQUESTS = _table(
     "requests",
     "one row per output row",
@@ -410,7 +416,10 @@ STATS_TABLES = (
 )
 
 
-def output_schema(id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False) -> pa.Schema:
+def output_schema(
+    id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False, with_tools: bool = False
+) -> pa.Schema:
     """The outputs' schema: fixed before row one, the same for every shard of a job."""
     asked_for = list(OUTPUTS_WITH_REASONING.schema) if with_reasoning else []
+    asked_for += list(OUTPUTS_WITH_TOOLS.schema) if with_tools else []
     return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *asked_for, *kept])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +83,8 @@ class PromptTokenizer:
         self._template: ChatTemplate | None = None
         self._encoder = TextEncoder(tokenizer)
         self._control: ControlTokens | None = None
-        self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.digest = digest
+        self.eos_token_ids, self.digest = eos_token_ids, digest
 
     @property
     def control(self) -> ControlTokens:
@@ -130,9 +130,18 @@ class PromptTokenizer:
         return results
 
     def encode_chats(
-        self, chats: list[list[dict[str, Any]]], most_tokens: int | None = None, control: str = "parse"
+        self,
+        chats: list[list[dict[str, Any]]],
+        most_tokens: int | None = None,
+        control: str = "parse",
+        *,
+        variables: list[dict[str, Any]] | None = None,
+        continues: bool = False,
     ) -> list[list[int] | str]:
         """Chats through the template, up to where the assistant answers; special tokens come from the template only.
+
+        Args:
+            variables, continues: see ChatTemplate.render; the variables for each chat.
 
         Returns:
             The ids of each chat; for a chat that the template refuses, the error sentence.
@@ -142,10 +151,10 @@ class PromptTokenizer:
         """
         from batchinfer.data.chat import ChatError
 
-        render = self.chat_template().render
+        render = partial(_render, self.chat_template(), continues)
         results: list[list[int] | str] = [[]] * len(chats)
         places, texts = [], []
-        for place, chat in enumerate(chats):
+        for place, chat in enumerate(map(list, zip(chats, variables or [{}] * len(chats), strict=True))):
             try:
                 token = self.control.first_in(chat) if control == "error" else None
                 text = "" if token else render(chat)
@@ -225,6 +234,11 @@ class TextStream:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return text[len(known) :]
+
+
+def _render(template: ChatTemplate, continues: bool, chat: list[Any]) -> str:
+    messages, variables = chat
+    return template.render(messages, variables, continues=continues)
 
 
 def _holds(token: str) -> str:

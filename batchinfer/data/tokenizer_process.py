@@ -106,14 +106,14 @@ class TokenizerProcess:
             ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
         """
         self._settings = json.dumps(settings).encode()
-        answer = self._exchange(self._settings)
+        answer = self._send_settings()
         while not answer:
             ended = self._ended()
             if not ended.from_outside or self._num_starts == MOST_STARTS:
                 folder, why = settings["folder"], _why(ended)
                 raise ModelError(f"cannot use the tokenizer and template of {folder}: {why}; restore the files")
             self._start()
-            answer = self._exchange(self._settings)
+            answer = self._send_settings()
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise ModelError(found["error"])
@@ -165,10 +165,17 @@ class TokenizerProcess:
         ended = self._ended()
         if ended.from_outside and self._num_starts < MOST_STARTS:
             self._start()
-            if self._exchange(self._settings):
+            if self._send_settings():
                 return
             ended = self._ended()
         raise BatchinferError(f"the tokenizer's process ended: {_why(ended)}; run the same command to go on")
+
+    def _send_settings(self) -> bytes:
+        """In a file: a job's texts may be longer than a message."""
+        with tempfile.TemporaryFile() as file:
+            file.write(self._settings)
+            file.seek(0)
+            return self._exchange(b"load", [file.fileno()])
 
     def _exchange(self, question: bytes, descriptors: list[int] | None = None) -> bytes:
         """Its answer; nothing: it has ended."""

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
 from batchinfer.data.row_encoder import RowEncoder
+from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import END_OF_THINKING, load_tokenizer
 from batchinfer.data.tokenizer_process import TOGETHER
 from batchinfer.records import ModelError
@@ -39,9 +40,11 @@ def serve(control: socket.socket) -> NoReturn:
     _end_with_parent()
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    settings = control.recv(1 << 16)
-    if not settings:
+    _, files, _, _ = socket.recv_fds(control, 64, 1)
+    if not files:
         os._exit(0)
+    with os.fdopen(files[0], "rb") as file:
+        settings = file.read()
     encoder, answer = _load(json.loads(settings))
     control.send(json.dumps(answer).encode())
     gc.freeze()  # what is there stays, in memory that the workers share
@@ -65,15 +68,18 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
     """(the encoder, what the command wants to know of it), or (None, {"error": sentence})."""
+    encoder = None
     try:
         with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
             tokenizer = load_tokenizer(Path(settings["folder"]))
-            names = ("column", "kind", "most_tokens", "control_tokens")
-            encoder = RowEncoder(tokenizer, *(settings[name] for name in names))
-            encoder.try_out()
+            prompts = RowPrompts(settings["input"])
+            if settings["input"]["token_ids"] is None:
+                encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
+                encoder.try_out()
     except ModelError as error:
         return None, {"error": clip(str(error))}
     return encoder, {
+        "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
         "ends_thinking": tokenizer.token_id(END_OF_THINKING) is not None,

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import PROMPT_TYPES, is_id_type, is_struct, python_values, without_dictionary
+from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type, is_struct, python_values, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
@@ -95,16 +95,17 @@ class _RowChecker:
         self._s3 = job.s3
         self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
-        self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
+        self._types = _column_types(job)
         self._id = job.input.id
         self._sampling = job.input.sampling
+        self._of_prompts = encoders.columns
         self._overrides = SamplingOverrides(job.sampling, self._sampling or "", vocab_size=limits.vocab_size)
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)
         schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
-        wanted = dict.fromkeys(name for name in (self._id, self._prompt, self._sampling) if name is not None)
+        wanted = dict.fromkeys(name for name in (self._id, *self._of_prompts, self._sampling) if name is not None)
         # kept columns are read here too, so that damage in them is found before anything is computed
         wanted |= dict.fromkeys(job.output.keep_columns)
         self._columns = [name for name in wanted if column_type(schema, name) is not None]
@@ -142,7 +143,7 @@ class _RowChecker:
         checks: list[tuple[str, Callable[[pa.DataType], bool], str]] = []
         if self._id in schema.names:
             checks.append((self._id, is_id_type, "text or integer"))
-        checks.append((self._prompt, *PROMPT_TYPES[self._kind]))
+        checks += [(name, *self._types.get(name, PROMPT_TYPES["template"])) for name in self._of_prompts]
         if self._sampling is not None:
             checks.append((self._sampling, is_struct, "a struct"))
         for name, is_right, wanted in checks:
@@ -228,3 +229,13 @@ def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:
     if not is_bad.any():
         return lists
     return lists.take(pa.array(np.arange(len(is_bad)), mask=is_bad))
+
+
+def _column_types(job: JobConfig) -> dict[str, ColumnType]:
+    """What the columns must be that the job's keys name; a template's may be anything."""
+    types = {}
+    for key in ("tools", "chat_template_kwargs", "token_ids", "messages", "prompt"):
+        name = getattr(job.input, key)
+        if isinstance(name, str):
+            types[name] = PROMPT_TYPES["sharegpt" if key == "messages" and job.input.format == "sharegpt" else key]
+    return types

@@ -10,6 +10,7 @@ from batchinfer.data.parquet import kept_fields, table_writer
 from batchinfer.data.schemas import OUTPUTS_WITH_REASONING, output_schema
 from batchinfer.finish.join import output_rows
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.tool_calls import tool_calls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
@@ -35,7 +36,8 @@ def write_outputs(
     """
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns, job.s3)
-    schema = output_schema(id_type, kept, with_reasoning=job.output.reasoning != "none")
+    with_reasoning, with_tools = job.output.reasoning != "none", job.input.tools is not None
+    schema = output_schema(id_type, kept, with_reasoning=with_reasoning, with_tools=with_tools)
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
@@ -72,4 +74,5 @@ def _output_reader(
         """
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
-        yield batch.cast(own)
+        calls = [tool_calls(batch["text"])] if "tool_calls" in own.names else []
+        yield pa.RecordBatch.from_arrays([*batch.columns, *calls], names=own.names).cast(own)

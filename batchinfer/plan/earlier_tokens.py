@@ -19,7 +19,17 @@ from batchinfer.rundir import RunDir, read_state
 
 # what must be the same, beside the shard, for the same token ids
 _SAME = ("tokenizer and template", "model.config", "version of batchinfer")
-_SAME_COLUMNS = ("prompt", "messages", "control_tokens")
+_SAME_COLUMNS = (
+    "prompt",
+    "messages",
+    "template",
+    "format",
+    "system",
+    "chat_template_kwargs",
+    "tools",
+    "continue_final_message",
+    "control_tokens",
+)
 
 
 class EarlierTokens:

@@ -84,8 +84,7 @@ def plan_job(
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
         shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
         _check_shards(shards, strict)
-        _check_columns(job, shards)
-        _check_reasoning(job, encoders)
+        _check_columns(job, shards, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         earlier = EarlierTokens(learn_from, fingerprint)
@@ -322,11 +321,20 @@ def _check_reasoning(job: JobConfig, encoders: Encoders) -> None:
         )
 
 
-def _check_columns(job: JobConfig, shards: list[Shard]) -> None:
+def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
     """Refuse column names that no shard has: a misspelt name would make every row bad."""
+    _check_reasoning(job, encoders)
     kept_fields(shards, job.output.keep_columns, job.s3)
     schemas = [shard_schema(shard, job.s3) for shard in shards if shard.problem is None]
-    for key, name in [(job.input.prompt_kind, job.input.prompt_column), ("sampling", job.input.sampling)]:
+    if job.input.tools is not None and "tool_calls" in job.output.keep_columns:
+        raise ConfigError(
+            "output.keep_columns names 'tool_calls', which outputs of a job with input.tools have already; rename it "
+            "in the input"
+        )
+    keys: dict[str, str] = {job.input.prompt_column: job.input.prompt_kind}
+    keys |= {name: key for key in ("tools", "chat_template_kwargs") if isinstance(name := getattr(job.input, key), str)}
+    wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
+    for key, name in [*wanted, ("sampling", job.input.sampling)]:
         if name is not None and not any(name in schema.names for schema in schemas):
             have = ", ".join(schemas[0].names[:20])
             raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")

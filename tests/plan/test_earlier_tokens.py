@@ -14,6 +14,7 @@ from batchinfer.data.validate import tokenize_shard
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.records import DamagedFileError
 from batchinfer.run.fingerprint import job_fingerprint
+from batchinfer.rundir import RunDir, read_state
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job, write_shard
 
@@ -79,8 +80,25 @@ def test_nothing_is_taken_when_something_is_not_the_same(first, tmp_path, monkey
     assert tokenized(tmp_path, load_job(first), monkeypatch)[1] == 3000
 
 
-def test_nothing_is_taken_for_control_tokens_in_another_way(first, tmp_path, monkeypatch):
-    assert tokenized(tmp_path, load_job(first, ["input.control_tokens=text"]), monkeypatch)[1] == 3000
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"control_tokens": "text"},
+        {"format": "sharegpt"},
+        {"template": "{{ prompt }}"},
+        {"system": "Be brief."},
+        {"chat_template_kwargs": {"thinking": True}},
+        {"tools": "tools"},
+        {"continue_final_message": True},
+    ],
+)
+def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, change):
+    job, run = load_job(first), RunDir(tmp_path / "run")
+    shards = find_shards(job.input.files)
+    recorded = read_state(run)["fingerprint"]
+    assert EarlierTokens(run.root, recorded).of(shards[0]) is not None
+    other = {**recorded, "input columns": {**recorded["input columns"], **change}}
+    assert EarlierTokens(run.root, other).of(shards[0]) is None
 
 
 def test_a_damaged_token_file_is_named(first, tmp_path, monkeypatch):

@@ -1,0 +1,209 @@
+"""What rows ask: each row's columns as a text, or as a chat with what its template is given.
+
+prompt            text ─────────────────────────────► text
+template          columns ─► Jinja ─► text ─────────► text, or with `system` the user's message of a chat
+messages          list, or JSON text, or ShareGPT's ► messages ─► chat with tools and chat_template_kwargs
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.data.chat import ChatError, RowTemplate
+from batchinfer.data.columns import python_values
+from batchinfer.records import ModelError
+
+_OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+class RowError(ValueError):
+    """A row makes no prompt; the message is its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and the variables that the chat template is given beside them."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+class RowPrompts:
+    """Makes the prompts of a job's rows.
+
+    Args:
+        settings: the keys of [input] in the job file.
+
+    Attributes:
+        columns: the input columns that prompts are made of.
+        makes_chats: whether they are chats.
+
+    Raises:
+        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets what has other keys.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._template = RowTemplate(settings["template"]) if settings["template"] else None
+        self._column: str = settings["messages"] or settings["prompt"] or settings["token_ids"] or ""
+        self._system: str | None = settings["system"]
+        self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
+        if isinstance(self._kwargs, dict):
+            try:
+                _refuse_own_names("input.chat_template_kwargs", self._kwargs)
+            except RowError as error:
+                raise ModelError(str(error)) from None
+        self.makes_chats = settings["messages"] is not None or (self._template is not None and self._system is not None)
+        self.continues = bool(settings["continue_final_message"])
+        own = self._template.columns if self._template else [self._column]
+        self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
+
+    def of(self, column: pa.Array) -> list[str | Chat | RowError]:
+        """The prompt of each row.
+
+        Args:
+            column: the one of `columns`, or a struct of them where there are several or a template.
+        """
+        prompts: list[str | Chat | RowError] = []
+        is_one = self._template is None and len(self.columns) == 1
+        for value in python_values(column):
+            try:
+                if isinstance(value, UnicodeDecodeError):
+                    raise RowError(f"{' or '.join(self.columns)} is not valid UTF-8")
+                prompts.append(self._prompt({self.columns[0]: value} if is_one else value))
+            except RowError as error:
+                prompts.append(error)
+        return prompts
+
+    def chat(self, messages: list[dict[str, Any]], row: dict[str, Any] | None = None) -> Chat:
+        """A chat of these messages with the job's system text, tools and keyword arguments; those of a row if given.
+
+        Raises:
+            RowError: the row's are not as they should be.
+        """
+        if self._system is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        tools, kwargs = self._tools, self._kwargs
+        if _is_name(kwargs):
+            kwargs = _keywords(kwargs, row[kwargs]) if row else None
+        if _is_name(tools):
+            tools = _tool_list(tools, row[tools]) if row else None
+        elif isinstance(tools, dict):
+            tools = [tools]
+        return Chat(messages, {**(kwargs or {}), **({} if tools is None else {"tools": tools})})
+
+    def _prompt(self, row: dict[str, Any]) -> str | Chat:
+        if self._template is not None:
+            try:
+                text = self._template.render(row)
+            except ChatError as error:
+                raise RowError(str(error)) from None
+            if not text:
+                raise RowError("input.template writes an empty prompt")
+            return self.chat([{"role": "user", "content": text}], row) if self.makes_chats else text
+        value = row[self._column]
+        if not self.makes_chats:
+            if not value:
+                raise RowError(f"{self._column} is {'null' if value is None else 'empty'}")
+            return str(value)
+        messages = _json(self._column, value) if isinstance(value, str) else value
+        return self.chat(_messages(self._column, messages, self._settings["format"]), row)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _json(column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{column} is not valid JSON: {error}") from None
+
+
+def _messages(column: str, messages: Any, form: str) -> list[dict[str, Any]]:
+    if messages is None:
+        raise RowError(f"{column} is null")
+    if not isinstance(messages, list):
+        raise RowError(f"{column} is not a list of messages")
+    if not messages:
+        raise RowError(f"{column} is an empty list")
+    found = []
+    for index, item in enumerate(messages):
+        if item is None:
+            raise RowError(f"{column} has a null in place of message {index}")
+        if not isinstance(item, dict):
+            raise RowError(f"{column}[{index}] is not an object with role and content")
+        message = _from_sharegpt(f"{column}[{index}]", item) if form == "sharegpt" else item
+        role, content = message.get("role"), message.get("content")
+        if role is None:
+            raise RowError(f"{column} has no role in message {index}")
+        # an assistant that only called a tool said nothing
+        if content is None and message.get("tool_calls") is None:
+            raise RowError(f"{column} has no content in message {index}")
+        if not isinstance(role, str):
+            raise RowError(f"{column}[{index}] has a role that is not text")
+        found.append({**message, "content": _text(f"{column}[{index}]", content)} if "content" in message else message)
+    return found
+
+
+def _from_sharegpt(place: str, turn: dict[str, Any]) -> dict[str, Any]:
+    who = turn.get("from")
+    if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
+        raise RowError(f"{place} is from {who!r}, not from {', '.join(_SHAREGPT_ROLES)}")
+    return {"role": _SHAREGPT_ROLES[who], "content": turn.get("value")}
+
+
+def _text(place: str, content: Any) -> str | None:
+    """The text of a message; OpenAI's content parts joined."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError(f"{place} has content that is neither text nor a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RowError(f"{place} has a content part without a type")
+        if kind != "text":
+            raise RowError(f"{place} holds {'an' if kind[:1] in 'aeiou' else 'a'} {kind}, which this model cannot read")
+        if not isinstance(part.get("text"), str):
+            raise RowError(f"{place} has a content part of type text without a text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_list(column: str, value: Any) -> list[dict[str, Any]] | None:
+    if value is None:
+        return None
+    tools = _json(column, value) if isinstance(value, str) else _without_nulls(value)
+    tools = [tools] if isinstance(tools, dict) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"{column} is not a list of tools, each an object")
+    return tools
+
+
+def _keywords(column: str, value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    found = _json(column, value) if isinstance(value, str) else _without_nulls(value)
+    if not isinstance(found, dict):
+        raise RowError(f"{column} is not an object of variables for the chat template")
+    _refuse_own_names(column, found)
+    return found
+
+
+def _refuse_own_names(what: str, kwargs: dict[str, Any]) -> None:
+    for name in kwargs:
+        if name in _OWN_NAMES:
+            raise RowError(f"{what} sets {name}, which the job has other keys for; leave it out")
+
+
+def _without_nulls(value: Any) -> Any:
+    """In Parquet all structs of a column have the same fields: those without a value are none of this row's."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,88 @@
+"""Calls of tools in answers: DeepSeek's two forms, and whatever is not quite one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from batchinfer.finish.tool_calls import parse_tool_calls
+from support.jobs import batchinfer, outputs, write_job, write_shard
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEP, CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
+LATER = {"name": "wait", "arguments": '{"for": {"s": 5}}'}
+
+
+def v3(*calls):
+    texts = [f"{CALL}function{SEP}{call['name']}\n```json\n{call['arguments']}\n```{CALLED}" for call in calls]
+    return BEGIN + "\n".join(texts) + END
+
+
+def v31(*calls):
+    return BEGIN + "".join(f"{CALL}{call['name']}{SEP}{call['arguments']}{CALLED}" for call in calls) + END
+
+
+@pytest.mark.parametrize("form", [v3, v31])
+def test_calls_are_read_in_both_forms(form):
+    assert parse_tool_calls(form(ROME)) == [ROME]
+    assert parse_tool_calls(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
+    assert parse_tool_calls(form(ROME).removesuffix(END)) == [ROME]
+    fences = {"name": "write", "arguments": '{"text": "```json\\n{}\\n```"}'}
+    assert parse_tool_calls(form(fences, ROME)) == [fences, ROME]
+
+
+def test_an_answer_that_calls_nothing_has_no_calls():
+    assert parse_tool_calls("") == parse_tool_calls("It rains: {}") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BEGIN,
+        BEGIN + END,
+        v31(ROME).replace(BEGIN, ""),
+        v31(ROME)[: -len(CALLED + END)],
+        v3(ROME).replace("```", ""),
+        v31({"name": "", "arguments": "{}"}),
+        v31({"name": "weather", "arguments": '{"city": '}),
+        v31({"name": "weather", "arguments": "[1]"}),
+        v31({"name": "weather", "arguments": "[" * 100_000}),
+        v31(ROME).replace(SEP, ""),
+        v31(ROME, LATER).replace(CALLED + CALL, CALL),
+        v31(ROME).replace(CALLED, CALLED + "and then"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_none_at_all(text):
+    assert parse_tool_calls(text) is None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_pieces_in_any_order_give_calls_or_none(seed):
+    pieces = [BEGIN, END, CALL, SEP, CALLED, "function", "f", "{}", "\n```json\n", "\n```", '{"a": 1}', " "]
+    found = parse_tool_calls("".join(random.Random(seed).choices(pieces, k=12)))
+    assert found is None or all(set(call) == {"name", "arguments"} for call in found)
+
+
+def test_outputs_have_tool_calls_where_the_job_has_tools_and_keep_the_text(tmp_path):
+    chat = [{"role": "user", "content": "Hello"}]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": [chat, []], "tool_calls": ["kept", "too"]})
+    keys = {"prompt": None, "messages": "m"}
+    job = write_job(tmp_path, input=keys, output={"keep_columns": ["tool_calls"]})
+    assert batchinfer("run", job).code == 3
+    without = outputs(tmp_path / "run")["a.parquet"]
+    assert [row["tool_calls"] for row in without] == ["kept", "too"]
+
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ended = batchinfer(
+        "plan", write_job(tmp_path, input={**keys, "tools": tool}, output={"keep_columns": ["tool_calls"]})
+    )
+    assert ended.code == 2
+    assert "output.keep_columns names 'tool_calls'" in ended.err
+    ended = batchinfer("run", write_job(tmp_path, input={**keys, "tools": tool}, output={"dir": "with"}))
+    assert ended.code == 3, ended.err
+    answer, bad = outputs(tmp_path / "with")["a.parquet"]
+    assert list(answer)[-2:] == ["logprobs", "tool_calls"]
+    assert answer["text"] == without[0]["text"]
+    assert (answer["tool_calls"], bad["tool_calls"]) == ([], None)
