@@ -117,6 +117,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     thinking_budget: int | None = None  # tokens
     structured: tuple[str, str] | None = None  # what the answer must be: kind and text, as grammar/ takes them
+    prompt_logprobs: int | None = None  # alternatives to report beside each prompt token; None: no prompt logprobs
 
     @property
     def changes_logits(self) -> bool:
@@ -134,7 +135,8 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether nothing is drawn."""
+        return self.temperature == 0.0 or self.max_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,22 @@ class Request:
     last_units: tuple[int, ...] = ()
     prompt_group: int = 0  # prompts with a long common start have the same: their answers are expected to be alike
     expected_tokens: float | None = None  # output tokens of this group in an earlier run
+    score_from: int = 0  # the prompt's tokens from this place on are scored; 0: none is
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Leading prompt tokens whose KV may come from elsewhere: the others run, since their logits are needed."""
+        return (self.score_from or len(self.token_ids)) - 1
+
+    @property
+    def num_alternatives(self) -> int:
+        """Most likely tokens that are reported beside each scored token: of a choice, whether it would be chosen."""
+        return 1 if self.sampling.prompt_logprobs is None else self.sampling.prompt_logprobs
+
+    @property
+    def goes_on_after_prefill(self) -> bool:
+        """Whether decode steps may follow; the prompt's own step gives the first token."""
+        return self.sampling.max_tokens > 1
 
 
 @dataclass(slots=True)
@@ -176,7 +194,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The chosen token's log-probability under the raw logits, and the most likely alternatives."""
+    """A token's log-probability under the raw logits, and the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -205,6 +223,7 @@ class Completion:
     computed_tokens: int = 0  # prompt tokens that ran for it, the last two among them
     reasoning: str | None = None  # what it thought before the text; None: it did not, or nobody asked
     reasoning_tokens: int = 0  # of token_ids
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens that were to be scored
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

@@ -9,7 +9,15 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from batchinfer.config import JobConfig
-from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, STATS_TABLES
+from batchinfer.data.schemas import (
+    DECODE_STEPS,
+    OUTPUTS,
+    OUTPUTS_WITH_CHOICES,
+    OUTPUTS_WITH_PROMPT_LOGPROBS,
+    OUTPUTS_WITH_REASONING,
+    OUTPUTS_WITH_TOOLS,
+    STATS_TABLES,
+)
 
 WIDTH = 110
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true | false"}
@@ -43,7 +51,10 @@ def job_schema_text() -> str:
 def stats_schema_text() -> str:
     """The views that `report --sql` offers: columns, types, meaning."""
     blocks = ["Views of `batchinfer report RUN --sql`, and the Parquet files behind them in outputs/ and stats/:"]
-    for table in (OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, *STATS_TABLES, DECODE_STEPS):
+    outputs = (
+        OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WITH_PROMPT_LOGPROBS, OUTPUTS_WITH_CHOICES
+    )  # fmt: skip
+    for table in (*outputs, *STATS_TABLES, DECODE_STEPS):
         blocks.append(f"\n{table.name}: {table.doc}")
         for column in table.columns:
             blocks.append(_entry(column.name, str(column.type), column.doc))

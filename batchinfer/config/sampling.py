@@ -30,7 +30,9 @@ class StructuredOutputs(TypedDict, total=False):
 class SamplingConfig(Part):
     """How tokens are picked; a row may override each key."""
 
-    max_tokens: int = Field(ge=1, lt=2**31, description="most new tokens per sample (required: no silent default)")
+    max_tokens: int = Field(
+        ge=0, lt=2**31, description="most new tokens per sample (required: no silent default); 0: nothing is generated"
+    )
     temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
     top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
@@ -63,6 +65,9 @@ class SamplingConfig(Part):
         None, ge=0, lt=2**31, description="a model that still thinks after this many tokens is made to end it"
     )
     logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=100, description="the same for each token of the prompt; unset: no log-probabilities of it"
+    )
 
     @field_validator("logit_bias", mode="before")
     @classmethod

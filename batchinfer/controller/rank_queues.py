@@ -141,8 +141,8 @@ def _new_tokens(request: Request) -> int:
 
 
 def _shared_tokens(first: Request, second: Request) -> int:
-    """Tokens that the second prompt finds in memory after the first; its last one always runs."""
-    most = min(len(first.token_ids), len(second.token_ids) - 1)
+    """Tokens that the second prompt finds in memory after the first."""
+    most = min(len(first.token_ids), second.most_cached_tokens)
     for index in range(most):
         if first.token_ids[index] != second.token_ids[index]:
             return index

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import own_file
 from batchinfer.data.schemas import RESULTS
 from batchinfer.manifest import Manifest
-from batchinfer.records import Completion, Request, RequestKey, Sampling, sampling_from_json
+from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprob, sampling_from_json
 from batchinfer.rundir import RunDir
 
 # of a completion, as a result file has them
@@ -51,6 +51,7 @@ def read_unit(
                 sampling=samplings[how],
                 sampling_key=item["sampling_key"],
                 cached_tokens=item["cached_tokens"],
+                score_from=item["score_from"],
                 kept_tokens=max(item["cached_tokens"], next_tokens),
                 last_units=tuple(item["last_units"] or ()),
                 prompt_group=item["prompt_group"],
@@ -76,7 +77,8 @@ def result_table(completions: list[Completion]) -> pa.Table:
         "token_ids": [item and item.token_ids for item in good],
         "completion_tokens": [len(item.token_ids) if item else 0 for item in good],
         "reasoning": [item and item.reasoning for item in good],
-        "logprobs": [item and _plain_logprobs(item) for item in good],
+        "logprobs": [item and _plain_logprobs(item.logprobs) for item in good],
+        "prompt_logprobs": [item and _plain_logprobs(item.prompt_logprobs) for item in good],
     }
     for name in ("unit", "error", "finish_reason", "stop_reason"):
         columns[name] = [getattr(completion, name) for completion in completions]
@@ -89,8 +91,8 @@ def result_table(completions: list[Completion]) -> pa.Table:
     return pa.table(columns, schema=RESULTS.schema)
 
 
-def _plain_logprobs(completion: Completion) -> list[dict[str, Any]] | None:
-    if completion.logprobs is None:
+def _plain_logprobs(logprobs: tuple[TokenLogprob, ...] | None) -> list[dict[str, Any]] | None:
+    if logprobs is None:
         return None
     return [
         {
@@ -98,5 +100,5 @@ def _plain_logprobs(completion: Completion) -> list[dict[str, Any]] | None:
             "logprob": item.logprob,
             "top": [{"token_id": token, "logprob": value} for token, value in item.top],
         }
-        for item in completion.logprobs
+        for item in logprobs
     ]

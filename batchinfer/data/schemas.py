@@ -3,9 +3,12 @@
 Written by plan, engine and finish.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+
+from batchinfer.config import JobConfig
 
 TOKEN_IDS = pa.list_(pa.int32())
 LOGPROBS = pa.list_(
@@ -65,6 +68,7 @@ TOKENS = _table(
     ("sampling", pa.string(), "the row's resolved sampling as JSON; null: the job's own"),
     ("error", pa.string(), "why the row is bad; null: it is good"),
     ("control_tokens", pa.bool_(), "whether its text holds control tokens"),
+    ("choices", pa.list_(TOKEN_IDS), "tokens of each choice; null for a bad row, or where the job has no choices"),
 )
 REQUESTS = _table(
     "plan/requests",
@@ -75,6 +79,7 @@ REQUESTS = _table(
     ("sampling", pa.string(), "resolved sampling as JSON; null: the job's own"),
     ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window"),
     ("cached_tokens", pa.int32(), "prompt tokens predicted to be in memory when the request starts"),
+    ("score_from", pa.int32(), "the prompt's tokens from this place on are scored; 0: none"),
     (
         "last_units",
         pa.list_(pa.int32()),
@@ -179,6 +184,7 @@ RESULTS = _table(
     ("reasoning_tokens", pa.int32(), "of the generated tokens"),
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
+    ("prompt_logprobs", LOGPROBS, "per scored token of the prompt: of all but its first, or of the choice"),
     ("admitted_s", pa.float64(), "Unix time when its prefill was admitted"),
     ("first_token_s", pa.float64(), "Unix time of its first new token"),
     ("finished_s", pa.float64(), "Unix time of its last token"),
@@ -215,10 +221,25 @@ OUTPUTS_WITH_TOOLS = _table(
     "behind these, where input.tools is set",
     ("tool_calls", TOOL_CALLS, "calls in the text, arguments as JSON; empty: none, null: not to be read"),
 )
+OUTPUTS_WITH_PROMPT_LOGPROBS = _table(
+    "outputs with prompt_logprobs",
+    "behind these, where sampling.prompt_logprobs is set for the job or its rows may set it",
+    ("prompt_logprobs", LOGPROBS, "per prompt token, when asked for, of sample 0; the first token's logprob is null"),
+)
+OUTPUTS_WITH_CHOICES = _table(
+    "outputs with choices",
+    "behind these, where input.choices is set; null for an error row",
+    ("choice", pa.int32(), "number of the most likely choice, from 0; the first of equal ones"),
+    ("choice_normalized", pa.int32(), "the same by log-probability per token of the choice"),
+    ("choice_logprobs", pa.list_(pa.float64()), "log-probability of each choice: the sum over its tokens"),
+    ("choice_num_tokens", pa.list_(pa.int32()), "tokens of each choice"),
+    ("choice_is_greedy", pa.list_(pa.bool_()), "whether each token of it is the model's most likely one"),
+)
 STATS_REQUESTS = _table(
     "requests",
-    "one row per output row",
+    "one row per output row, of a row with choices one per choice",
     *_KEY,
+    ("choice", pa.int32(), "the choice that was scored, from 0; null in a job without choices"),
     ("unit", pa.int32(), "work unit; null for error rows of the plan"),
     ("status", pa.string(), "'ok' or 'error'"),
     ("prompt_tokens", pa.int32(), "prompt tokens; 0 for an error row"),
@@ -416,10 +437,26 @@ STATS_TABLES = (
 )
 
 
-def output_schema(
-    id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False, with_tools: bool = False
-) -> pa.Schema:
-    """The outputs' schema: fixed before row one, the same for every shard of a job."""
-    asked_for = list(OUTPUTS_WITH_REASONING.schema) if with_reasoning else []
-    asked_for += list(OUTPUTS_WITH_TOOLS.schema) if with_tools else []
-    return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *asked_for, *kept])
+def asked_for(job: JobConfig, *, prompt_logprobs: bool) -> list[Table]:
+    """The tables whose columns a job's outputs have behind those of OUTPUTS.
+
+    Args:
+        prompt_logprobs: whether any row wants them.
+    """
+    is_asked_for = {
+        OUTPUTS_WITH_REASONING: job.output.reasoning != "none",
+        OUTPUTS_WITH_TOOLS: job.input.tools is not None,
+        OUTPUTS_WITH_PROMPT_LOGPROBS: prompt_logprobs,
+        OUTPUTS_WITH_CHOICES: job.input.choices is not None,
+    }
+    return [table for table, is_wanted in is_asked_for.items() if is_wanted]
+
+
+def output_schema(id_type: pa.DataType, kept: list[pa.Field], tables: Sequence[Table] = ()) -> pa.Schema:
+    """The outputs' schema: fixed before row one, the same for every shard of a job.
+
+    Args:
+        tables: from `asked_for`.
+    """
+    more = [field for table in tables for field in table.schema]
+    return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *more, *kept])

@@ -185,6 +185,7 @@ class _RowChecker:
                 pa.array(sampling, pa.string()),
                 pa.array(errors, pa.string()),
                 pa.array(np.zeros(num_rows, bool) if batch.holds_control is None else batch.holds_control),
+                pa.nulls(num_rows, TOKENS.schema.field("choices").type),
             ],
             schema=TOKENS.schema,
         )

@@ -6,9 +6,10 @@ import duckdb
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
+from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import kept_fields, table_writer
-from batchinfer.data.schemas import OUTPUTS_WITH_REASONING, output_schema
-from batchinfer.finish.join import output_rows
+from batchinfer.data.schemas import asked_for, output_schema
+from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.tool_calls import tool_calls
 from batchinfer.manifest import Manifest
@@ -17,6 +18,7 @@ from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.rundir import RunDir
 
 BATCH_ROWS = 4096
+_SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
 
 
 def write_outputs(
@@ -36,8 +38,7 @@ def write_outputs(
     """
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns, job.s3)
-    with_reasoning, with_tools = job.output.reasoning != "none", job.input.tools is not None
-    schema = output_schema(id_type, kept, with_reasoning=with_reasoning, with_tools=with_tools)
+    schema = output_schema(id_type, kept, asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job)))
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
@@ -63,16 +64,20 @@ def _output_reader(
 ) -> Iterator[pa.RecordBatch]:
     """One shard's output rows in order, without the kept columns."""
     own = pa.schema(list(schema)[: len(schema) - len(kept)])
-    asked_for = "".join(f", {name}" for name in own.names if name in OUTPUTS_WITH_REASONING.schema.names)
-    reader = connection.sql(
-        f"""
-        SELECT {"id::BIGINT" if own.field("id").type == pa.int64() else "id"} AS id, row, sample, status, error, text,
-               token_ids, finish_reason, stop_reason, prompt_tokens,
-               cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens,
-               completion_tokens, logprobs{asked_for}
-        FROM ({output_rows(run, [shard])}) ORDER BY row, sample
-        """
-    ).to_arrow_reader(BATCH_ROWS)
-    for batch in reader:
-        calls = [tool_calls(batch["text"])] if "tool_calls" in own.names else []
-        yield pa.RecordBatch.from_arrays([*batch.columns, *calls], names=own.names).cast(own)
+    rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, [shard]))
+    columns = [_SQL_OF.get(name, name) for name in own.names]
+    if own.field("id").type == pa.int64():
+        columns[0] = "id::BIGINT AS id"
+    ordered = connection.sql(f"SELECT {', '.join(columns)} FROM ({rows}) ORDER BY row, sample")
+    for batch in ordered.to_arrow_reader(BATCH_ROWS):
+        calls = tool_calls(batch["text"]) if "tool_calls" in own.names else None
+        found = [calls if name == "tool_calls" else batch[name] for name in own.names]
+        yield pa.RecordBatch.from_arrays(found, names=own.names).cast(own)
+
+
+def _wants_prompt_logprobs(connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig) -> bool:
+    """Whether the job, or a row of it, wants log-probabilities of prompts."""
+    if job.sampling.prompt_logprobs is not None or job.input.choices is not None:
+        return job.input.choices is None
+    found = connection.execute(f"SELECT coalesce(max(score_from), 0) > 0 FROM {read_parquet(run.requests)}").fetchall()
+    return bool(found[0][0])

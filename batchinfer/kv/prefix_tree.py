@@ -55,9 +55,8 @@ class PrefixTree:
         # leaves that no sequence holds, least recently used first: what can be given back
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
-    def match(self, tokens: list[int]) -> Match:
-        """The longest prefix of `tokens` in memory, without its last token (which must run to give logits)."""
-        limit = len(tokens) - 1
+    def match(self, tokens: list[int], limit: int) -> Match:
+        """The longest prefix of the first `limit` tokens that is in memory."""
         node = self._root
         full: list[Node] = []
         while (len(full) + 1) * PAGE_TOKENS <= limit:

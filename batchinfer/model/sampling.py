@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchinfer.model.scores import most_likely
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.transfer import in_one_copy, to_host
@@ -110,9 +111,9 @@ def sample(
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
     total_S = ops.log_sum_exp(logits_SV)
-    top = torch.topk(logits_SV, min(num_logprobs, logits_SV.shape[-1]), dim=-1)
+    top_tokens, top_logits = most_likely(logits_SV, num_logprobs)
     of_tokens = logits_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0].double() - total_S
-    lists = (values.tolist() for values in to_host(of_tokens, top.indices, top.values.double() - total_S[:, None]))
+    lists = (values.tolist() for values in to_host(of_tokens, top_tokens, top_logits.double() - total_S[:, None]))
     return Sampled(tokens, is_finite, *lists)
 
 

@@ -49,7 +49,7 @@ def overlapped(model: StepModel, step: StepHalves, pages: torch.Tensor, log: Spa
             for half, number in zip((step.first, step.second), numbers, strict=True)
         )
     )
-    return StepOutput(torch.cat([first.logits, second.logits]), first.expert_counts + second.expert_counts)
+    return StepOutput.joined(first, second)
 
 
 @dataclass(frozen=True, slots=True)

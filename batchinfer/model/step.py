@@ -1,6 +1,7 @@
 """One step of the model: as a rank builds it on the host, as layers take it on the device, and its result."""
 
-# T tokens of a step, S rows whose logits are wanted, B requests, P pages, N copies, E routed experts, R rotary width
+# T tokens of a step, S rows whose logits are wanted, N of these rows or copies, B requests, P pages, E routed experts
+# R rotary width, V vocabulary
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from batchinfer.model.scores import Scores
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.transfer import in_one_copy, refill
 
@@ -35,12 +37,14 @@ class StepInput:
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64, page id * 64 + offset: where this token's latent goes, all different
-    logit_rows: torch.Tensor  # [S] int64, rows whose logits are wanted; may be empty
+    logit_rows: torch.Tensor  # [S] int64, rows whose logits are wanted, behind them those that are scored; may be empty
     prefill: tuple[PrefillSpan, ...] = ()  # covers all rows in order
     page_table: torch.Tensor | None = None  # [B, P] int64, pages of each request in order; padding: any valid page
     kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
     copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
     copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
+    scored: torch.Tensor | None = None  # [N] int64, prefill only: of the last N of logit_rows the tokens that come next
+    num_alternatives: int = 0  # most likely tokens that are wanted beside each of these
 
     @property
     def is_decode(self) -> bool:
@@ -59,8 +63,19 @@ class StepHalves:
 class StepOutput:
     """What a step computed."""
 
-    logits: torch.Tensor  # [S, vocabulary] float32
+    logits: torch.Tensor  # [S, V] float32, without the rows that are scored
     expert_counts: torch.Tensor  # [num_moe_layers, E] int64, tokens of this step per routed expert
+    scores: Scores | None = None  # of the tokens to be scored, in their order; None: there are none
+
+    @classmethod
+    def joined(cls, first: StepOutput, second: StepOutput) -> StepOutput:
+        """Of both halves of a step."""
+        found = [output.scores for output in (first, second) if output.scores is not None]
+        return cls(
+            torch.cat([first.logits, second.logits]),
+            first.expert_counts + second.expert_counts,
+            Scores.joined(found) if found else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +92,16 @@ class StepTensors:
     chunk_of_row: torch.Tensor | None = None  # prefill only: [S] the chunk of each wanted row
     copy_from: torch.Tensor | None = None  # [N]
     copy_to: torch.Tensor | None = None  # [N]
+    scored: torch.Tensor | None = None  # [N]
+    num_alternatives: int = 0
     is_counted: torch.Tensor | None = None  # [T] 0 for rows that only fill a batch up, which no statistics count
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> StepTensors:
         """On this device: moved in one copy that the host does not wait for; on the CPU the same tensors."""
-        values = {name: getattr(step, name) for name in ("tokens", "positions", "slots", "logit_rows")}
-        values |= {name: getattr(step, name) for name in ("copy_from", "copy_to") if getattr(step, name) is not None}
+        values: dict[str, Any] = {name: getattr(step, name) for name in ("tokens", "positions", "slots", "logit_rows")}
+        optional = {name: getattr(step, name) for name in ("copy_from", "copy_to", "scored")}
+        values |= {name: value for name, value in optional.items() if value is not None}
         on_host = {}
         if step.page_table is None:
             on_host["kv_tokens"] = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
@@ -97,12 +115,13 @@ class StepTensors:
             values |= {"page_table": step.page_table.contiguous(), "kv_tokens": step.kv_tokens}
         if device.type != "cpu":
             values = dict(zip(values, in_one_copy(list(values.values()), device), strict=True))
-        return cls(**values, **on_host)
+        return cls(**values, **on_host, num_alternatives=step.num_alternatives)
 
     @classmethod
     def fixed(cls, step: StepInput, is_counted: torch.Tensor, device: torch.device) -> StepTensors:
         """A decode step in memory of its own, for other steps of the same shapes to be put into."""
-        return cls(**dict(zip(_OF_DECODE, in_one_copy(_of_decode(step, is_counted), device), strict=True)))
+        values: dict[str, Any] = dict(zip(_OF_DECODE, in_one_copy(_of_decode(step, is_counted), device), strict=True))
+        return cls(**values)
 
     def refill(self, step: StepInput, is_counted: torch.Tensor) -> None:
         """Put another step's values into the memory of this one, which `fixed` made."""

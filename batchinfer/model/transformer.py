@@ -23,6 +23,7 @@ from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.ops import Ops
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
+from batchinfer.model.scores import score
 from batchinfer.model.step import AttentionStep, StepHalves, StepInput, StepOutput, StepTensors
 from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -157,8 +158,20 @@ class Transformer:
         with spans.compute("LOGITS"):
             hidden_SD = hidden_TD if wanted is not None else hidden_TD[step.logit_rows]
             hidden_SD = self.ops.rms_norm(hidden_SD, self.weights.norm, self.config.rms_norm_eps)
-            logits_SV = self.ops.linear(hidden_SD, self.weights.lm_head, float32_out=True)
-        return StepOutput(logits_SV, expert_counts)
+            num_scored = 0 if step.scored is None else len(step.scored)
+            num_sampled = len(hidden_SD) - num_scored
+            logits_SV = self._logits(hidden_SD[:num_sampled])
+            if step.scored is None:
+                return StepOutput(logits_SV, expert_counts)
+            scored_ND = hidden_SD[num_sampled:]
+            scores = score(
+                lambda part: self._logits(scored_ND[part]), step.scored, self.ops.log_sum_exp, step.num_alternatives
+            )
+        return StepOutput(logits_SV, expert_counts, scores)
+
+    def _logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """[S, V] float32 of rows behind the last norm."""
+        return self.ops.linear(hidden_SD, self.weights.lm_head, float32_out=True)
 
     @property
     def expert_rows(self) -> np.ndarray:

@@ -91,7 +91,7 @@ def _unit_totals(
 ) -> dict[str, int]:
     """What requests `first` to `end` amount to, by columns of plan/units.parquet."""
     prompts, outputs, cached = prompt_tokens[first:end], max_tokens[first:end], cached_tokens[first:end]
-    kv_tokens = prompts + outputs - 1  # the last token of an answer is never run
+    kv_tokens = prompts + np.maximum(outputs - 1, 0)  # the last token of an answer is never run
     return {
         "first_request": first,
         "num_requests": end - first,
@@ -196,6 +196,7 @@ def _request_table(
         "sampling": pa.array(overrides, pa.string()),
         "max_tokens": rows.max_tokens[index],
         "cached_tokens": planned.cached_tokens[part].astype(np.int32),
+        "score_from": planned.score_from[part].astype(np.int32),
         "prompt_group": groups,
         "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
         "last_units": pa.array([last_units.get(place) for place in range(part.start, part.stop)], TOKEN_IDS),
@@ -212,6 +213,6 @@ def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:
         "sample": planned.duplicate_sample,
         "of_shard": rows.shard[originals],
         "of_row": rows.row[originals],
-        "of_sample": np.zeros(len(originals), dtype=np.int32),
+        "of_sample": rows.choice[originals],
     }
     return pa.table(columns, schema=DUPLICATES.schema)

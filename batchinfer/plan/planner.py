@@ -19,7 +19,7 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.parquet import id_type, kept_fields, shard_schema
 from batchinfer.data.prompts import PromptLimits
-from batchinfer.data.schemas import PLAN_SUMMARY
+from batchinfer.data.schemas import PLAN_SUMMARY, asked_for
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
@@ -195,7 +195,7 @@ def _plan(
     _refuse_no_shard(shards)
     sampling = job.sampling.to_sampling()
     with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes:
-        rows = load_rows(run, manifest, shards, prefixes.add)
+        rows = load_rows(run, manifest, shards, sampling, prefixes.add)
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan(), sampling)
         keys = sampling_keys(run, manifest, shards, rows, requests, sampling)
@@ -326,11 +326,13 @@ def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> N
     _check_reasoning(job, encoders)
     kept_fields(shards, job.output.keep_columns, job.s3)
     schemas = [shard_schema(shard, job.s3) for shard in shards if shard.problem is None]
-    if job.input.tools is not None and "tool_calls" in job.output.keep_columns:
-        raise ConfigError(
-            "output.keep_columns names 'tool_calls', which outputs of a job with input.tools have already; rename it "
-            "in the input"
-        )
+    may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None
+    own = {column.name for table in asked_for(job, prompt_logprobs=may_score) for column in table.columns}
+    for kept in job.output.keep_columns:
+        if kept in own:
+            raise ConfigError(
+                f"output.keep_columns names {kept!r}, which outputs of this job have already; rename it in the input"
+            )
     keys: dict[str, str] = {job.input.prompt_column: job.input.prompt_kind}
     keys |= {name: key for key in ("tools", "chat_template_kwargs") if isinstance(name := getattr(job.input, key), str)}
     wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
@@ -423,7 +425,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     if job.cluster.page_bytes is None or len(rows.row) == 0:
         return
     # the last generated token is never attended to, so it needs no KV
-    tokens = rows.num_tokens + rows.max_tokens - 1
+    tokens = rows.num_tokens + np.maximum(rows.max_tokens - 1, 0)
     largest = int(np.argmax(tokens))
     page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes

@@ -9,7 +9,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.plan.prefix import PrefixPlan
 from batchinfer.plan.prompt_groups import group_depths
 from batchinfer.plan.rows import RowTable, first_equal, load_ids
-from batchinfer.records import Sampling, Shard, sampling_key
+from batchinfer.records import Sampling, Shard, sampling_from_json, sampling_key
 from batchinfer.rundir import RunDir
 
 
@@ -19,21 +19,23 @@ class PlannedRequests:
 
     row_index: np.ndarray  # [Q] int64
     place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising
-    sample: np.ndarray  # [Q] int32
+    sample: np.ndarray  # [Q] int32, of a row with choices the choice
     cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
+    score_from: np.ndarray  # [Q] int64, see records.Request: of the first sample
     shared_tokens: np.ndarray  # [Q] int64, the same without the limit that the last token has to run
     group_depth: np.ndarray  # [Q] int32, tokens that its prompt group has in common (prompt_groups.py)
     duplicate_row: np.ndarray  # [D] int64
     duplicate_sample: np.ndarray  # [D] int32
-    original_row: np.ndarray  # [D] int64, the row (sample 0) that answers it
+    original_row: np.ndarray  # [D] int64, the row (its first sample) that answers it
     distinct_tokens: int
 
 
 def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> PlannedRequests:
     """Expand the ordered rows to requests; compute equal greedy requests once.
 
-    Greedy requests are equal when prompt, max_tokens and sampling are; the first in input order is computed, with
-    sample 0, and answers all others and all further samples. Sampled requests are never merged: each has its own draws.
+    Greedy requests are equal when prompt, max_tokens, sampling and what is scored are; the first in input order is
+    computed, with sample 0, and answers all others and all further samples. Sampled requests are never merged: each has
+    its own draws.
     """
     order, lengths = prefixes.order, rows.num_tokens
     greedy = _greedy_flags(rows, default)
@@ -45,17 +47,20 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> Pl
     sample = _ranges(counts[order]).astype(np.int32)
     # the first sample of a prompt finds what its predecessor shares; further samples all but their last token
     cached = np.where(sample == 0, prefixes.cached_tokens[row_index], lengths[row_index] - 1)
+    score_from = np.where(sample == 0, rows.score_from[row_index], 0)
+    cached = np.where(score_from > 0, np.minimum(cached, score_from - 1), cached)  # the others give logits
     num_copies = np.where(greedy, rows.n - is_computed, 0)
     duplicate_row = np.repeat(np.arange(len(lengths)), num_copies)
     return PlannedRequests(
         row_index=row_index,
         place=place,
-        sample=sample,
+        sample=sample + rows.choice[row_index],
         cached_tokens=cached,
+        score_from=score_from,
         shared_tokens=np.where(sample == 0, prefixes.shared_tokens[row_index], lengths[row_index]),
         group_depth=group_depths(prefixes.shared_tokens[order])[place],
         duplicate_row=duplicate_row,
-        duplicate_sample=(_ranges(num_copies) + is_computed[duplicate_row]).astype(np.int32),
+        duplicate_sample=(_ranges(num_copies) + (is_computed + rows.choice)[duplicate_row]).astype(np.int32),
         original_row=original[duplicate_row],
         distinct_tokens=prefixes.distinct_tokens,
     )
@@ -88,7 +93,7 @@ def sampling_keys(
 
 
 def _greedy_flags(rows: RowTable, default: Sampling) -> np.ndarray:
-    by_code = [default.is_greedy, *(json.loads(text)["temperature"] == 0 for text in rows.sampling_texts)]
+    by_code = [default.is_greedy, *(sampling_from_json(text).is_greedy for text in rows.sampling_texts)]
     return np.array(by_code)[rows.sampling_code + 1]
 
 
@@ -106,9 +111,11 @@ def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tok
     prompt = np.cumsum(~repeats)[places]
     index = order[places]
     # equal prompts are in input order already, and the sort keeps that order for equal keys
-    by_key = np.lexsort((rows.max_tokens[index], rows.sampling_code[index], prompt))
+    by_key = np.lexsort((rows.score_from[index], rows.max_tokens[index], rows.sampling_code[index], prompt))
     prompt, index = prompt[by_key], index[by_key]
-    original[index] = index[first_equal(prompt, rows.sampling_code[index], rows.max_tokens[index])]
+    original[index] = index[
+        first_equal(prompt, rows.sampling_code[index], rows.max_tokens[index], rows.score_from[index])
+    ]
     return original
 
 

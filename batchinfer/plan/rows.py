@@ -1,5 +1,6 @@
 """The tokenised rows of a job column by column; their token ids are handed on and not kept."""
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,16 +13,18 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
 from batchinfer.plan.background import made_ahead
-from batchinfer.records import Shard
+from batchinfer.plan.choices import prompts_of
+from batchinfer.records import Sampling, Shard
 from batchinfer.rundir import RunDir
 
-COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens"]
+COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
+_NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
 NO_CODE = -1  # of null: for sampling, a row that uses the job's own
 
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """The good rows of all shards in input order (R rows): some 30 bytes per row."""
+    """The good rows of all shards in input order (R rows), one per choice of a row with choices: 42 bytes per row."""
 
     shard: np.ndarray  # [R] int32
     row: np.ndarray  # [R] int64
@@ -30,6 +33,8 @@ class RowTable:
     sampling_code: np.ndarray  # [R] int32, index into sampling_texts or NO_CODE
     sampling_texts: list[str]  # distinct overrides, as JSON
     num_tokens: np.ndarray  # [R] int64
+    choice: np.ndarray  # [R] int32, the row's choice that ends this prompt; 0 for a row without choices
+    score_from: np.ndarray  # [R] int64, see records.Request
     num_bad: int  # output rows of bad input rows
     num_input_rows: int
     num_control: int  # input rows whose text holds control tokens
@@ -44,18 +49,23 @@ class RowIds:
 
 
 def load_rows(
-    run: RunDir, manifest: Manifest, shards: list[Shard], add_prompts: Callable[[np.ndarray, np.ndarray], None]
+    run: RunDir,
+    manifest: Manifest,
+    shards: list[Shard],
+    default: Sampling,
+    add_prompts: Callable[[np.ndarray, np.ndarray], None],
 ) -> RowTable:
     """Read tokens/*.parquet of the readable shards in input order, good rows only.
 
     Args:
         manifest: vouches for these files.
+        default: the job's own sampling.
         add_prompts: called with the prompts of the next rows: flat token ids and offsets (see PrefixStream.add).
 
     Raises:
         ConfigError: a file of the run folder is damaged.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("shard", "row", "n", "max_tokens", "code", "length")}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in _NAMES}
     code_of_text: dict[str, int] = {}
     num_bad = num_input_rows = num_control = 0
     for shard, batch in _batches(run, manifest, shards, COLUMNS):
@@ -64,13 +74,16 @@ def load_rows(
         num_control += batch["control_tokens"].true_count
         num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
         good = batch if is_good.true_count == len(batch) else batch.filter(is_good)  # a filter copies the tokens
-        lengths = pc.list_value_length(good["token_ids"]).to_numpy().astype(np.int64)
-        add_prompts(good["token_ids"].flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]))
-        parts["shard"].append(np.full(len(good), shard.index, dtype=np.int32))
-        for name in ("row", "n", "max_tokens"):
-            parts[name].append(good[name].to_numpy())
-        parts["code"].append(_codes(good["sampling"], code_of_text))
-        parts["length"].append(lengths)
+        codes = _codes(good["sampling"], code_of_text)
+        for prompts in prompts_of(good["token_ids"], good["choices"]):
+            add_prompts(prompts.token_ids, prompts.offsets)
+            parts["shard"].append(np.full(len(prompts.row), shard.index, dtype=np.int32))
+            for name in ("row", "n", "max_tokens"):
+                parts[name].append(good[name].to_numpy()[prompts.row])
+            parts["code"].append(codes[prompts.row])
+            parts["length"].append(np.diff(prompts.offsets))
+            parts["choice"].append(prompts.choice)
+            parts["score_from"].append(prompts.score_from)
     columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
     return RowTable(
         shard=columns["shard"].astype(np.int32, copy=False),
@@ -80,10 +93,19 @@ def load_rows(
         sampling_code=columns["code"].astype(np.int32, copy=False),
         sampling_texts=list(code_of_text),
         num_tokens=columns["length"],
+        choice=columns["choice"].astype(np.int32, copy=False),
+        score_from=_score_from(columns["score_from"], columns["code"], list(code_of_text), default),
         num_bad=num_bad,
         num_input_rows=num_input_rows,
         num_control=num_control,
     )
+
+
+def _score_from(of_choices: np.ndarray, codes: np.ndarray, texts: list[str], default: Sampling) -> np.ndarray:
+    """[R] int64: from the choice on, or from the second token on where the prompt's log-probabilities are wanted."""
+    wanted = [default.prompt_logprobs is not None]
+    wanted += [json.loads(text)["prompt_logprobs"] is not None for text in texts]
+    return np.where(of_choices == 0, np.array(wanted)[codes + 1], of_choices).astype(np.int64)
 
 
 def load_ids(run: RunDir, manifest: Manifest, shards: list[Shard]) -> RowIds:

@@ -18,7 +18,7 @@ def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, pla
     lengths = rows.num_tokens
     return {
         "input_rows": rows.num_input_rows,
-        "rows": int(rows.n.sum()) + rows.num_bad,
+        "rows": int(rows.n[rows.choice == 0].sum()) + rows.num_bad,
         "bad_rows": rows.num_bad,
         "control_rows": rows.num_control,
         "requests": len(requests.row_index),

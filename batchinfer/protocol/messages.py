@@ -74,6 +74,7 @@ class Handover(Struct, frozen=True):
     key: RequestKey
     tokens: list[int]
     logprobs: list[TokenLogprob]  # of each token; empty unless asked for
+    prompt_logprobs: list[TokenLogprob]  # of the prompt's tokens that were scored
     times: RequestTimes
     cached: CachedTokens
     kv_path: str  # where its KV is (kv/transfer.py)

@@ -1,6 +1,7 @@
 """What goes into a model step and comes out of it: chunks of prompts as tensors, new tokens for sequences."""
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 import torch
@@ -8,9 +9,13 @@ import torch
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import Sampled, SamplingRows
+from batchinfer.model.scores import Scores
 from batchinfer.model.step import PrefillSpan, StepInput, StepOutput
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
+from batchinfer_kernels.transfer import to_host
+
+NOT_FINITE = "the model's logits are not finite for this prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,17 @@ class Chunk:
     def completes_prompt(self) -> bool:
         return self.end == self.sequence.num_prompt_tokens
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the first new token is picked behind it."""
+        return self.completes_prompt and self.sequence.request.sampling.max_tokens > 0
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """The tokens of the prompt that are scored by what runs here: each under the logits of the one before it."""
+        request = self.sequence.request
+        return request.token_ids[max(self.start + 1, request.score_from) : self.end + 1] if request.score_from else []
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -46,11 +62,12 @@ class StepResult:
     started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
 
 
-def prefill_step(chunks: list[Chunk], copies: dict[int, int]) -> StepInput:
+def prefill_step(chunks: list[Chunk], copies: dict[int, int], *, num_alternatives: int = 0) -> StepInput:
     """One step over chunks of several prompts, packed one after the other; without chunks a step without tokens.
 
     Args:
         copies: KV slot to fill -> KV slot to copy from, in every layer before attention reads the pages.
+        num_alternatives: to report beside each scored token.
     """
     tokens = _joined([np.asarray(chunk.sequence.request.token_ids[chunk.start : chunk.end]) for chunk in chunks])
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -65,12 +82,16 @@ def prefill_step(chunks: list[Chunk], copies: dict[int, int]) -> StepInput:
         )
         for chunk, end in zip(chunks, ends, strict=True)
     )
-    last_rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.completes_prompt]
+    last_rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
+    scored_rows = _joined([_scored_rows(chunk, int(end)) for chunk, end in zip(chunks, ends, strict=True)])
+    scored = [token for chunk in chunks for token in chunk.scored_tokens]
     return StepInput(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
-        logit_rows=torch.tensor(last_rows, dtype=torch.int64),
+        logit_rows=torch.from_numpy(_joined([np.array(last_rows, dtype=np.int64), scored_rows])),
+        scored=torch.tensor(scored, dtype=torch.int64) if scored else None,
+        num_alternatives=num_alternatives,
         prefill=spans,
         copy_from=torch.tensor(list(copies.values()), dtype=torch.int64),
         copy_to=torch.tensor(list(copies), dtype=torch.int64),
@@ -89,7 +110,7 @@ def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: fr
     if sampled.is_finite[row]:
         sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
     else:
-        sequence.fail("the model's logits are not finite for this prompt")
+        sequence.fail(NOT_FINITE)
 
 
 def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | None:
@@ -98,6 +119,29 @@ def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | N
         return None
     top = zip(sampled.top_tokens[row][:wanted], sampled.top_logprobs[row][:wanted], strict=True)
     return TokenLogprob(int(sampled.tokens[row]), sampled.logprobs[row], tuple(top))
+
+
+def take_scores(chunks: list[Chunk], scores: Scores) -> None:
+    """Give sequences what these chunks of their prompts have scored."""
+    columns = [values.tolist() for values in to_host(scores.logprobs, scores.top_tokens, scores.top_logprobs)]
+    place = 0
+    for chunk in chunks:
+        sequence, tokens = chunk.sequence, chunk.scored_tokens
+        wanted = sequence.request.num_alternatives
+        for token, logprob, top_tokens, top_logprobs in zip(
+            tokens, *(column[place : place + len(tokens)] for column in columns), strict=True
+        ):
+            if not isfinite(logprob):
+                sequence.fail(NOT_FINITE)
+            top = zip(top_tokens[:wanted], top_logprobs[:wanted], strict=True)
+            sequence.prompt_logprobs.append(TokenLogprob(token, logprob, tuple(top)))
+        place += len(tokens)
+
+
+def _scored_rows(chunk: Chunk, end: int) -> np.ndarray:
+    """The rows of the step under whose logits a chunk's tokens are scored; it ends before row `end`."""
+    last = end - chunk.completes_prompt  # nothing of the prompt comes behind its last token
+    return np.arange(last - len(chunk.scored_tokens), last)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -40,7 +40,8 @@ class KvMigration:
         """
         num_bytes, count = self._num_bytes, 0
         for request in requests:
-            num_bytes += pages_for(len(request.token_ids)) * page_bytes(self._context.pages)
+            if request.goes_on_after_prefill:
+                num_bytes += pages_for(len(request.token_ids)) * page_bytes(self._context.pages)
             if num_bytes > self._context.transfer_bytes:
                 break
             count += 1
@@ -86,6 +87,7 @@ class KvMigration:
             tokens=sequence.token_ids,
             logprobs=sequence.logprobs,
             times=sequence.times,
+            prompt_logprobs=sequence.prompt_logprobs,
             cached=sequence.cached,
             kv_path=transfer.path,
             num_bytes=transfer.num_bytes,
@@ -99,7 +101,7 @@ class KvMigration:
             return None
         sequence = self._prompt_pages.open(request, match, handover.times)
         sequence.num_computed = sequence.num_prompt_tokens
-        sequence.cached = handover.cached
+        sequence.cached, sequence.prompt_logprobs = handover.cached, handover.prompt_logprobs
         self._prompt_pages.make_known(sequence, sequence.num_prompt_tokens)
         page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
         with log.kv("KV in"):

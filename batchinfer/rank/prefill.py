@@ -8,7 +8,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepHalves, StepInput, StepOutput
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.rank.batch import Chunk, StepResult, prefill_step, sampling_rows, take_token
+from batchinfer.rank.batch import Chunk, StepResult, prefill_step, sampling_rows, take_scores, take_token
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
@@ -38,15 +38,19 @@ class Prefill:
             wait_for(self._context.model.device)
             self._stored.note_step(chunks, time.time() - computing_s)
         self._pages.end_step()
-        if complete:
-            num_new = np.zeros(len(complete), dtype=np.int64)
-            changes = self._context.rules.begin([(row, s.rules) for row, s in enumerate(complete) if s.rules]).changes()
-            sampled = sample(output.logits, sampling_rows(complete), num_new, self._context.model.logit_ops, changes)
-            for row, sequence in enumerate(complete):
+        answering = [sequence for sequence in complete if sequence.request.sampling.max_tokens]
+        if answering:
+            num_new = np.zeros(len(answering), dtype=np.int64)
+            rules = [(row, sequence.rules) for row, sequence in enumerate(answering) if sequence.rules]
+            changes = self._context.rules.begin(rules).changes()
+            sampled = sample(output.logits, sampling_rows(answering), num_new, self._context.model.logit_ops, changes)
+            for row, sequence in enumerate(answering):
                 take_token(sequence, sampled, row, self._context.eos_token_ids)
         done_s = time.time()
         for sequence in complete:
             sequence.times.first_token_s = done_s
+            if not sequence.request.sampling.max_tokens and sequence.finish_reason is None:
+                sequence.finish_reason = "length"
         return StepResult(
             output,
             done_s,
@@ -56,7 +60,7 @@ class Prefill:
             new_tokens=sum(chunk.num_tokens for chunk in chunks),
             # tokens found in memory are counted where the sequence's own prefill begins
             cached_tokens=sum(chunk.start for chunk in chunks if chunk.sequence.num_prefill_steps == 1),
-            output_tokens=len(complete),
+            output_tokens=len(answering),
             kv_tokens=sum(chunk.end for chunk in chunks),
             largest_kv_tokens=max((chunk.end for chunk in chunks), default=0),
         )
@@ -64,16 +68,20 @@ class Prefill:
     def _run(
         self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
     ) -> tuple[StepOutput, list[Sequence]]:
-        """Run the chunks; returns the output and the sequences whose prompt is complete, one per row of logits."""
+        """Run the chunks; returns the output and the sequences whose prompt is complete, in the order of its logits."""
         step: StepInput | StepHalves
+        requests = [chunk.sequence.request for chunk in chunks]
+        most = max((request.num_alternatives for request in requests if request.score_from), default=0)
         if in_pairs:
             first, second = _halve_chunks(chunks)
             chunks = first + second
             halves = zip((first, second), _halve_copies(copies, first), strict=True)
-            step = StepHalves(*(prefill_step(*half) for half in halves))
+            step = StepHalves(*(prefill_step(*half, num_alternatives=most) for half in halves))
         else:
-            step = prefill_step(chunks, copies)
+            step = prefill_step(chunks, copies, num_alternatives=most)
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
+        if output.scores is not None:
+            take_scores(chunks, output.scores)
         return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
 
 

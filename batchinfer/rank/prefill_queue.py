@@ -37,7 +37,7 @@ class PrefillQueue:
         return bool(self.waiting) and self._pages.match(self.waiting[0]) is not None
 
     def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
-        """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences.
+        """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences that go on.
 
         Requests are admitted strictly in order; the first that does not fit waits and so do those behind it. A prompt
         may share pages that are written in this very step: every layer writes all latents before attention reads any.
@@ -56,7 +56,7 @@ class PrefillQueue:
             if sequence is None:
                 break
             self.waiting_tokens -= _new_tokens(self.waiting.popleft())
-            num_slots -= 1
+            num_slots -= sequence.request.goes_on_after_prefill
             chunks.append(self._next_chunk(sequence, budget))
             budget -= chunks[-1].num_tokens
         return chunks, copies

@@ -32,7 +32,7 @@ class PromptPages:
         Args:
             with_branch: also look for a page of which it could copy the first tokens.
         """
-        found = self._tree.match(request.token_ids) if self._share_prefixes else NO_MATCH
+        found = self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
         without_branch = Match(found.full, None, 0)
         if with_branch and self._make_room(request, found):
             return found

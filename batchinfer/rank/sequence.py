@@ -30,6 +30,7 @@ class Sequence:
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens to be scored, as they have run
     text_so_far: str = ""
     text_end: int | None = None  # where a stop string cuts the text
     finish_reason: str | None = None
@@ -103,6 +104,7 @@ class Sequence:
             replicated_tokens=self.cached.replicated,
             recomputed_tokens=self.cached.recomputed,
             computed_tokens=self.cached.computed,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.request.score_from and not failed else None,
             reasoning=reasoning,
             reasoning_tokens=0 if reasoning is None or self.thinking is None else self.thinking.num_tokens,
         )
@@ -147,4 +149,4 @@ def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
     Args:
         prompt_only: without the generated tokens, for a rank that only runs prefill.
     """
-    return pages_for(len(request.token_ids) + (0 if prompt_only else request.sampling.max_tokens - 1))
+    return pages_for(len(request.token_ids) + (0 if prompt_only else max(0, request.sampling.max_tokens - 1)))

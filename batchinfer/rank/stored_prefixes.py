@@ -70,8 +70,7 @@ class StoredPrefixes:
         """These prompts come next: begin to read what memory is not expected to hold."""
         for request in requests:
             names = self._store.identity.chain(request.token_ids)
-            # the last token has to run
-            num_usable = (len(request.token_ids) - 1) // self._block_tokens
+            num_usable = request.most_cached_tokens // self._block_tokens
             expected = max(0, request.shared_tokens - max(0, request.replicated_tokens))
             first = min(expected // self._block_tokens, num_usable)
             self._prompts[request.key] = _Prompt(names, first, self._ask(names[:num_usable], first))
@@ -93,7 +92,7 @@ class StoredPrefixes:
             # memory holds less than the plan thought: read the blocks between, too
             if prompt.read is not None:
                 prompt.read.close()
-            num_usable = (len(request.token_ids) - 1) // self._block_tokens
+            num_usable = request.most_cached_tokens // self._block_tokens
             prompt.first, prompt.read = num_known, self._ask(prompt.names[:num_usable], num_known)
         read, prompt.read = prompt.read, None
         if read is None:

@@ -72,7 +72,7 @@ def requests(number):
 
 def handed_over(request):
     times = RequestTimes(0.0, 0.0)
-    return Handover(request.key, [1], [], times, CachedTokens(0, 0, 0), "", 0)
+    return Handover(request.key, [1], [], [], times, CachedTokens(0, 0, 0), "", 0)
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(8, 16), (32, 320)])

@@ -36,6 +36,11 @@ def insert(tree, pool, tokens):
     return pages
 
 
+def found(tree, tokens):
+    """What of a prompt is in memory, of which the last token has to run."""
+    return tree.match(tokens, len(tokens) - 1)
+
+
 def test_matches_are_found_by_token_but_never_whole_prompts():
     #   system (100 tokens) = one full page + 36 tokens
     pool = PagePool(16)
@@ -43,16 +48,16 @@ def test_matches_are_found_by_token_but_never_whole_prompts():
     first = prompt(("system", 100), ("a", 10))
     pages = insert(tree, pool, first)
 
-    match = tree.match(prompt(("system", 100), ("b", 10)))
+    match = found(tree, prompt(("system", 100), ("b", 10)))
     assert [node.page for node in match.full] == pages[:1]
     assert (match.branch.page, match.num_branch_tokens) == (pages[1], 36)
     assert match.num_tokens == 100
 
-    again = tree.match(first)  # all but the last token, which must run
+    again = found(tree, first)  # all but the last token, which must run
     assert again.num_tokens == 109
-    assert tree.match(prompt(("other", 50))).num_tokens == 0
+    assert found(tree, prompt(("other", 50))).num_tokens == 0
     whole_page = prompt(("system", 64))
-    assert tree.match(whole_page).num_tokens == 63
+    assert found(tree, whole_page).num_tokens == 63
 
 
 def test_room_is_made_leaves_first_and_never_from_running_sequences():
@@ -62,7 +67,7 @@ def test_room_is_made_leaves_first_and_never_from_running_sequences():
     second = prompt(("system", 64), ("b", 64))
     held = insert(tree, pool, first)
     # the second prompt shares the system page and brings one of its own
-    match = tree.match(second)
+    match = found(tree, second)
     pages = tree.hold(match) + pool.reserve(1)
     tree.insert(second, pages)
     tree.release(held)  # the first sequence has finished
@@ -70,7 +75,7 @@ def test_room_is_made_leaves_first_and_never_from_running_sequences():
     assert pool.num_free == 1
     assert tree.make_room(2)  # gives back a's page
     assert pool.num_free == 2
-    assert tree.match(second).num_tokens == 127
+    assert found(tree, second).num_tokens == 127
     assert not tree.make_room(3)  # system and b are held by the second sequence
     tree.release(pages)
     assert tree.make_room(4)
@@ -88,7 +93,7 @@ def test_random_use_never_loses_or_doubles_a_page(seed):
             tree.release(running.pop(rng.randrange(len(running))))
             continue
         tokens = prompt((f"s{rng.randrange(3)}", rng.randrange(0, 150)), (f"u{rng.randrange(6)}", rng.randrange(1, 80)))
-        match = tree.match(tokens)
+        match = found(tree, tokens)
         limit = len(tokens) - 1
         oracle = max((common(tokens, other) for other in known), default=0)
         assert match.num_tokens <= min(oracle, limit)
@@ -111,3 +116,11 @@ def common(left, right):
         if a != b:
             return place
     return min(len(left), len(right))
+
+
+def test_no_more_tokens_are_matched_than_may_be():
+    pool = PagePool(8)
+    tree = PrefixTree(pool)
+    tokens = prompt(("p", 200))
+    insert(tree, pool, tokens)
+    assert [tree.match(tokens, limit).num_tokens for limit in (0, 1, 63, 64, 65, 199)] == [0, 1, 63, 64, 65, 199]

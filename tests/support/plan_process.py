@@ -30,7 +30,7 @@ def main(folder: Path, memory_bytes: int) -> None:
     seconds: dict[str, float] = {}
     with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=memory_bytes) as prefixes:
         started = time.monotonic()
-        rows = load_rows(run, manifest, shards, prefixes.add)
+        rows = load_rows(run, manifest, shards, sampling, prefixes.add)
         seconds["read and sort"] = time.monotonic() - started
         plan = prefixes.plan()
         seconds["merge"] = time.monotonic() - started - sum(seconds.values())

@@ -1,5 +1,7 @@
--- The output rows of shards {first} to {last} with all columns of outputs and stats/requests, in no order.
-SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
+-- The output rows of shards {first} to {last} with all columns of outputs and stats/requests, in no order; of a row with
+-- choices one for each of them.
+SELECT wanted.shard, wanted.row, CASE WHEN choices IS NULL THEN wanted.sample ELSE 0 END AS sample, wanted.id,
+       CASE WHEN choices IS NOT NULL THEN wanted.sample END AS choice,
        coalesce(delivered.status, 'error') AS status,
        coalesce(wanted.error, delivered.error, CASE WHEN delivered.status IS NULL THEN {not_computed} END) AS error,
        delivered.text, delivered.token_ids, coalesce(delivered.finish_reason, 'error') AS finish_reason,
@@ -14,9 +16,13 @@ SELECT wanted.shard, wanted.row, wanted.sample, wanted.id,
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
        delivered.reasoning, coalesce(delivered.reasoning_tokens, 0) AS reasoning_tokens,
-       delivered.logprobs, delivered.unit,
+       delivered.logprobs, delivered.prompt_logprobs, wanted.first_token, delivered.unit,
        CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
        CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
        CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s
-FROM (SELECT shard, row, id, error, unnest(range(n))::INTEGER AS sample FROM {tokens}) AS wanted
+FROM (
+    SELECT shard, row, id, error, choices, token_ids[1] AS first_token,
+           unnest(range(coalesce(len(choices), n)))::INTEGER AS sample
+    FROM {tokens}
+) AS wanted
 LEFT JOIN (SELECT * FROM delivered WHERE shard BETWEEN {first} AND {last}) AS delivered USING (shard, row, sample)

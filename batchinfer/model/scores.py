@@ -1,0 +1,77 @@
+"""Log-probabilities of given tokens, a few rows of logits at a time: a prompt has as many rows as tokens."""
+
+# N tokens to be scored, V vocabulary, A alternatives
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+ROWS = 64  # logits that are in memory at once; what they are has no effect on the result
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the raw logits (before temperature) say of given tokens."""
+
+    logprobs: torch.Tensor  # [N] float64
+    top_tokens: torch.Tensor  # [N, A] int64, the most likely tokens in their place, most likely first
+    top_logprobs: torch.Tensor  # [N, A] float64
+
+    @classmethod
+    def joined(cls, parts: list[Scores]) -> Scores:
+        """One after the other."""
+        return cls(
+            torch.cat([part.logprobs for part in parts]),
+            torch.cat([part.top_tokens for part in parts]),
+            torch.cat([part.top_logprobs for part in parts]),
+        )
+
+
+def score(
+    logits_of: Callable[[slice], torch.Tensor],
+    tokens_N: torch.Tensor,
+    log_sum_exp: Callable[[torch.Tensor], torch.Tensor],
+    num_alternatives: int,
+) -> Scores:
+    """Score tokens with never more than ROWS rows of logits.
+
+    Args:
+        logits_of: [n, V] float32, the logits under which these of the tokens are scored.
+        tokens_N: [N] int64.
+        log_sum_exp: as in batchinfer_kernels.reference.rows.
+    """
+    parts = []
+    for start in range(0, len(tokens_N), ROWS):
+        part = slice(start, start + ROWS)
+        logits_NV = logits_of(part)
+        total_N = log_sum_exp(logits_NV)
+        of_tokens_N = logits_NV.gather(1, tokens_N[part, None])[:, 0].double() - total_N
+        top_tokens_NA, top_logits_NA = most_likely(logits_NV, num_alternatives)
+        parts.append(Scores(of_tokens_N, top_tokens_NA, top_logits_NA.double() - total_N[:, None]))
+    return Scores.joined(parts)
+
+
+def most_likely(logits_NV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of the largest logits, largest first and the lowest id first among equals.
+
+    So a row's first tokens do not depend on how many are asked for, which its company decides; torch.topk's may.
+
+    Returns:
+        ([N, A] int64 tokens, [N, A] their logits); A is `count`, or V if that is less.
+    """
+    values_NA, tokens_NA = torch.topk(logits_NV, min(count, logits_NV.shape[1]), dim=-1)
+    if not values_NA.shape[1]:
+        return tokens_NA, values_NA
+    tokens_NA, order_NA = tokens_NA.sort(dim=1)
+    values_NA, order_2_NA = values_NA.gather(1, order_NA).sort(dim=1, descending=True, stable=True)
+    tokens_NA = tokens_NA.gather(1, order_2_NA)
+    # more tokens than there is room for may be as likely as the last one
+    is_cut_N = (logits_NV >= values_NA[:, -1:]).sum(dim=1) > values_NA.shape[1]
+    for row in is_cut_N.nonzero()[:, 0].tolist():
+        tokens = (logits_NV[row] >= values_NA[row, -1]).nonzero()[:, 0]
+        first = logits_NV[row, tokens].sort(descending=True, stable=True).indices[: values_NA.shape[1]]
+        tokens_NA[row] = tokens[first]
+    return tokens_NA, values_NA
