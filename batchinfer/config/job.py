@@ -64,6 +64,11 @@ class InputConfig(Part):
         description="prompts that spell control tokens such as <|User|>: parse: they are these tokens, as with "
         "transformers; text: ordinary text; error: the row is bad",
     )
+    choices: Text | None = Field(
+        None,
+        description="column with a list of texts (or of lists of token ids), each scored as the prompt's continuation; "
+        "sampling.max_tokens must be 0",
+    )
     sampling: Text | None = Field(None, description="column with a struct that overrides [sampling] row by row")
 
     @model_validator(mode="before")
@@ -313,6 +318,16 @@ class JobConfig(Part):
     s3: S3Config = DEFAULT_S3
     slurm: SlurmConfig = SlurmConfig()
 
+    @model_validator(mode="after")
+    def _choices_generate_nothing(self) -> JobConfig:
+        for name, wanted in (("max_tokens", 0), ("n", 1)):
+            value = getattr(self.sampling, name)
+            if self.input.choices is not None and value != wanted:
+                raise ValueError(
+                    f"sampling.{name} is {value}, but a job with input.choices generates nothing; set it to {wanted}"
+                )
+        return self
+
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -504,8 +519,8 @@ def _sentence(error: ValidationError, schema: type[BaseModel], path: Path) -> st
         return f"{path}: the {what} {where} is missing; add it"
     message = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        # a check of a whole part begins its message with the key
-        return f"{path}: {where}.{message}" if len(names) == 1 else f"{path}: {where} {message}"
+        # a check of a whole part begins its message with the key, one of several parts with part and key
+        return f"{path}: {where}{('', '.', ' ')[min(len(names), 2)]}{message}"
     if kind in ("too_short", "string_too_short"):
         return f"{path}: {where} is empty; write at least one {'item' if kind == 'too_short' else 'character'}"
     shown = repr(value)

@@ -30,7 +30,9 @@ class StructuredOutputs(TypedDict, total=False):
 class SamplingConfig(Part):
     """How tokens are picked; a row may override each key."""
 
-    max_tokens: int = Field(ge=1, lt=2**31, description="most new tokens per sample (required: no silent default)")
+    max_tokens: int = Field(
+        ge=0, lt=2**31, description="most new tokens per sample (required: no silent default); 0: nothing is generated"
+    )
     temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
     top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")

@@ -65,6 +65,7 @@ TOKENS = _table(
     ("sampling", pa.string(), "the row's resolved sampling as JSON; null: the job's own"),
     ("error", pa.string(), "why the row is bad; null: it is good"),
     ("control_tokens", pa.bool_(), "whether its text holds control tokens"),
+    ("choices", pa.list_(TOKEN_IDS), "tokens of each choice; null for a bad row, or where the job has no choices"),
 )
 REQUESTS = _table(
     "plan/requests",
