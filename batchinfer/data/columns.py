@@ -25,13 +25,14 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Text with values in place."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_id_type(kind: pa.DataType) -> bool:
     """Text, integer, or nothing at all (every id is null)."""
-    return _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)
+    return is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)
 
 
 def is_struct(kind: pa.DataType) -> bool:
@@ -57,32 +58,39 @@ def _parts(kind: pa.DataType) -> dict[str, pa.DataType]:
 
 def _is_messages(kind: pa.DataType) -> bool:
     role, content = (_parts(kind).get(name, pa.bool_()) for name in ("role", "content"))
-    of_content = _is_text(content) or pa.types.is_null(content) or _is_struct_list(content)
-    return _is_text(kind) or ((_is_text(role) or pa.types.is_null(role)) and of_content)
+    of_content = is_text(content) or pa.types.is_null(content) or _is_struct_list(content)
+    return is_text(kind) or ((is_text(role) or pa.types.is_null(role)) and of_content)
 
 
 def _is_sharegpt(kind: pa.DataType) -> bool:
     found = [_parts(kind).get(name, pa.bool_()) for name in ("from", "value")]
-    return _is_text(kind) or all(_is_text(part) or pa.types.is_null(part) for part in found)
+    return is_text(kind) or all(is_text(part) or pa.types.is_null(part) for part in found)
+
+
+def _is_choices(kind: pa.DataType) -> bool:
+    return _is_list(kind) and (
+        is_text(item := plain_type(kind.value_type)) or pa.types.is_null(item) or _is_token_list(item)
+    )
 
 
 def _is_tools(kind: pa.DataType) -> bool:
-    return _is_text(kind) or is_struct(kind) or _is_struct_list(kind)
+    return is_text(kind) or is_struct(kind) or _is_struct_list(kind)
 
 
 ColumnType = tuple[Callable[[pa.DataType], bool], str]
 
 # what each kind of column for prompts must be, as a check and in words
 PROMPT_TYPES: dict[str, ColumnType] = {
-    "prompt": (_is_text, "text"),
+    "prompt": (is_text, "text"),
     "messages": (
         _is_messages,
         "a list of structs with the fields role (text) and content (text, or a list of parts), or JSON text",
     ),
     "sharegpt": (_is_sharegpt, "a list of structs with the text fields from and value, or JSON text"),
     "token_ids": (_is_token_list, "a list of integers"),
+    "choices": (_is_choices, "a list of texts, or of lists of integers"),
     "tools": (_is_tools, "a list of structs, or JSON text"),
-    "chat_template_kwargs": (lambda kind: _is_text(kind) or is_struct(kind), "a struct, or JSON text"),
+    "chat_template_kwargs": (lambda kind: is_text(kind) or is_struct(kind), "a struct, or JSON text"),
     "template": (lambda kind: True, "anything"),
 }
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.columns import ENCODED
-from batchinfer.data.tokenizer_process import ONE_BY_ONE, TOGETHER, Ended, TokenizerProcess, Worker
+from batchinfer.data.tokenizer_process import ONE_BY_ONE, PROMPT, TOGETHER, Ended, TokenizerProcess, Worker
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.records import BatchinferError
 
@@ -120,48 +120,53 @@ class Encoders:
         for worker in self._idle:
             worker.close()
 
-    def start(self, column: pa.Array) -> Pieces:
-        """Begin to encode a column, or a struct of `columns`; the results joined are its rows, as columns.ENCODED."""
+    def start(self, column: pa.Array, what: str = PROMPT) -> Pieces:
+        """Begin to encode a column, or a struct of `columns`; the results joined are its rows, as columns.ENCODED.
+
+        Args:
+            what: PROMPT, or CHOICE for texts that follow a prompt.
+        """
+        batch = pa.RecordBatch.from_arrays([column], names=[what])
         rows = min(PIECE_ROWS, max(MIN_PIECE_ROWS, -(-len(column) // self.num_workers)))
         runs = runs_of_rows(bytes_of_rows(column), PIECE_BYTES, rows)
-        return [self._pool.submit(self._encode, column.slice(first, end - first)) for first, end in runs]
+        return [self._pool.submit(self._encode, batch.slice(first, end - first)) for first, end in runs]
 
-    def _encode(self, column: pa.Array) -> pa.RecordBatch:
-        answer = self._together(column) if len(column) > 1 else None
+    def _encode(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        answer = self._together(batch) if len(batch) > 1 else None
         if answer is not None:
             return answer
-        with self._one_large if len(column) > 1 or column.nbytes > LARGE_BYTES else nullcontext():
-            rows = pa.Table.from_batches(self._one_by_one(column), schema=ENCODED)
+        with self._one_large if len(batch) > 1 or batch.nbytes > LARGE_BYTES else nullcontext():
+            rows = pa.Table.from_batches(self._one_by_one(batch), schema=ENCODED)
             return rows.combine_chunks().to_batches()[0]
 
-    def _together(self, column: pa.Array) -> pa.RecordBatch | None:
+    def _together(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = self._process.fork()
-        seconds = self._limits.row_s + self._limits.batch_s_per_byte * column.nbytes
-        for answer in _answers(worker, TOGETHER, column, [seconds]):
+        seconds = self._limits.row_s + self._limits.batch_s_per_byte * batch.nbytes
+        for answer in _answers(worker, TOGETHER, batch, [seconds]):
             self._idle.append(worker)
             return answer
         self._process.ended(worker)
         worker.close()
         return None
 
-    def _one_by_one(self, column: pa.Array) -> Iterator[pa.RecordBatch]:
+    def _one_by_one(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         row = retries = 0
-        while row < len(column):
+        while row < len(batch):
             seconds = [
-                self._limits.row_s + self._limits.row_s_per_byte * column.slice(place, 1).nbytes
-                for place in range(row, len(column))
+                self._limits.row_s + self._limits.row_s_per_byte * batch.slice(place, 1).nbytes
+                for place in range(row, len(batch))
             ]
             worker, first = self._process.fork(), row
-            for answer in _answers(worker, ONE_BY_ONE, column.slice(row), seconds):
+            for answer in _answers(worker, ONE_BY_ONE, batch.slice(row), seconds):
                 row, retries = row + 1, 0
                 yield answer
             worker.channel.close()  # one that is done ends with it
             ended = self._process.ended(worker)
             worker.close()
-            if row == len(column) or (row > first and not ended.by_time):
+            if row == len(batch) or (row > first and not ended.by_time):
                 continue  # what comes before it in its worker must not make a row bad
             if ended.from_outside:
                 retries += 1
@@ -185,9 +190,8 @@ class Encoders:
         return f"the tokenizer fails on it: {ended.reason()}"
 
 
-def _answers(worker: Worker, how: bytes, column: pa.Array, seconds: list[float]) -> Iterator[pa.RecordBatch]:
+def _answers(worker: Worker, how: bytes, batch: pa.RecordBatch, seconds: list[float]) -> Iterator[pa.RecordBatch]:
     """As many of a worker's answers, one for each entry of `seconds`, as it lives to give."""
-    batch = pa.RecordBatch.from_arrays([column], names=["prompt"])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -1,5 +1,6 @@
 """The prompts of a batch of rows as token ids; what is wrong with one is a sentence at its row."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -87,31 +88,39 @@ class PromptChecks:
                 batch.blame(row, errors[row].as_py())
             batch.holds_control = encoded["control_tokens"].to_numpy()
             prompts = pa.concat_arrays(encoded["token_ids"].chunks)
-        self._check_range(prompts, batch)
-        lengths, window = token_counts(prompts), self._limits.window
-        for row in np.flatnonzero(lengths == 0).tolist():
+        for row, sentence in bad_ids(prompts, self._limits.vocab_size):
+            batch.blame(row, sentence)
+        for row in np.flatnonzero(token_counts(prompts) == 0).tolist():
             batch.blame(row, "the prompt has no tokens")
-        for row in np.flatnonzero(lengths >= window).tolist():
-            batch.blame(row, f"the prompt has {lengths[row]} tokens, no room for a new one in the window of {window}")
         return prompts
 
-    def _check_range(self, prompts: pa.Array, batch: RowBatch) -> None:
-        """Blame null, negative and too large token ids: the model's table has rows for ids below vocab_size only."""
-        ids = prompts.flatten()
-        kind = pa.uint64() if ids.type == pa.uint64() else pa.int64()
-        too_large = pc.greater_equal(ids, pa.scalar(self._limits.vocab_size, kind))
-        is_bad = pc.or_kleene(pc.less(ids, pa.scalar(0, kind)), too_large).fill_null(True)
-        positions = np.flatnonzero(is_bad.to_numpy(zero_copy_only=False))
-        if len(positions) == 0:
-            return
-        rows, first = np.unique(
-            np.repeat(np.arange(batch.num_rows), token_counts(prompts))[positions], return_index=True
-        )
-        for row, position in zip(rows.tolist(), positions[first].tolist(), strict=True):
-            value = ids[position].as_py()
-            limit = self._limits.vocab_size
-            shown = "null" if value is None else f"{value}, which is not in [0, {limit})"
-            batch.blame(row, f"a token id is {shown}")
+    def check_room(self, batch: RowBatch, lengths: np.ndarray, max_tokens: np.ndarray) -> None:
+        """Blame prompts that do not fit into the window, together with a first new token where one is asked for.
+
+        Args:
+            lengths: [R] tokens of the prompts.
+            max_tokens: [R] new tokens asked for.
+        """
+        window = self._limits.window
+        for row in np.flatnonzero(lengths + (max_tokens > 0) > window).tolist():
+            more = "no room for a new one in" if max_tokens[row] > 0 else "more than"
+            batch.blame(row, f"the prompt has {lengths[row]} tokens, {more} the window of {window}")
+
+
+def bad_ids(lists: pa.Array, vocab_size: int) -> Iterator[tuple[int, str]]:
+    """(place, sentence) of each list with a token id that is null, negative or too large for the model's table."""
+    ids = lists.flatten()
+    kind = pa.uint64() if ids.type == pa.uint64() else pa.int64()
+    too_large = pc.greater_equal(ids, pa.scalar(vocab_size, kind))
+    is_bad = pc.or_kleene(pc.less(ids, pa.scalar(0, kind)), too_large).fill_null(True)
+    positions = np.flatnonzero(is_bad.to_numpy(zero_copy_only=False))
+    if len(positions) == 0:
+        return
+    places, first = np.unique(np.repeat(np.arange(len(lists)), token_counts(lists))[positions], return_index=True)
+    for place, position in zip(places.tolist(), positions[first].tolist(), strict=True):
+        value = ids[position].as_py()
+        shown = "null" if value is None else f"{value}, which is not in [0, {vocab_size})"
+        yield place, f"a token id is {shown}"
 
 
 def _plain(column: pa.Array) -> pa.Array:

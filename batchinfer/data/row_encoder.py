@@ -1,16 +1,20 @@
-"""Rows' prompts as token ids, row by row: what a worker does with the model's tokenizer and template."""
+"""Rows' prompts, and choices that follow them, as token ids: what a worker does with the model's tokenizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.columns import ENCODED
+from batchinfer.data.columns import ENCODED, python_values
 from batchinfer.data.row_prompts import Chat, RowError, RowPrompts
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.sanitize import clip
+
+# (ids or the error sentence, whether its text spells control tokens) of each text or chat
+IdsAndControl = Iterator[tuple[list[int] | str, bool]]
+EncodeTexts = Callable[[list[Any]], IdsAndControl]
 
 # chats that a sound template can take, whatever roles it knows
 _TRIAL_CHATS = [
@@ -40,18 +44,27 @@ class RowEncoder:
     def try_out(self) -> None:
         """Encode harmless rows: a tokenizer or template that cannot even do that ends this process here."""
         is_chat = self._prompts.makes_chats
-        self._encoded([self._prompts.chat(chat) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS])
+        prompts = [self._prompts.chat(chat) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS]
+        self._encoded(prompts, self._prompt_ids)
 
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """The rows of the column, or of the struct of columns (RowPrompts.of), as ENCODED."""
-        return self._encoded(self._prompts.of(column))
+        return self._encoded(self._prompts.of(column), self._prompt_ids)
 
-    def _encoded(self, prompts: Sequence[str | Chat | RowError]) -> pa.RecordBatch:
+    def encode_choices(self, column: pa.Array) -> pa.RecordBatch:
+        """Texts that follow a prompt, without what the tokenizer puts around a text, as ENCODED."""
+        texts = [
+            RowError("it is not valid UTF-8") if isinstance(text, UnicodeDecodeError) else text
+            for text in python_values(column)
+        ]
+        return self._encoded(texts, self._choice_ids)
+
+    def _encoded(self, prompts: Sequence[str | Chat | RowError], encode: EncodeTexts) -> pa.RecordBatch:
         errors = [str(prompt) if isinstance(prompt, RowError) else None for prompt in prompts]
         lists: list[list[int]] = [[]] * len(prompts)
         holds = np.zeros(len(prompts), dtype=bool)
         good = [row for row, error in enumerate(errors) if error is None]
-        for row, (ids, has_control) in zip(good, self._ids([prompts[row] for row in good]), strict=True):
+        for row, (ids, has_control) in zip(good, encode([prompts[row] for row in good]), strict=True):
             holds[row] = has_control
             if isinstance(ids, str):
                 errors[row] = ids
@@ -64,8 +77,7 @@ class RowEncoder:
         sentences = pa.array([error and clip(error) for error in errors], pa.string())
         return pa.RecordBatch.from_arrays([token_ids, sentences, pa.array(holds)], schema=ENCODED)
 
-    def _ids(self, prompts: list[Any]) -> Iterator[tuple[list[int] | str, bool]]:
-        """(ids or the error sentence, whether its text spells control tokens) of each."""
+    def _prompt_ids(self, prompts: list[Any]) -> IdsAndControl:
         if self._prompts.makes_chats:
             variables = [chat.variables for chat in prompts]
             texts: list[Any] = [[chat.messages, chat.variables] for chat in prompts]
@@ -78,5 +90,12 @@ class RowEncoder:
             )
         else:
             texts, found = prompts, self._tokenizer.encode_prompts(prompts, self._most_tokens, self._control)
+        return self._with_control(texts, found)
+
+    def _choice_ids(self, texts: list[str]) -> IdsAndControl:
+        found = self._tokenizer.encode_prompts(texts, self._most_tokens, self._control, special=False)
+        return self._with_control(texts, found)
+
+    def _with_control(self, texts: list[Any], found: list[list[int] | str]) -> IdsAndControl:
         first_in = self._tokenizer.control.first_in
         return ((ids, first_in(text) is not None) for ids, text in zip(found, texts, strict=True))

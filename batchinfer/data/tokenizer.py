@@ -98,7 +98,7 @@ class PromptTokenizer:
         return self._encoder.most_chars(most_tokens)
 
     def encode_prompts(
-        self, texts: list[str], most_tokens: int | None = None, control: str = "parse"
+        self, texts: list[str], most_tokens: int | None = None, control: str = "parse", *, special: bool = True
     ) -> list[list[int] | str]:
         """Raw prompts with the tokenizer's own special tokens.
 
@@ -110,21 +110,20 @@ class PromptTokenizer:
             most_tokens: a text so long that it must have more tokens than this is refused without encoding it (the
                 tokenizer needs some hundred bytes per token); unset: encode whatever comes.
             control: input.control_tokens, for texts that spell control tokens.
+            special: False for texts that follow a prompt, which get no tokens of the tokenizer's own.
 
         Returns:
             The ids of each text; for a text that cannot be encoded, the error sentence.
         """
         results: list[list[int] | str] = [[]] * len(texts)
-        plain = list(range(len(texts)))
-        if control != "parse":
-            found = [self.control.first_in(text) for text in texts]
-            plain = [place for place, token in enumerate(found) if token is None]
-            for place, token in enumerate(found):
-                if token is not None:
-                    results[place] = (
-                        self.control.literal.encode([texts[place]], most_tokens) if control == "text" else _holds(token)
-                    )
-        encoded = self._encoder.encode([texts[place] for place in plain], most_tokens, add_special_tokens=True)
+        found = [None if control == "parse" else self.control.first_in(text) for text in texts]
+        for place, token in enumerate(found):
+            if token is not None and control == "error":
+                results[place] = _holds(token)
+            elif token is not None:
+                results[place] = self.control.literal.encode([texts[place]], most_tokens, in_template=not special)
+        plain = [place for place, token in enumerate(found) if token is None]
+        encoded = self._encoder.encode([texts[place] for place in plain], most_tokens, add_special_tokens=special)
         for place, ids in zip(plain, encoded, strict=True):
             results[place] = ids
         return results

@@ -21,6 +21,7 @@ from batchinfer.sanitize import clip
 
 TOGETHER = b"together"  # a batch in one go: quick
 ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
+PROMPT, CHOICE = "prompt", "choice"  # what a batch's texts are: what follows a prompt has no beginning of its own
 MOST_STARTS = 4
 WORDS_BYTES = 4096  # of what a process wrote last
 

@@ -26,12 +26,14 @@ from batchinfer.data import chat  # noqa: F401  (the template engine, before it 
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import END_OF_THINKING, load_tokenizer
-from batchinfer.data.tokenizer_process import TOGETHER
+from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 from batchinfer.stop import leave_signals_to_controller
 
 _PR_SET_PDEATHSIG = 1
+
+Encode = Callable[[pa.Array], pa.RecordBatch]
 
 
 def serve(control: socket.socket) -> NoReturn:
@@ -73,7 +75,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
             tokenizer = load_tokenizer(Path(settings["folder"]))
             prompts = RowPrompts(settings["input"])
-            if settings["input"]["token_ids"] is None:
+            if settings["input"]["token_ids"] is None or settings["input"]["choices"] is not None:
                 encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
                 encoder.try_out()
     except ModelError as error:
@@ -93,16 +95,17 @@ def _work(channel: Connection, encoder: RowEncoder | None, settings: dict[str, A
         while True:
             how = channel.recv_bytes()
             with pa.ipc.open_stream(channel.recv_bytes()) as reader:
-                (column,) = reader.read_next_batch().columns
+                batch = reader.read_next_batch()
+            encode = encoder.encode_choices if batch.schema.names == [CHOICE] else encoder.encode
             seconds = json.loads(channel.recv_bytes())
             if not is_limited:
                 _limit_memory(settings["batch_bytes" if how == TOGETHER else "row_bytes"])
                 is_limited = True
             if how == TOGETHER:
-                _answer(channel, encoder, column, seconds[0])
+                _answer(channel, encode, batch[0], seconds[0])
             else:
                 for row, row_seconds in enumerate(seconds):
-                    _answer(channel, encoder, column.slice(row, 1), row_seconds)
+                    _answer(channel, encode, batch[0].slice(row, 1), row_seconds)
     except EOFError:
         os._exit(0)
     except BaseException as error:
@@ -111,9 +114,9 @@ def _work(channel: Connection, encoder: RowEncoder | None, settings: dict[str, A
         os._exit(1)
 
 
-def _answer(channel: Connection, encoder: RowEncoder, column: pa.Array, seconds: float) -> None:
+def _answer(channel: Connection, encode: Encode, column: pa.Array, seconds: float) -> None:
     _limit_time(seconds)
-    batch = encoder.encode(column)
+    batch = encode(column)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -5,13 +5,14 @@ A bad row becomes a sentence, never a crash. One row in gives one row of tokens/
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
+from batchinfer.data.choices import ChoiceChecks, Choices
 from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type, is_struct, python_values, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.overrides import SamplingOverrides
@@ -81,6 +82,19 @@ def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(group)
 
 
+@dataclass(slots=True)
+class _Started:
+    """A batch whose texts are being encoded."""
+
+    batch: RowBatch
+    prompts: Pieces = field(default_factory=list)
+    choices: Choices | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.prompts) + (len(self.choices.pieces) if self.choices is not None else 0)
+
+
 class _RowChecker:
     def __init__(
         self,
@@ -97,23 +111,25 @@ class _RowChecker:
         self._job_sampling = job.sampling.to_sampling()
         self._types = _column_types(job)
         self._id = job.input.id
-        self._sampling = job.input.sampling
+        self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
         self._overrides = SamplingOverrides(job.sampling, self._sampling or "", vocab_size=limits.vocab_size)
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)
+        self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None
         schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
         self._problem = self._column_problem(schema)
-        wanted = dict.fromkeys(name for name in (self._id, *self._of_prompts, self._sampling) if name is not None)
+        named = (self._id, *self._of_prompts, self._sampling, self._choices)
+        wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too, so that damage in them is found before anything is computed
         wanted |= dict.fromkeys(job.output.keep_columns)
         self._columns = [name for name in wanted if column_type(schema, name) is not None]
         self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
-        for batch, pieces in self._started():
-            checked = self._check(batch, pieces)
+        for started in self._started():
+            batch, checked = started.batch, self._check(started)
             if batch.errors and self.found.first_error is None:
                 row = min(batch.errors)
                 self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
@@ -122,16 +138,20 @@ class _RowChecker:
             yield checked
             progress(batch.num_rows)
 
-    def _started(self) -> Iterator[tuple[RowBatch, Pieces]]:
+    def _started(self) -> Iterator[_Started]:
         """The batches in order, with so many being encoded already that no worker waits for work."""
-        ahead: deque[tuple[RowBatch, Pieces]] = deque()
+        ahead: deque[_Started] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
             batch = RowBatch(columns, columns.num_rows)
+            started = _Started(batch)
             found = self._known(batch.num_rows) if self._known is not None else None
-            ahead.append((batch, self._prompts.start(batch, found) if self._problem is None else []))
+            if self._problem is None:
+                started.prompts = self._prompts.start(batch, found)
+                started.choices = self._choice_checks.start(batch) if self._choice_checks is not None else None
+            ahead.append(started)
             while (
-                sum(len(pieces) for _, pieces in ahead) > 2 * self._num_workers
-                or sum(batch.columns.nbytes for batch, _ in ahead) > self._num_workers * BATCH_BYTES
+                sum(started.num_pieces for started in ahead) > 2 * self._num_workers
+                or sum(started.batch.columns.nbytes for started in ahead) > self._num_workers * BATCH_BYTES
             ):
                 yield ahead.popleft()
         yield from ahead
@@ -146,6 +166,8 @@ class _RowChecker:
         checks += [(name, *self._types.get(name, PROMPT_TYPES["template"])) for name in self._of_prompts]
         if self._sampling is not None:
             checks.append((self._sampling, is_struct, "a struct"))
+        if self._choices is not None:
+            checks.append((self._choices, *PROMPT_TYPES["choices"]))
         for name, is_right, wanted in checks:
             if schema.names.count(name) > 1:
                 return f"the shard has more than one column {name!r}"
@@ -158,15 +180,19 @@ class _RowChecker:
 
     # ---- rows
 
-    def _check(self, batch: RowBatch, pieces: Pieces) -> pa.RecordBatch:
-        num_rows = batch.num_rows
+    def _check(self, started: _Started) -> pa.RecordBatch:
+        batch, num_rows = started.batch, started.batch.num_rows
         if self._problem is not None:
             batch.blame_all(self._problem)
             prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
         else:
-            prompts = self._prompts.checked(batch, pieces)
+            prompts = self._prompts.checked(batch, started.prompts)
         lengths = token_counts(prompts)
         n, max_tokens, sampling = self._samplings(batch)
+        self._prompts.check_room(batch, lengths, max_tokens)
+        choices = pa.nulls(num_rows, TOKENS.schema.field("choices").type)
+        if self._choice_checks is not None and started.choices is not None:
+            choices = self._choice_checks.checked(batch, started.choices, lengths)
         for row in batch.errors:
             n[row], max_tokens[row], sampling[row] = self._job_sampling.n, 0, None
         room = self._window - lengths
@@ -178,30 +204,17 @@ class _RowChecker:
             [
                 pa.array(np.full(num_rows, self._shard.index), pa.int32()),
                 pa.array(np.arange(num_rows) + self.found.num_rows, pa.int64()),
-                self._ids(batch),
+                _id_texts(batch.columns[self._id]) if self._has_ids else pa.nulls(num_rows, pa.string()),
                 pa.array(n, pa.int32()),
                 _without(prompts, is_bad).cast(TOKENS.schema.field("token_ids").type),
                 pa.array(np.where(is_bad, 0, np.minimum(max_tokens, room)), pa.int32()),
                 pa.array(sampling, pa.string()),
                 pa.array(errors, pa.string()),
                 pa.array(np.zeros(num_rows, bool) if batch.holds_control is None else batch.holds_control),
-                pa.nulls(num_rows, TOKENS.schema.field("choices").type),
+                _without(choices, is_bad).cast(TOKENS.schema.field("choices").type),
             ],
             schema=TOKENS.schema,
         )
-
-    def _ids(self, batch: RowBatch) -> pa.Array:
-        if not self._has_ids:
-            return pa.nulls(batch.num_rows, pa.string())
-        ids = without_dictionary(batch.columns[self._id])
-        try:
-            text = ids.cast(pa.string())
-            text.validate(full=True)
-        except pa.ArrowInvalid:
-            # bytes that are no UTF-8: the id is told as well as it can be
-            raw = ids.cast(pa.large_binary()).to_pylist()
-            text = pa.array([None if value is None else value.decode("utf-8", "replace") for value in raw], pa.string())
-        return text
 
     def _samplings(self, batch: RowBatch) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
         """([R] n, [R] max_tokens, [R] sampling as JSON or None) with overrides applied; bad ones are blamed."""
@@ -220,9 +233,24 @@ class _RowChecker:
             resolved = self._overrides.resolve(override)
             if isinstance(resolved, str):
                 batch.blame(row, resolved)
+            elif self._choices is not None and (resolved[0].n, resolved[0].max_tokens) != (1, 0):
+                keys = f"{self._sampling}.n and .max_tokens"
+                batch.blame(row, f"{keys} must be 1 and 0: a job with input.choices generates nothing")
             else:
                 n[row], max_tokens[row], texts[row] = resolved[0].n, resolved[0].max_tokens, resolved[1]
         return n, max_tokens, texts
+
+
+def _id_texts(column: pa.Array) -> pa.Array:
+    ids = without_dictionary(column)
+    try:
+        text = ids.cast(pa.string())
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        # bytes that are no UTF-8: the id is told as well as it can be
+        raw = ids.cast(pa.large_binary()).to_pylist()
+        text = pa.array([None if value is None else value.decode("utf-8", "replace") for value in raw], pa.string())
+    return text
 
 
 def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:

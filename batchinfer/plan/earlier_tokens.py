@@ -29,6 +29,7 @@ _SAME_COLUMNS = (
     "tools",
     "continue_final_message",
     "control_tokens",
+    "choices",
 )
 
 

@@ -336,7 +336,7 @@ def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> N
     keys: dict[str, str] = {job.input.prompt_column: job.input.prompt_kind}
     keys |= {name: key for key in ("tools", "chat_template_kwargs") if isinstance(name := getattr(job.input, key), str)}
     wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
-    for key, name in [*wanted, ("sampling", job.input.sampling)]:
+    for key, name in [*wanted, ("choices", job.input.choices), ("sampling", job.input.sampling)]:
         if name is not None and not any(name in schema.names for schema in schemas):
             have = ", ".join(schemas[0].names[:20])
             raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")

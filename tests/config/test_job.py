@@ -107,7 +107,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("sampling.max_tokens=0", "sampling.max_tokens"),
+        ("sampling.max_tokens=-1", "sampling.max_tokens"),
         ("sampling.max_tokens=16.0", "sampling.max_tokens"),
         ("sampling.max_tokens=true", "sampling.max_tokens"),
         ("sampling.temperature=nan", "sampling.temperature"),
@@ -118,6 +118,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("smapling.n=1", "smapling is not a known part"),
         ("input.messages=m", "exactly one must be set"),
         ("input.files=[]", "input.files"),
+        ("input.choices=c", "job.toml: sampling.max_tokens is 16, but a job with input.choices generates nothing"),
         ("output.keep_columns=['a', 'a']", "'a' twice"),
         ("model.dtype=float16", "model.dtype"),
         ("kv.block_tokens=100", "use 128"),
@@ -134,6 +135,14 @@ def test_a_wrong_value_is_named(tmp_path, override, told):
     with pytest.raises(ConfigError) as failure:
         load_job(write_job(tmp_path, VALID), [override])
     assert told in str(failure.value)
+
+
+def test_choices_take_one_sample_of_no_tokens(tmp_path):
+    path = write_job(tmp_path, VALID)
+    with pytest.raises(ConfigError, match=r"job.toml: sampling.n is 2, but .* generates nothing; set it to 1"):
+        load_job(path, ["input.choices=c", "sampling.max_tokens=0"])
+    job = load_job(path, ["input.choices=c", "sampling.max_tokens=0", "sampling.n=1"])
+    assert (job.input.choices, job.sampling.max_tokens) == ("c", 0)
 
 
 def test_max_tokens_has_no_silent_default(tmp_path):

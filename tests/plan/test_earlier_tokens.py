@@ -90,6 +90,7 @@ def test_nothing_is_taken_when_something_is_not_the_same(first, tmp_path, monkey
         {"chat_template_kwargs": {"thinking": True}},
         {"tools": "tools"},
         {"continue_final_message": True},
+        {"choices": "choices"},
     ],
 )
 def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, change):

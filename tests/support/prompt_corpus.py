@@ -80,5 +80,6 @@ def _rows(shard: int, first_row: int, token_ids: np.ndarray, offsets: np.ndarray
         "sampling": pa.nulls(len(rows), pa.string()),
         "error": pa.nulls(len(rows), pa.string()),
         "control_tokens": np.zeros(len(rows), dtype=bool),
+        "choices": pa.nulls(len(rows), TOKENS.schema.field("choices").type),
     }
     return pa.table(columns, schema=TOKENS.schema)
