@@ -18,12 +18,12 @@ from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from batchinfer.lm_eval import BatchinferLM
-from lm_eval import simple_evaluate
 
 TOLERANCE = 1e-4  # of log-probabilities of texts, in float32
 MOST_TOKENS = 2047
