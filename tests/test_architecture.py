@@ -12,7 +12,7 @@ PACKAGE = ROOT / "batchinfer"
 
 # Files in the package root: what every room may import, and the doors through which people come in.
 GROUND = ("records", "sanitize", "host_info", "ownership", "config", "rundir", "manifest", "stop", "progress")
-DOORS = ("schema", "cli", "program", "__main__")
+DOORS = ("schema", "cli", "program", "__main__", "lm_eval")
 # Rooms from the bottom to the top, each with the rooms below that it may import; the ground is open to all.
 ROOMS: dict[str, set[str]] = {
     "balance": set(),
@@ -145,6 +145,13 @@ def test_rooms_that_compute_nothing_reach_no_torch(name):
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) not in WITH_KERNELS])
 def test_rooms_without_kernels_never_import_them(name):
     assert not any(item.split(".")[0] == "batchinfer_kernels" for item in imports_of(MODULES[name]))
+
+
+def test_only_its_own_door_imports_lm_eval():
+    """It is no dependency: whoever evaluates has it."""
+    assert [name for name in MODULES if any(item.split(".")[0] == "lm_eval" for item in imports_of(MODULES[name]))] == [
+        "lm_eval"
+    ]
 
 
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)

@@ -64,6 +64,7 @@ class PromptTokenizer:
     """Text and chats to token ids, token ids to text.
 
     Attributes:
+        template_text, named_tokens: the chat template, if there is one; texts of bos_token and others.
         eos_token_ids: the ids that end an answer.
         vocab_size: ids that the tokenizer knows (the model may have more).
         digest: changes with anything that changes a prompt's ids.
@@ -78,8 +79,8 @@ class PromptTokenizer:
         digest: str,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template_text = template
-        self._named_tokens = named_tokens
+        self.template_text = template
+        self.named_tokens = named_tokens
         self._template: ChatTemplate | None = None
         self._encoder = TextEncoder(tokenizer)
         self._control: ControlTokens | None = None
@@ -178,7 +179,7 @@ class PromptTokenizer:
         Raises:
             ModelError: there is none, or it is not valid.
         """
-        if self._template_text is None:
+        if self.template_text is None:
             raise ModelError(
                 "the model folder has no chat template, which input.messages needs; add chat_template.jinja, "
                 "or give ready text in input.prompt"
@@ -187,7 +188,7 @@ class PromptTokenizer:
             # a rank, which only decodes, does without the template engine
             from batchinfer.data.chat import ChatTemplate
 
-            self._template = ChatTemplate(self._template_text, self._named_tokens)
+            self._template = ChatTemplate(self.template_text, self.named_tokens)
         return self._template
 
     def encode_piece(self, text: str) -> list[int]:

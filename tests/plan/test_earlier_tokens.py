@@ -36,7 +36,9 @@ def tokenized(folder, job: JobConfig, monkeypatch) -> tuple[pa.Table, int]:
     """The first shard's rows, and how many of them were encoded."""
     num_encoded = []
     start = Encoders.start
-    monkeypatch.setattr(Encoders, "start", lambda self, column: num_encoded.append(len(column)) or start(self, column))
+    monkeypatch.setattr(
+        Encoders, "start", lambda self, column, *what: num_encoded.append(len(column)) or start(self, column, *what)
+    )
     shard = find_shards(job.input.files)[0]
     with Encoders(job, window=2048) as encoders:
         earlier = EarlierTokens(folder / "run", job_fingerprint(job, [shard], encoders.digest)).of(shard)
@@ -109,3 +111,13 @@ def test_a_damaged_token_file_is_named(first, tmp_path, monkeypatch):
     path.write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"00000\.parquet"):
         tokenized(tmp_path, load_job(first), monkeypatch)
+
+
+def test_prompts_of_a_job_with_choices_are_taken_and_their_choices_encoded_again(tmp_path, monkeypatch):
+    choices = pa.array([[f" {number}", f" not {number}"] for number in range(3000)])
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": range(3000), "prompt": PROMPTS, "choices": choices})
+    job = write_job(tmp_path, input={"choices": "choices"}, sampling={"max_tokens": 0})
+    assert batchinfer("plan", job).code == 0
+    rows, num_encoded = tokenized(tmp_path, load_job(job), monkeypatch)
+    assert num_encoded == 6000
+    assert rows.equals(pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet"))

@@ -1,0 +1,270 @@
+"""The door for lm-evaluation-harness: a model folder as its backend `batchinfer`, whose requests become jobs.
+
+    python -m batchinfer.lm_eval run --model batchinfer --model_args path=MODEL,dtype=fp8 --tasks hellaswag
+
+Releases of lm-eval after 0.4.13 find the backend by the entry point lm_eval.models; this module as a command adds it to
+those before. lm-eval is no dependency: nothing else imports this module.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
+from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.model.config import load_model_config
+from batchinfer.progress import note
+from batchinfer.records import BatchinferError, ConfigError, ExitCode
+
+MOST_CHOICES = 64  # of one row; further ones of the same context come in rows of their own
+_TOKEN_IDS = pa.list_(pa.int32())
+Parts = dict[str, dict[str, Any]]  # of a job file
+_ScoreRequest = tuple[tuple[str, str], list[int], list[int]]  # (texts, context, continuation)
+
+
+class BatchinferLM(TemplateLM):
+    """Scores and generates with a model folder: each call of lm-eval is one job on this machine.
+
+    Args:
+        path: the model folder.
+        work_dir: folder for the jobs, in which an evaluation that was stopped goes on; unset: a temporary one.
+        max_length: most tokens that the model reads for a request; unset: one less than its window, since a job's
+            prompt and choice are within the window together, of which the last token is only predicted.
+        batch_size, max_batch_size, device: lm-eval gives them to each backend; here ranks form their own batches, on
+            the devices of cluster.backend.
+        settings: dtype, and any part.key=value of the job file.
+
+    Raises:
+        ConfigError: a key of settings is none of these.
+        ModelError: the folder holds no model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        work_dir: str | None = None,
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._path = Path(path).absolute()
+        parts: Parts = {"model": {"path": str(self._path)}}
+        for key, value in settings.items():
+            part, dot, name = "model.dtype".partition(".") if key == "dtype" else key.partition(".")
+            if not dot:
+                raise ConfigError(
+                    f"{key} is no model argument of batchinfer; use path, dtype, work_dir, max_length or a part.key of "
+                    "the job file, such as cluster.prefill_ranks"
+                )
+            parts.setdefault(part, {})[name] = value
+        self.jobs = Jobs(None if work_dir is None else Path(work_dir).absolute(), parts)
+        self._tokenizer = load_tokenizer(self._path)
+        self.max_length = max_length or load_model_config(self._path).max_positions - 1
+        self.max_gen_toks = 256
+
+    # ---- what lm-eval asks of the tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._token_id("eos_token")
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._token_id("bos_token" if "bos_token" in self._tokenizer.named_tokens else "eos_token")
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text; where a text begins with the token that begins texts, it gets no second one."""
+        if add_special_tokens is None:
+            names = self._tokenizer.named_tokens
+            beginning = names.get("bos_token") or names.get("eos_token")
+            add_special_tokens = beginning is None or not string.startswith(beginning)
+        (ids,) = self._tokenizer.encode_prompts([string], special=add_special_tokens)
+        if isinstance(ids, str):
+            raise BatchinferError(f"a text of the task cannot be used: {ids}")
+        return ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self._tokenizer.chat_template().render(chat_history, continues=not add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._tokenizer.template_text if chat_template else None
+
+    def _token_id(self, name: str) -> int:
+        found = self._tokenizer.token_id(self._tokenizer.named_tokens.get(name, ""))
+        if found is None:
+            raise BatchinferError(f"the tokenizer of {self._path} has no {name}, which lm-eval needs")
+        return found
+
+    # ---- requests
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each whole text, in windows as lm-eval makes them."""
+        texts, windows = [], []
+        for place, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            ):
+                texts.append(place)
+                windows.append((("", ""), *make_disjoint_window(window)))
+        totals = [0.0] * len(requests)
+        for place, (logprob, _) in zip(texts, self._loglikelihood_tokens(windows), strict=True):
+            totals[place] += logprob
+        return totals
+
+    def _loglikelihood_tokens(self, requests: list[_ScoreRequest], **kwargs: Any) -> list[tuple[float, bool]]:
+        """(log-probability, whether it is greedy) of each continuation: those of one context are one row's choices."""
+        rows: list[tuple[tuple[int, ...], list[int]]] = []  # (context, places of its continuations)
+        of_context: dict[tuple[int, ...], list[int]] = {}
+        num_cut = 0
+        for place, (texts, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise BatchinferError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored with max_length = "
+                    f"{self.max_length}: {texts[1]!r}"
+                )
+            most = self.max_length + 1 - len(continuation)
+            num_cut += len(context) > most
+            kept = tuple(context[-most:])
+            if kept not in of_context or len(of_context[kept]) == MOST_CHOICES:
+                of_context[kept] = []
+                rows.append((kept, of_context[kept]))
+            of_context[kept].append(place)
+        if num_cut:
+            note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {self.max_length:,}")
+        choices = [[requests[place][2] for place in places] for _, places in rows]
+        outputs = self.jobs.outputs(
+            {
+                "prompt": pa.array([list(context) for context, _ in rows], _TOKEN_IDS),
+                "choices": pa.array(choices, pa.list_(_TOKEN_IDS)),
+            },
+            {"input": {"choices": "choices"}, "sampling": {"max_tokens": 0}},
+        )
+        results = [(0.0, False)] * len(requests)
+        for (_, places), row in zip(rows, outputs, strict=True):
+            found = zip(places, row["choice_logprobs"], row["choice_is_greedy"], strict=True)
+            for place, logprob, is_greedy in found:
+                results[place] = (logprob, is_greedy)
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answers; each row has the sampling of its request."""
+        prompts, samplings = [], []
+        for context, gen_kwargs in (request.args for request in requests):
+            wanted = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
+            sampling = _row_sampling(dict(wanted), self._tokenizer, self.eot_token_id)
+            most = self.max_length - sampling["max_tokens"]
+            if most < 1:
+                raise BatchinferError(
+                    f"max_gen_toks is {sampling['max_tokens']}, which leaves no room in max_length = {self.max_length}"
+                )
+            prompts.append(self.tok_encode(context)[-most:])
+            samplings.append(sampling)
+        rows = self.jobs.outputs(
+            {"prompt": pa.array(prompts, _TOKEN_IDS), "sampling": pa.array(samplings)},
+            {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
+        )
+        return [row["text"] for row in rows]
+
+
+def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:
+    """A row's sampling; a stop that is a control token has no text in an answer and is given by its id."""
+    texts = [text for text in wanted.pop("until") if text]
+    control = tokenizer.control
+    ids = [tokenizer.token_id(text) for text in texts if control.first_in(text) == text]
+    sampling = {
+        "max_tokens": wanted.pop("max_gen_toks"),
+        "temperature": float(wanted.pop("temperature", 0.0)) if wanted.pop("do_sample") else 0.0,
+        "stop": [text for text in texts if control.first_in(text) != text],
+        "stop_token_ids": sorted({eot_token_id, *(found for found in ids if found is not None)}),
+    }
+    unknown = wanted.keys() - SamplingConfig.model_fields.keys()
+    if unknown:
+        raise BatchinferError(f"generation_kwargs of the task has {', '.join(sorted(unknown))}, which is not known")
+    return sampling | wanted
+
+
+class Jobs:
+    """Runs jobs over token ids with one model and one set of keys, each in a folder named by what it is.
+
+    Args:
+        folder: of the jobs; unset: a temporary one.
+        parts: the job file's parts with their keys, which go before those that `outputs` gives.
+    """
+
+    def __init__(self, folder: Path | None, parts: Parts) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="lm_eval-") if folder is None else None
+        self.folder = folder or Path(self._temporary.name if self._temporary else "")
+        self._parts = parts
+
+    def outputs(self, columns: dict[str, pa.Array], keys: Parts) -> list[dict[str, Any]]:
+        """The output rows of a job over these columns, of which `prompt` holds token ids.
+
+        Raises:
+            ConfigError: a key of the job is wrong.
+            BatchinferError: the job does not end well, or a row is an error row.
+        """
+        if len(columns["prompt"]) == 0:
+            return []
+        folder = self._written(pa.table({"id": pa.array(range(len(columns["prompt"]))), **columns}), keys)
+        job = folder / "job.toml"
+        # apart from lm-eval's process, whose libraries and memory are nobody's here
+        command = [sys.executable, "-m", "batchinfer", "run", str(job)]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
+            raise BatchinferError(f"batchinfer run {job} ended with exit code {code}; its words are above")
+        rows: list[dict[str, Any]] = pq.read_table(folder / "run" / "outputs").to_pylist()
+        for row in rows:
+            if row["status"] != "ok":
+                raise BatchinferError(f"request {row['row']} of {job} failed: {row['error']}")
+        return rows
+
+    def _written(self, table: pa.Table, keys: Parts) -> Path:
+        """The folder with shard and job file; the same job has the same folder, where it goes on."""
+        parts: Parts = {
+            "input": {"files": ["prompts.parquet"], "token_ids": "prompt"},
+            "output": {"dir": "run"},
+        }
+        for given in (keys, self._parts):
+            for part, values in given.items():
+                parts[part] = parts.get(part, {}) | values
+        text = dump_job(checked(JobConfig, parts, Path("model_args")))
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink)
+        shard = sink.getvalue().to_pybytes()
+        folder = self.folder / hashlib.blake2b(text.encode() + shard, digest_size=8).hexdigest()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "prompts.parquet").write_bytes(shard)
+        (folder / "job.toml").write_text(text, encoding="utf-8")
+        return folder
+
+
+def main() -> None:
+    """lm-eval's own command, with this backend."""
+    import lm_eval.models  # noqa: F401  (those that lm-eval has: it looks for them in an empty registry only)
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
+
+    if "batchinfer" not in model_registry:
+        model_registry.register("batchinfer", target="batchinfer.lm_eval:BatchinferLM")
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

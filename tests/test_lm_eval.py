@@ -1,0 +1,218 @@
+"""lm-evaluation-harness through batchinfer: the same figures as by its own `hf` backend, on local tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.records import BatchinferError, ConfigError
+from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from batchinfer.lm_eval import BatchinferLM
+
+TOLERANCE = 1e-4  # of log-probabilities of texts, in float32
+MOST_TOKENS = 2047
+TASKS = {
+    "sums": """
+output_type: generate_until
+doc_to_target: "{{expected}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "sums_to_choose": """
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: 2
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+    """The two tasks over the same sums of the sample prompts."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = pq.read_table(SAMPLE_PROMPTS / "part-00000.parquet").to_pylist()
+    sums = [row for row in rows if row["task"] == "total" and len(row["messages"]) == 2][:6]
+    with open(folder / "sums.jsonl", "w") as file:
+        for row in sums:
+            crowns = int(row["expected"].split()[0])
+            choices = [f"{crowns + 1} crowns", "no", row["expected"], f"{crowns} crowns, and the clerk adds them again"]
+            doc = {"question": row["messages"][1]["content"], "expected": row["expected"], "choices": choices}
+            file.write(json.dumps(doc) + "\n")
+    for name, parts in TASKS.items():
+        (folder / f"{name}.yaml").write_text(
+            f"task: {name}\n{parts}"
+            f"description: {json.dumps(sums[0]['messages'][0]['content'])}\n"
+            f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'sums.jsonl'}}}, "
+            f"cache_dir: {folder / 'cache'}}}\n"
+            'test_split: test\nnum_fewshot: 0\ndoc_to_text: "{{question}}"\nmetadata: {version: 1}\n'
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    work_dir = tmp_path_factory.mktemp("work")
+    return BatchinferLM(str(SAMPLE_MODEL), work_dir=str(work_dir), max_length=MOST_TOKENS, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return HFLM(str(SAMPLE_MODEL), dtype="float32", device="cpu", max_length=MOST_TOKENS, batch_size=2)
+
+
+def request(kind: str, *arguments) -> Instance:
+    return Instance(kind, {}, arguments, 0)
+
+
+def evaluated(model, folder: Path) -> tuple[dict, dict[str, list]]:
+    """(figures, answers of the model to each document) by task."""
+    found = simple_evaluate(
+        model,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    answers = {
+        task: [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+        for task, samples in found["samples"].items()
+    }
+    return found["results"], answers
+
+
+def test_tasks_have_the_figures_of_the_hf_backend(ours, theirs, task_folder):
+    (figures, answers), (expected, expected_answers) = (evaluated(model, task_folder) for model in (ours, theirs))
+    for task, names in {"sums": ["exact_match,none"], "sums_to_choose": ["acc,none", "acc_norm,none"]}.items():
+        assert {name: figures[task][name] for name in names} == {name: expected[task][name] for name in names}
+    assert figures["sums"]["exact_match,none"] == 1.0
+    assert figures["sums_to_choose"]["acc,none"] > 0.5
+    assert answers["sums"] == expected_answers["sums"]
+    for found, wanted in zip(answers["sums_to_choose"], expected_answers["sums_to_choose"], strict=True):
+        assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in wanted], abs=TOLERANCE)
+        assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
+
+
+@pytest.mark.parametrize("is_question", [True, False])
+def test_chats_have_the_text_of_the_hf_backend(ours, theirs, is_question):
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 and 2?"}]
+    chat += [] if is_question else [{"role": "assistant", "content": "The sum is"}]
+    text = ours.apply_chat_template(chat, add_generation_prompt=is_question)
+    assert text == theirs.apply_chat_template(chat, add_generation_prompt=is_question)
+    assert ours.tok_encode(text) == theirs.tok_encode(text)
+    assert ours.chat_template(True) == theirs.chat_template(True)
+
+
+def test_continuations_of_one_context_are_one_row(ours, theirs, tmp_path):
+    pairs = [("The sum is", " 42 crowns"), ("", "Esther paid"), ("The sum is ", "41"), ("Ten and", " two")]
+    pairs += [("The sum is", " 9"), ("long " * 3000, " end")]
+    requests = [request("loglikelihood", *pair) for pair in pairs]
+    before = set(ours.jobs.folder.iterdir())
+    found, expected = (model.loglikelihood(requests, disable_tqdm=True) for model in (ours, theirs))
+    assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in expected], abs=TOLERANCE)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+    (folder,) = set(ours.jobs.folder.iterdir()) - before
+    rows = pq.read_table(folder / "prompts.parquet").to_pylist()
+    assert sorted(len(row["choices"]) for row in rows) == [1, 1, 1, 3]
+    assert max(len(row["prompt"]) for row in rows) == MOST_TOKENS + 1 - len(rows[-1]["choices"][0])
+
+
+def test_a_context_of_many_continuations_is_several_rows(ours):
+    requests = [request("loglikelihood", "The sum is", f" {number}") for number in range(150)]
+    before = set(ours.jobs.folder.iterdir())
+    found = ours.loglikelihood(requests, disable_tqdm=True)
+    (folder,) = set(ours.jobs.folder.iterdir()) - before
+    assert [len(row["choices"]) for row in pq.read_table(folder / "prompts.parquet").to_pylist()] == [64, 64, 22]
+    alone = [ours.loglikelihood([requests[place]], disable_tqdm=True)[0][0] for place in (0, 149)]
+    assert [found[0][0], found[149][0]] == pytest.approx(alone, abs=TOLERANCE)
+
+
+def test_whole_texts_are_scored_in_windows(tmp_path, theirs):
+    ours = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), max_length=20, dtype="float32")
+    requests = [request("loglikelihood_rolling", text) for text in ("Esther paid 38 crowns. " * 12, "Short.", "")]
+    theirs._max_length, before = 20, theirs._max_length
+    expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
+    theirs._max_length = before
+    found = ours.loglikelihood_rolling(requests)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert len(ours.tok_encode(requests[0].args[0])) > 3 * 20
+
+
+def test_each_request_is_generated_as_its_task_asks(ours, theirs):
+    wanted = [
+        {"until": ["crowns"], "max_gen_toks": 20},
+        {"until": " ", "max_gen_toks": 3, "do_sample": False, "temperature": 0.7},
+        {"until": ["<｜end▁of▁sentence｜>", "<｜User｜>"], "max_new_tokens": 30},
+        {"until": [], "max_gen_toks": 2040},
+    ]
+    contexts = ["Esther paid 38 crowns, Farid", "The ferry", "<｜begin▁of▁sentence｜><｜User｜>Hello", "long " * 900]
+    requests = [request("generate_until", *pair) for pair in zip(contexts, wanted, strict=True)]
+    assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+def test_sampling_of_a_task_reaches_its_row(ours):
+    how = {"until": ["\n"], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+    before = set(ours.jobs.folder.iterdir())
+    ours.generate_until([request("generate_until", "The ferry", how)] * 2)
+    (folder,) = set(ours.jobs.folder.iterdir()) - before
+    row = pq.read_table(folder / "prompts.parquet").to_pylist()[1]["sampling"]
+    expected = {"max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["\n"], "stop_token_ids": [1]}
+    assert row == expected
+
+
+def test_what_cannot_work_is_one_sentence(ours, tmp_path):
+    with pytest.raises(ConfigError, match=r"pretrained is no model argument of batchinfer; use path, dtype"):
+        BatchinferLM(str(SAMPLE_MODEL), pretrained="x")
+    with pytest.raises(BatchinferError, match=r"generation_kwargs of the task has num_beams, which is not known"):
+        ours.generate_until([request("generate_until", "Hello", {"until": [], "num_beams": 4})])
+    with pytest.raises(BatchinferError, match=r"max_gen_toks is 4000, which leaves no room in max_length = 2047"):
+        ours.generate_until([request("generate_until", "Hello", {"until": [], "max_gen_toks": 4000})])
+    with pytest.raises(BatchinferError, match=r"a continuation of 0 tokens cannot be scored"):
+        ours.loglikelihood([request("loglikelihood", "Hello", "")], disable_tqdm=True)
+    with pytest.raises(BatchinferError, match=r"request 0 of .* failed: sampling.top_p is 7.0, but it should be less"):
+        ours.generate_until([request("generate_until", "Hello", {"until": [], "max_gen_toks": 4, "top_p": 7.0})])
+    wrong = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), **{"cluster.prefill_ranks": 0})
+    with pytest.raises(ConfigError, match=r"model_args: cluster.prefill_ranks is 0, but it should be greater"):
+        wrong.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
+
+
+def test_the_command_takes_keys_of_the_job_file_and_goes_on_in_its_folder(task_folder, tmp_path):
+    arguments = f"path={SAMPLE_MODEL},dtype=float32,cluster.prefill_ranks=2,work_dir={tmp_path / 'work'}"
+    command = [sys.executable, "-m", "batchinfer.lm_eval", "run", "--model", "batchinfer", "--model_args", arguments]
+    command += ["--tasks", "sums_to_choose", "--include_path", str(task_folder), "--output_path", str(tmp_path / "out")]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "LOGLEVEL": "ERROR"}
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "acc_norm" in ended.stdout
+    (result,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(result.read_text())["results"]["sums_to_choose"]["acc_norm,none"] >= 0
+    (folder,) = (tmp_path / "work").iterdir()
+    assert tomllib.loads((folder / "job.toml").read_text())["cluster"]["prefill_ranks"] == 2
+    done = (folder / "run" / "outputs" / "prompts.parquet").stat().st_mtime_ns
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, [*(tmp_path / "work").iterdir()]) == (0, [folder])
+    assert (folder / "run" / "outputs" / "prompts.parquet").stat().st_mtime_ns == done
+
+
+def test_the_entry_point_names_the_class():
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, name = table["project"]["entry-points"]["lm_eval.models"]["batchinfer"].partition(":")
+    assert getattr(import_module(module), name) is BatchinferLM
