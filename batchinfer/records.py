@@ -205,6 +205,7 @@ class Completion:
     computed_tokens: int = 0  # prompt tokens that ran for it, the last two among them
     reasoning: str | None = None  # what it thought before the text; None: it did not, or nobody asked
     reasoning_tokens: int = 0  # of token_ids
+    structured_valid: bool | None = None  # whether it is all that structured_outputs asked for; None: nothing
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

@@ -78,7 +78,7 @@ def result_table(completions: list[Completion]) -> pa.Table:
         "reasoning": [item and item.reasoning for item in good],
         "logprobs": [item and _plain_logprobs(item) for item in good],
     }
-    for name in ("unit", "error", "finish_reason", "stop_reason"):
+    for name in ("unit", "error", "finish_reason", "stop_reason", "structured_valid"):
         columns[name] = [getattr(completion, name) for completion in completions]
     for name in COUNTS:
         columns[name] = [getattr(item, name) if item else 0 for item in good]

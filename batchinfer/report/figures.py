@@ -68,6 +68,15 @@ def _of_length(values: Values) -> str:
     return f"{cut / ok:.1%} of ok: raise max_tokens?" if ok and cut / ok >= MANY_CUT_ROWS else ""
 
 
+def _of_structured(values: Values) -> str:
+    rows, valid, cut = (forms.count(values[f"structured_outputs.{name}"]) for name in ("rows", "valid", "cut"))
+    return f"{valid} of {rows}; {cut} cut at max_tokens"
+
+
+def _of_thinking(values: Values) -> str:
+    return f"{forms.count(values['reasoning.cut'])} without an answer"
+
+
 def _such_ranks(values: Values, kind: str) -> str:
     """How many ranks the rate of a node is of; a simulated node's are its GPUs."""
     ranks, rate = values.get(f"{kind}_ranks_per_node"), values.get(f"{kind}_tokens_per_s_per_rank")
@@ -90,6 +99,28 @@ ROWS = Group(
         Figure("rows_error", "error", forms.count, "", "output rows with status error"),
         Figure("finish_reasons.error", "", forms.count, "", "output rows that did not get an answer"),
     ),
+)  # fmt: skip
+ANSWERS = Group(
+    "Answers",
+    (
+        Figure("structured_outputs.valid_share", "valid structured outputs", forms.percent, "%",
+               "structured_outputs.valid / structured_outputs.rows", note=_of_structured, why_empty=""),
+        Figure("structured_outputs.rows", "", forms.count, "", "computed rows that asked for a structured output"),
+        Figure("structured_outputs.valid", "", forms.count, "", "of these, rows whose answer is what they asked for"),
+        Figure("structured_outputs.cut", "", forms.count, "",
+               "of these, rows cut at max_tokens; others ended by a stop string or token, in thinking or as an error"),
+        Figure("reasoning.mean_tokens", "thinking per row", forms.rate, "tokens",
+               "mean tokens of thinking, over ok rows with thinking that is told from the answer",
+               note=lambda values: f"in {forms.count(values['reasoning.rows'])} rows", why_empty=""),
+        Figure("reasoning.rows", "", forms.count, "", "ok rows with such thinking"),
+        Figure("reasoning.cut_share", "  cut in their thinking", forms.percent, "%",
+               "reasoning.cut / reasoning.rows", note=_of_thinking, why_empty=""),
+        Figure("reasoning.cut", "", forms.count, "", "of these, rows with nothing but thinking: cut before an answer"),
+        Figure("mean_logprob", "mean log-probability", forms.ratio, "",
+               "natural logarithm, mean over all output tokens of rows that asked for logprobs",
+               note="per output token", why_empty=""),
+    ),
+    why_empty="",
 )  # fmt: skip
 TOKENS = Group(
     "Tokens",
@@ -282,7 +313,7 @@ STORE = Group(
     ),
     why_empty="",
 )  # fmt: skip
-GROUPS = (ROWS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, EXPERTS, STORE)
+GROUPS = (ROWS, ANSWERS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, EXPERTS, STORE)
 FIGURES = {figure.key: figure for group in GROUPS for figure in group.figures}
 PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
 
