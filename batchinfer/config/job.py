@@ -113,6 +113,7 @@ class OutputConfig(Part):
         description="what a model thinks up to </think> apart from its answer, in columns of its own; deepseek_r1: "
         "an answer begins in thinking unless its prompt ends it; auto: where the prompt or the answer begins it",
     )
+    token_texts: bool = Field(False, description="each token of logprobs has its text beside its id")
     shared_group: Text | None = Field(
         None, description="group whose members may all work in the run folder; unset: only this user enters it"
     )
@@ -313,6 +314,14 @@ class JobConfig(Part):
     s3: S3Config = DEFAULT_S3
     slurm: SlurmConfig = SlurmConfig()
 
+    @model_validator(mode="after")
+    def _texts_have_tokens(self) -> JobConfig:
+        if self.output.token_texts and self.sampling.logprobs is None and self.input.sampling is None:
+            raise ValueError(
+                "output.token_texts is set, but no row has logprobs; set sampling.logprobs, or leave token_texts out"
+            )
+        return self
+
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -504,8 +513,8 @@ def _sentence(error: ValidationError, schema: type[BaseModel], path: Path) -> st
         return f"{path}: the {what} {where} is missing; add it"
     message = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        # a check of a whole part begins its message with the key
-        return f"{path}: {where}.{message}" if len(names) == 1 else f"{path}: {where} {message}"
+        # a check of a whole part begins its message with the key, one of the whole job with part and key
+        return f"{path}: {where}{'.' if len(names) == 1 else ' ' if names else ''}{message}"
     if kind in ("too_short", "string_too_short"):
         return f"{path}: {where} is empty; write at least one {'item' if kind == 'too_short' else 'character'}"
     shown = repr(value)

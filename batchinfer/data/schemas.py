@@ -8,14 +8,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 TOKEN_IDS = pa.list_(pa.int32())
-LOGPROBS = pa.list_(
-    pa.struct(
-        [
-            ("token_id", pa.int32()),
-            ("logprob", pa.float32()),
-            ("top", pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))),
-        ]
-    )
+_TOKEN, _TEXT, _LOGPROB = ("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())
+LOGPROBS = pa.list_(pa.struct([_TOKEN, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _LOGPROB])))]))
+LOGPROBS_WITH_TEXTS = pa.list_(
+    pa.struct([_TOKEN, _TEXT, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _TEXT, _LOGPROB])))])
 )
 
 
@@ -202,7 +198,7 @@ OUTPUTS = _table(
     ("prompt_tokens", pa.int32(), "prompt tokens (hit + miss); 0 for an error row"),
     ("cached_tokens", pa.int32(), "prompt tokens that need not be computed for this row (memory, disk or duplicate)"),
     ("completion_tokens", pa.int32(), "generated tokens"),
-    ("logprobs", LOGPROBS, "per generated token, when asked for"),
+    ("logprobs", LOGPROBS, "per generated token, when asked for; by output.token_texts with its text as `token`"),
 )
 OUTPUTS_WITH_REASONING = _table(
     "outputs with reasoning",
@@ -425,9 +421,21 @@ STATS_TABLES = (
 
 
 def output_schema(
-    id_type: pa.DataType, kept: list[pa.Field], *, with_reasoning: bool = False, with_tools: bool = False
+    id_type: pa.DataType,
+    kept: list[pa.Field],
+    *,
+    with_reasoning: bool = False,
+    with_tools: bool = False,
+    with_texts: bool = False,
 ) -> pa.Schema:
-    """The outputs' schema: fixed before row one, the same for every shard of a job."""
+    """The outputs' schema: fixed before row one, the same for every shard of a job.
+
+    Args:
+        with_texts: log-probabilities have the texts of their tokens.
+    """
     asked_for = list(OUTPUTS_WITH_REASONING.schema) if with_reasoning else []
     asked_for += list(OUTPUTS_WITH_TOOLS.schema) if with_tools else []
-    return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *asked_for, *kept])
+    own = [pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *asked_for]
+    if with_texts:
+        own = [field.with_type(LOGPROBS_WITH_TEXTS) if field.type == LOGPROBS else field for field in own]
+    return pa.schema([*own, *kept])
