@@ -44,11 +44,13 @@ class Figure:
         return bool(self.label and (value if self.only_if_any else value is not None or self.why_empty))
 
     def change(self, before: Value, after: Value) -> str:
-        """What became of it in the second of two runs: in percent, or in points of what is in percent."""
+        """What became of it in the second of two runs: in percent; of percents and logarithms the difference."""
         if before is None or after is None:
             return forms.DASH
         if self.unit == "%":
             return f"{100 * (after - before):+,.1f} points"
+        if self.unit == "nats":
+            return f"{after - before:+,.3g} nats"
         if before:
             return f"{100 * (after - before) / abs(before):+,.1f} %"
         return "0" if after == before else "from 0"
@@ -116,7 +118,7 @@ ANSWERS = Group(
         Figure("reasoning.cut_share", "  cut in their thinking", forms.percent, "%",
                "reasoning.cut / reasoning.rows", note=_of_thinking, why_empty=""),
         Figure("reasoning.cut", "", forms.count, "", "of these, rows with nothing but thinking: cut before an answer"),
-        Figure("mean_logprob", "mean log-probability", forms.ratio, "",
+        Figure("mean_logprob", "mean log-probability", forms.number, "nats",
                "natural logarithm, mean over all output tokens of rows that asked for logprobs",
                note="per output token", why_empty=""),
     ),

@@ -52,7 +52,7 @@ def test_the_panel_shows_what_there_is_to_say_of_answers(run, tmp_path):
         "valid structured outputs 40.0 % 2 of 5; 1 cut at max_tokens",
         "thinking per row 23.50 tokens in 4 rows",
         "cut in their thinking 50.0 % 2 without an answer",
-        "mean log-probability -1.000 per output token",
+        "mean log-probability -1 nats per output token",
     ]
     at = lines.index("Output tokens of a row rows share by thinking")
     assert [line.rstrip(" █▏") for line in lines[at + 1 : at + 8]] == [
@@ -110,6 +110,7 @@ def test_several_runs_together_are_weighted_by_their_rows_and_tokens(run, tmp_pa
     assert values["reasoning.mean_tokens"] == pytest.approx(94 / 4)
     assert values["mean_logprob"] == pytest.approx(-(100 + 1500) / 600)
     assert "valid structured outputs % 40.0 100.0 +60.0 points" in lines_of(run, other, "--compare")
+    assert "mean log-probability nats -1 -3 -2 nats" in lines_of(run, other, "--compare")
     changed = json.loads(batchinfer("report", run, other, "--compare", "--json").out)
     assert changed["mean_logprob"] == {"before": -1.0, "after": -3.0, "difference": -2.0, "relative": -2.0}
 

@@ -158,7 +158,7 @@ def test_lengths_of_answers_and_of_thinking_are_columns(tmp_path):
     document = page([read_page_data(write_run(tmp_path / "r", requests=requests))])
     for told in ("8 to 11 tokens: rows 1", "12 to 15 tokens: rows 0", "16 to 23 tokens: rows 2", "Length of thinking"):
         assert told in document
-    for told in ("valid structured outputs", "100.0 %", "1 of 1; 0 cut at max_tokens", "-0.250"):
+    for told in ("valid structured outputs", "100.0 %", "1 of 1; 0 cut at max_tokens", "-0.25"):
         assert told in document
     plain = page([read_page_data(write_run(tmp_path / "plain", requests=[request(0, 4, 10)]))])
     assert "Length of answers" in plain
