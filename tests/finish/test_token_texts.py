@@ -22,7 +22,7 @@ def entry(token, *top):
 def named(entry):
     if entry is None:
         return None
-    top = [{**one, "token": f"<{one['token_id']}>"} for one in entry["top"]]
+    top = entry["top"] and [{**one, "token": f"<{one['token_id']}>"} for one in entry["top"]]
     return {**entry, "token": None if entry["token_id"] is None else f"<{entry['token_id']}>", "top": top}
 
 
@@ -36,7 +36,8 @@ def test_every_column_of_log_probabilities_gets_texts_and_each_id_is_decoded_onc
     texts = TokenTexts(decode)
     rows = [
         [[entry(5, 6, 7), entry(6)], None, [], [entry(5)]],
-        [None, [None, entry(8, 5)], [entry(None)], []],  # of a prompt: nothing is known of its first token
+        # of prompts: nothing is known of their first token
+        [None, [None, entry(8, 5)], [entry(None)], [{"token_id": 7, "logprob": None, "top": None}, entry(5)]],
         [[], [], None, None],
     ]
     columns = {f"column {place}": pa.array(lists, LOGPROBS) for place, lists in enumerate(rows)}
