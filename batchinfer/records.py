@@ -224,6 +224,7 @@ class Completion:
     reasoning: str | None = None  # what it thought before the text; None: it did not, or nobody asked
     reasoning_tokens: int = 0  # of token_ids
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens that were to be scored
+    structured_valid: bool | None = None  # whether it is all that structured_outputs asked for; None: nothing
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:

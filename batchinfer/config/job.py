@@ -118,6 +118,7 @@ class OutputConfig(Part):
         description="what a model thinks up to </think> apart from its answer, in columns of its own; deepseek_r1: "
         "an answer begins in thinking unless its prompt ends it; auto: where the prompt or the answer begins it",
     )
+    token_texts: bool = Field(False, description="each token of logprobs has its text beside its id")
     shared_group: Text | None = Field(
         None, description="group whose members may all work in the run folder; unset: only this user enters it"
     )
@@ -328,6 +329,15 @@ class JobConfig(Part):
                 )
         if self.input.choices is not None and self.sampling.prompt_logprobs is not None:
             raise ValueError("sampling.prompt_logprobs does not go with input.choices; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _texts_have_tokens(self) -> JobConfig:
+        asked_for = self.sampling.logprobs, self.sampling.prompt_logprobs, self.input.sampling
+        if self.output.token_texts and all(item is None for item in asked_for):
+            raise ValueError(
+                "output.token_texts is set, but no row has logprobs; set sampling.logprobs, or leave token_texts out"
+            )
         return self
 
 

@@ -97,4 +97,5 @@ def _given_up(request: Request, reason: str) -> Completion:
         cached_disk_tokens=0,
         kv_tokens_sum=0,
         error=f"the ranks ended twice while only this request was running; the last time: {reason}",
+        structured_valid=None if request.sampling.structured is None else False,
     )

@@ -80,7 +80,7 @@ def result_table(completions: list[Completion]) -> pa.Table:
         "logprobs": [item and _plain_logprobs(item.logprobs) for item in good],
         "prompt_logprobs": [item and _plain_logprobs(item.prompt_logprobs) for item in good],
     }
-    for name in ("unit", "error", "finish_reason", "stop_reason"):
+    for name in ("unit", "error", "finish_reason", "stop_reason", "structured_valid"):
         columns[name] = [getattr(completion, name) for completion in completions]
     for name in COUNTS:
         columns[name] = [getattr(item, name) if item else 0 for item in good]

@@ -11,14 +11,10 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 
 TOKEN_IDS = pa.list_(pa.int32())
-LOGPROBS = pa.list_(
-    pa.struct(
-        [
-            ("token_id", pa.int32()),
-            ("logprob", pa.float32()),
-            ("top", pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))),
-        ]
-    )
+_TOKEN, _TEXT, _LOGPROB = ("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())
+LOGPROBS = pa.list_(pa.struct([_TOKEN, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _LOGPROB])))]))
+LOGPROBS_WITH_TEXTS = pa.list_(
+    pa.struct([_TOKEN, _TEXT, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _TEXT, _LOGPROB])))])
 )
 
 
@@ -182,6 +178,7 @@ RESULTS = _table(
     ("completion_tokens", pa.int32(), "generated tokens"),
     ("reasoning", pa.string(), "what was thought before the text; null: nothing, or nobody asked"),
     ("reasoning_tokens", pa.int32(), "of the generated tokens"),
+    ("structured_valid", pa.bool_(), "whether the text is all that structured_outputs asked for; null: nothing"),
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
     ("prompt_logprobs", LOGPROBS, "per scored token of the prompt: of all but its first, or of the choice"),
@@ -207,7 +204,7 @@ OUTPUTS = _table(
     ("prompt_tokens", pa.int32(), "prompt tokens (hit + miss); 0 for an error row"),
     ("cached_tokens", pa.int32(), "prompt tokens that need not be computed for this row (memory, disk or duplicate)"),
     ("completion_tokens", pa.int32(), "generated tokens"),
-    ("logprobs", LOGPROBS, "per generated token, when asked for"),
+    ("logprobs", LOGPROBS, "per generated token, when asked for; by output.token_texts with its text as `token`"),
 )
 OUTPUTS_WITH_REASONING = _table(
     "outputs with reasoning",
@@ -242,6 +239,7 @@ STATS_REQUESTS = _table(
     ("choice", pa.int32(), "the choice that was scored, from 0; null in a job without choices"),
     ("unit", pa.int32(), "work unit; null for error rows of the plan"),
     ("status", pa.string(), "'ok' or 'error'"),
+    ("finish_reason", pa.string(), "'stop', 'length' or 'error'"),
     ("prompt_tokens", pa.int32(), "prompt tokens; 0 for an error row"),
     ("cached_memory_tokens", pa.int32(), "prompt tokens that earlier rows share, by the plan"),
     ("cached_disk_tokens", pa.int32(), "prompt tokens whose KV came from the store on disk"),
@@ -251,6 +249,12 @@ STATS_REQUESTS = _table(
     ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
     ("completion_tokens", pa.int32(), "output tokens delivered"),
     ("reasoning_tokens", pa.int32(), "of these, the thinking's, where it is told from the answer"),
+    (
+        "structured_valid",
+        pa.bool_(),
+        "whether the answer is all that structured_outputs asked for; null: it asked for nothing, or was not computed",
+    ),
+    ("mean_logprob", pa.float64(), "mean log-probability of its output tokens; null: nobody asked"),
     ("generated_tokens", pa.int32(), "output tokens generated for this row (0 for a duplicate)"),
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("admitted_s", pa.float64(), "Unix time when its prefill was admitted; null when not run itself"),
@@ -452,11 +456,17 @@ def asked_for(job: JobConfig, *, prompt_logprobs: bool) -> list[Table]:
     return [table for table, is_wanted in is_asked_for.items() if is_wanted]
 
 
-def output_schema(id_type: pa.DataType, kept: list[pa.Field], tables: Sequence[Table] = ()) -> pa.Schema:
+def output_schema(
+    id_type: pa.DataType, kept: list[pa.Field], tables: Sequence[Table] = (), *, with_texts: bool = False
+) -> pa.Schema:
     """The outputs' schema: fixed before row one, the same for every shard of a job.
 
     Args:
         tables: from `asked_for`.
+        with_texts: log-probabilities have the texts of their tokens.
     """
     more = [field for table in tables for field in table.schema]
-    return pa.schema([pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *more, *kept])
+    own = [pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *more]
+    if with_texts:
+        own = [field.with_type(LOGPROBS_WITH_TEXTS) if field.type == LOGPROBS else field for field in own]
+    return pa.schema([*own, *kept])

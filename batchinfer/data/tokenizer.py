@@ -203,9 +203,9 @@ class PromptTokenizer:
         """The tokenizer as tokenizer.json has it, with the tokens that other files of the folder add."""
         return self._tokenizer.to_str()
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of generated ids, without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], *, with_special: bool = False) -> str:
+        """The text of generated ids, UNFINISHED for bytes of no whole character; special tokens when asked for."""
+        return self._tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def stream(self) -> TextStream:
         """A fresh incremental decoder for one request."""

@@ -1,6 +1,7 @@
 """outputs/: one Parquet file per readable shard, the same rows in the same order."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -9,13 +10,16 @@ from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import kept_fields, table_writer
 from batchinfer.data.schemas import asked_for, output_schema
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.token_texts import TokenTexts
 from batchinfer.finish.tool_calls import tool_calls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
-from batchinfer.rundir import RunDir
+from batchinfer.run.fingerprint import check_same
+from batchinfer.rundir import RunDir, read_state
 
 BATCH_ROWS = 4096
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
@@ -35,21 +39,28 @@ def write_outputs(
     Args:
         manifest: vouches for the outputs afterwards.
         expected: output rows that the plan counted.
+
+    Raises:
+        ModelError: texts of tokens are asked for, and the model has no tokenizer that can be read.
+        RunMismatchError: its tokenizer is another one than the plan's.
     """
     readable = [shard for shard in shards if shard.problem is None]
     kept = kept_fields(shards, job.output.keep_columns, job.s3)
-    schema = output_schema(id_type, kept, asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job)))
+    tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
+    own = output_schema(id_type, [], tables)
+    schema = output_schema(id_type, kept, tables, with_texts=job.output.token_texts)
+    texts = _token_texts(run, job) if job.output.token_texts else None
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in readable:
-            reader = _output_reader(connection, run, shard, schema, kept)
+            reader = _output_reader(connection, run, shard, own)
             kept_rows = KeptRows(shard, kept, job.s3)
             with (
                 table_writer(run.output(shard.name), schema, scratch=run.finish_scratch, manifest=manifest) as writer,
             ):
                 for batch in reader:
-                    rows = batch["row"]
-                    table = pa.table([*batch.columns, *kept_rows.take(rows)], schema=schema)
+                    shown = batch if texts is None else texts.add(batch)
+                    table = pa.table([*shown.columns, *kept_rows.take(batch["row"])], schema=schema)
                     writer.write_table(table)
                     num_rows += len(table)
                     num_errors += sum(status == "error" for status in batch["status"].to_pylist())
@@ -59,11 +70,16 @@ def write_outputs(
     return num_rows, num_errors
 
 
+def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
+    tokenizer = load_tokenizer(Path(job.model.path))
+    check_same(read_state(run)["fingerprint"], {"tokenizer and template": tokenizer.digest}, run.root)
+    return TokenTexts(lambda token_id: tokenizer.decode([token_id], with_special=True))
+
+
 def _output_reader(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, schema: pa.Schema, kept: list[pa.Field]
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, own: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    """One shard's output rows in order, without the kept columns."""
-    own = pa.schema(list(schema)[: len(schema) - len(kept)])
+    """One shard's output rows in order, without the kept columns and texts of tokens."""
     rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, [shard]))
     columns = [_SQL_OF.get(name, name) for name in own.names]
     if own.field("id").type == pa.int64():

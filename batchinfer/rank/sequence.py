@@ -107,7 +107,15 @@ class Sequence:
             prompt_logprobs=tuple(self.prompt_logprobs) if self.request.score_from and not failed else None,
             reasoning=reasoning,
             reasoning_tokens=0 if reasoning is None or self.thinking is None else self.thinking.num_tokens,
+            structured_valid=self._structured_valid,
         )
+
+    @property
+    def _structured_valid(self) -> bool | None:
+        """Whether the answer is all that its grammar asks for, and nothing has been cut off; None: it has none."""
+        if self.request.sampling.structured is None or self.rules is None:
+            return None
+        return self.rules.is_complete and self.stop_reason is None and self.error is None
 
     def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
         """The answer; and what was thought before it, None where it did not begin in thinking or nobody asked."""

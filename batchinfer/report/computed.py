@@ -18,7 +18,7 @@ from batchinfer.report.views import open_views, query_text
 QUERIES = (
     "sessions", "spans", "held", "times", "tokens", "speeds", "extra_work", "communication", "ranks", "balance",
     "expert_balance",
-    "predictions", "store", "finish_reasons", "trouble", "rank_seconds",
+    "predictions", "store", "finish_reasons", "answers", "trouble", "rank_seconds",
 )  # fmt: skip
 # tables with a session; names of sessions may repeat in runs that were copied
 SESSION_TABLES = ("steps", "experts", "expert_rows", "placements", "nodes", "kv", "decode_steps")

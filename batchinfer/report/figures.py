@@ -44,11 +44,13 @@ class Figure:
         return bool(self.label and (value if self.only_if_any else value is not None or self.why_empty))
 
     def change(self, before: Value, after: Value) -> str:
-        """What became of it in the second of two runs: in percent, or in points of what is in percent."""
+        """What became of it in the second of two runs: in percent; of percents and logarithms the difference."""
         if before is None or after is None:
             return forms.DASH
         if self.unit == "%":
             return f"{100 * (after - before):+,.1f} points"
+        if self.unit == "nats":
+            return f"{after - before:+,.3g} nats"
         if before:
             return f"{100 * (after - before) / abs(before):+,.1f} %"
         return "0" if after == before else "from 0"
@@ -67,6 +69,15 @@ def _of_length(values: Values) -> str:
     cut, ok = values["finish_reasons.length"] or 0, values["rows_ok"] or 0
     is_many = values["output_tokens"] and ok and cut / ok >= MANY_CUT_ROWS  # where only prompts are scored all are
     return f"{cut / ok:.1%} of ok: raise max_tokens?" if is_many else ""
+
+
+def _of_structured(values: Values) -> str:
+    rows, valid, cut = (forms.count(values[f"structured_outputs.{name}"]) for name in ("rows", "valid", "cut"))
+    return f"{valid} of {rows}; {cut} cut at max_tokens"
+
+
+def _of_thinking(values: Values) -> str:
+    return f"{forms.count(values['reasoning.cut'])} without an answer"
 
 
 def _such_ranks(values: Values, kind: str) -> str:
@@ -91,6 +102,28 @@ ROWS = Group(
         Figure("rows_error", "error", forms.count, "", "output rows with status error"),
         Figure("finish_reasons.error", "", forms.count, "", "output rows that did not get an answer"),
     ),
+)  # fmt: skip
+ANSWERS = Group(
+    "Answers",
+    (
+        Figure("structured_outputs.valid_share", "valid structured outputs", forms.percent, "%",
+               "structured_outputs.valid / structured_outputs.rows", note=_of_structured, why_empty=""),
+        Figure("structured_outputs.rows", "", forms.count, "", "computed rows that asked for a structured output"),
+        Figure("structured_outputs.valid", "", forms.count, "", "of these, rows whose answer is what they asked for"),
+        Figure("structured_outputs.cut", "", forms.count, "",
+               "of these, rows cut at max_tokens; others ended by a stop string or token, in thinking or as an error"),
+        Figure("reasoning.mean_tokens", "thinking per row", forms.rate, "tokens",
+               "mean tokens of thinking, over ok rows with thinking that is told from the answer",
+               note=lambda values: f"in {forms.count(values['reasoning.rows'])} rows", why_empty=""),
+        Figure("reasoning.rows", "", forms.count, "", "ok rows with such thinking"),
+        Figure("reasoning.cut_share", "  cut in their thinking", forms.percent, "%",
+               "reasoning.cut / reasoning.rows", note=_of_thinking, why_empty=""),
+        Figure("reasoning.cut", "", forms.count, "", "of these, rows with nothing but thinking: cut before an answer"),
+        Figure("mean_logprob", "mean log-probability", forms.number, "nats",
+               "natural logarithm, mean over all output tokens of rows that asked for logprobs",
+               note="per output token", why_empty=""),
+    ),
+    why_empty="",
 )  # fmt: skip
 TOKENS = Group(
     "Tokens",
@@ -283,7 +316,7 @@ STORE = Group(
     ),
     why_empty="",
 )  # fmt: skip
-GROUPS = (ROWS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, EXPERTS, STORE)
+GROUPS = (ROWS, ANSWERS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RANKS, EXPERTS, STORE)
 FIGURES = {figure.key: figure for group in GROUPS for figure in group.figures}
 PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
 

@@ -33,6 +33,11 @@ def _number(value: float) -> str:
 number = _known(_number)
 
 
+def span(first: int, last: int) -> str:
+    """'8 to 11' for the whole numbers from one to the other."""
+    return count(first) if first == last else f"{count(first)} to {count(last)}"
+
+
 def duration(num_seconds: Value) -> str:
     """'2 h 05 min' for what is longer than two minutes, else nothing."""
     if num_seconds is None or num_seconds < 120:

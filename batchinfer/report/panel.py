@@ -25,6 +25,8 @@ from batchinfer.sanitize import fit
 
 Cells = Sequence[str | Text]
 DECODE_HEADER = ("Decode, from s", "KV, mean", "max / mean", "at best", "requests", "max / mean")
+LENGTH_HEADER = ("Output tokens of a row", "rows", "share", "by thinking")
+BAR_LETTERS = 14  # of the longest bar
 MAX_SHARDS = 10  # unreadable ones that are named
 
 
@@ -40,6 +42,8 @@ def panel(report: Report) -> Iterator[RenderableType]:
     plan = list(_plan_lines(report))
     if plan:
         yield _number_table(["Plan", "planned", "happened", "at best"], plan)
+    if len(report.lengths) > 1:
+        yield table(list(_length_lines(report)), "lrrrl")
     several = len(report.ranks) > 1
     if several:
         yield _number_table(["Ranks", "prefilled", "decoded", "busy s"], _rank_lines(report.ranks))
@@ -81,6 +85,20 @@ def _decode_lines(report: Report) -> Iterator[Cells]:
             cells.append(forms.ratio(stretch[f"{kind}_max_over_mean"]))
         cells.insert(3, forms.ratio(stretch["kv_bound"]))
         yield cells
+
+
+def _length_lines(report: Report) -> Iterator[Cells]:
+    """How long answers are, and their thinking where there is any; with a bar for the rows."""
+    num_rows = sum(length["rows"] for length in report.lengths)
+    most = max(length["rows"] for length in report.lengths)
+    has_thinking = bool(report.values["reasoning.rows"])
+    yield [text(name, HEADING) for name in LENGTH_HEADER[: 3 + has_thinking]]
+    for length in report.lengths:
+        rows = length["rows"]
+        thinking = forms.count(length["reasoning_rows"]) if has_thinking else ""
+        bar = "█" * round(rows / most * BAR_LETTERS) or "▏" * bool(rows)
+        yield [f"  {forms.span(length['from_tokens'], length['to_tokens'])}", forms.count(rows),
+               f"{rows / num_rows:.1%}", thinking, bar]  # fmt: skip
 
 
 def _rank_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:

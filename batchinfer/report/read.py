@@ -18,8 +18,8 @@ MAX_ERRORS = 5  # different texts that a report shows
 DECODE_STRETCHES = 8  # at most, of the time with decode steps
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
-    "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "balance", "decode_balance",
-    "trouble", "store", "expert_balance",
+    "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
+    "decode_balance", "trouble", "store", "expert_balance",
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class Report:
     seconds: dict[str, float]  # of ranks, by the names of PARTS: together all seconds in which ranks were held
     predictions: tuple[Prediction, ...]
     ranks: tuple[RankDetails, ...]  # in the order of their numbers
+    lengths: tuple[dict[str, Any], ...]  # queries/lengths.sql
     decode_over_time: tuple[dict[str, Any], ...]  # queries/decode_over_time.sql, from the first decode step on
     unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
     errors: tuple[tuple[str, int], ...]  # (error text, number of rows), most frequent first, at most MAX_ERRORS
@@ -76,7 +77,8 @@ def as_document(report: Report) -> dict[str, Any]:
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in report.predictions}  # fmt: skip
     over_time = [{key: value for key, value in stretch.items() if key != "bin"} for stretch in report.decode_over_time]
-    return {**document(report.values), **equality, "predictions": predictions, "decode_over_time": over_time}
+    lists = {"output_lengths": list(report.lengths), "decode_over_time": over_time}
+    return {**document(report.values), **equality, "predictions": predictions, **lists}
 
 
 def read_report(run_folder: Path) -> Report:
@@ -129,6 +131,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
             Prediction(*row)
             for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
         ),
+        lengths=tuple(computed.records(query_text("lengths"))),
         decode_over_time=_decode_over_time(computed),
         ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
         unreadable_shards=tuple(shard for folder in computed.folders for shard in _unreadable_shards(folder)),

@@ -19,6 +19,13 @@ from batchinfer.rundir import RunDir
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)
 FETCH_ROWS = 1000
+# columns that runs of earlier versions do not have; they are null then
+LATER_COLUMNS = {
+    "requests": {
+        "finish_reason": "VARCHAR", "reasoning_tokens": "INTEGER", "structured_valid": "BOOLEAN",
+        "mean_logprob": "DOUBLE",
+    },
+}  # fmt: skip
 
 # Plan operators that change something; a SELECT can hide them (in a WITH, or behind a function that runs more SQL).
 _CHANGING_OPERATORS = ("COPY", "INSERT", "UPDATE", "DELETE", "MERGE", "EXECUTE", "ENABLE", "DISABLE")
@@ -155,12 +162,12 @@ def _run_files(run: RunDir) -> list[Path]:
 def _create_view(connection: duckdb.DuckDBPyConnection, runs: list[RunDir], table: Table) -> None:
     names = _run_names(runs) if len(runs) > 1 else [None]
     selects = []
-    for run, name in zip(runs, names, strict=True):
-        files = _table_files(run, table.name)
-        if files:
-            source = read_parquet(*files)
-            selects.append(_select(connection, source, name, table))
     try:
+        for run, name in zip(runs, names, strict=True):
+            files = _table_files(run, table.name)
+            if files:
+                source = _with_later_columns(connection, read_parquet(*files), table)
+                selects.append(_select(connection, source, name, table))
         if selects:
             connection.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
         else:
@@ -171,6 +178,14 @@ def _create_view(connection: duckdb.DuckDBPyConnection, runs: list[RunDir], tabl
     except (duckdb.Error, UnicodeEncodeError) as error:
         where = runs[0].root if len(runs) == 1 else "these runs together"
         raise ConfigError(f"cannot read the table {table.name} of {where}: {_first_line(error)}") from None
+
+
+def _with_later_columns(connection: duckdb.DuckDBPyConnection, source: str, table: Table) -> str:
+    if table.name not in LATER_COLUMNS:
+        return source
+    present = {column for column, *_ in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
+    later = [(kind, name) for name, kind in LATER_COLUMNS[table.name].items() if name not in present]
+    return f"(SELECT *{''.join(f', NULL::{kind} AS {name}' for kind, name in later)} FROM {source})"
 
 
 def _create_decode_steps(connection: duckdb.DuckDBPyConnection, *, with_run: bool) -> None:

@@ -51,6 +51,7 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
         "input columns": job.input.model_dump(exclude={"files"}),
         "output.keep_columns": job.output.keep_columns,
         "output.reasoning": job.output.reasoning,
+        "output.token_texts": job.output.token_texts,
         "version of batchinfer": __version__,
     }
 

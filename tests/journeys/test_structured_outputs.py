@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -45,7 +47,9 @@ def expect_what_was_asked_for(run):
     for row in ended:
         judge(row["row"], row["text"])
     assert len(ended) > 0.75 * len(rows)
-    return rows
+    report = json.loads(batchinfer("report", run, "--json").out)["structured_outputs"]
+    cut = len(rows) - len(ended)
+    assert report == {"rows": len(rows), "valid": len(ended), "cut": cut, "valid_share": len(ended) / len(rows)}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import pytest
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.rank.logit_rules import RuleMaker
 from batchinfer.rank.sequence import Sequence
+from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Request, RequestKey, RequestTimes
 from support.paths import SAMPLE_MODEL
 
@@ -19,11 +21,15 @@ def tokens_of(text):
     return [token for token in tokens if TOKENIZER.decode([token])]
 
 
-def run(tokens, **sampling):
-    """A request that generates these tokens until it is finished."""
+RULES = RuleMaker(TOKENIZER, TOKENIZER.vocab_size)
+
+
+def run(tokens, *, end_of_thinking=None, **sampling):
+    """A request that generates these tokens until it is finished; it begins in thinking if that has an end."""
     request = Request(RequestKey(0, 0, 0), 0, [5], SamplingConfig(**sampling).to_sampling(), 0)
     stream = TOKENIZER.stream() if sampling.get("stop") else None
-    sequence = Sequence(request, [0], 1, RequestTimes(), stream)
+    thinking = end_of_thinking and Thinking(ThinkingTokens(None, end_of_thinking), [5], "deepseek_r1")
+    sequence = Sequence(request, [0], 1, RequestTimes(), stream, RULES.make(request, thinking), thinking)
     for token in tokens:
         if sequence.finish_reason is None:
             sequence.accept(token, None, frozenset({1}))
@@ -53,3 +59,31 @@ def test_the_end_token_is_no_part_of_the_text():
     done = run([*tokens, 1, 20], max_tokens=50)
     assert (done.finish_reason, done.token_ids) == ("stop", [*tokens, 1])
     assert done.completion(TOKENIZER).text == TOKENIZER.decode(tokens)
+
+
+NUMBER = {"max_tokens": 5, "structured_outputs": {"regex": "[0-9]+"}}
+DIGITS = [token for digit in "123" for token in tokens_of(digit)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "valid"),
+    [
+        ([*DIGITS, 1], {}, True),  # the end token may come where the answer is whole
+        (DIGITS[:2], {"structured_outputs": {"regex": "[0-9]{2}"}}, True),  # nothing more may come
+        (DIGITS, {"max_tokens": 3}, False),
+        (DIGITS, {"stop": ["3"]}, False),
+        (DIGITS, {"stop_token_ids": DIGITS[1:2], "include_stop_str_in_output": True}, False),
+        ([*DIGITS, 300], {}, False),  # a letter: an error row
+        ([300, 9, *DIGITS[:2], 1], {"end_of_thinking": 9}, True),
+        ([300, 9, *DIGITS], {"end_of_thinking": 9}, False),
+        ([300, 301, 1], {"end_of_thinking": 9}, False),  # ended by itself, but before the answer
+    ],
+)
+def test_a_structured_output_is_valid_when_all_of_it_is_there(tokens, more, valid):
+    done = run(tokens, **{**NUMBER, **more})
+    assert done.finish_reason is not None
+    assert done.completion(TOKENIZER).structured_valid is valid
+
+
+def test_an_answer_without_a_structured_output_is_neither_valid_nor_not():
+    assert run([10, 1], max_tokens=5, bad_words=["x"]).completion(TOKENIZER).structured_valid is None

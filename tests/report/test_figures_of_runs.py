@@ -81,7 +81,7 @@ def ran(request, tmp_path_factory):
     cluster = {"backend": "reference", "decode_requests": 4, **case.cluster}
     if cluster.get("page_bytes") == "least":
         cluster["page_bytes"] = _least_pages(folder) * PAGE_BYTES
-    job = write_job(folder, cluster=cluster, sampling={"max_tokens": 12}, pricing=PRICES)
+    job = write_job(folder, cluster=cluster, sampling={"max_tokens": 12, "logprobs": 0}, pricing=PRICES)
     with pytest.MonkeyPatch.context() as patch:
         if case.is_killed:
             (folder / "site").mkdir()
@@ -160,6 +160,15 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
         "needed_tokens": needed,
         "output_tokens": outputs,
         "mean_kv_tokens_per_output_token": kv_tokens / generated,
+    }
+
+
+def figures_of_answers(run: Path) -> dict[str, Any]:
+    """What answers are worth, from the outputs."""
+    return {
+        "structured_outputs": {"rows": 0, "valid": 0, "cut": 0, "valid_share": None},
+        "reasoning": {"rows": 0, "mean_tokens": None, "cut": 0, "cut_share": None},
+        "mean_logprob": one(run, "SELECT avg(token.logprob) FROM (SELECT unnest(logprobs) AS token FROM outputs)"),
     }
 
 
@@ -315,6 +324,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
     case, run, report = ran
     expected = (
         figures_of_rows(run)
+        | figures_of_answers(run)
         | figures_of_steps(run, case)
         | figures_of_decode(run, case)
         | figures_of_experts(run, case)
@@ -323,7 +333,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
     )
     assert expected.keys() == {figure.key.partition(".")[0] for figure in PUBLISHED}
     for key, value in expected.items():
-        close = value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)
+        close = value if value is None or isinstance(value, dict) else pytest.approx(value, rel=1e-6, abs=1e-9)
         assert report[key] == close, key
 
 

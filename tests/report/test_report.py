@@ -578,6 +578,7 @@ def report_with(value: float | None, **values: float | None) -> Report:
         values=dict.fromkeys((*FIGURES, "comm_s"), value) | values,
         seconds=dict.fromkeys(PARTS, 0.0),
         predictions=(Prediction("computed_tokens", 265e9, 266e9, None),),
+        lengths=(),
         decode_over_time=(),
         ranks=(),
         unreadable_shards=(),

@@ -56,6 +56,7 @@ def request(
         "row": row,
         "sample": 0,
         "status": "ok",
+        "finish_reason": "stop",
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "generated_tokens": generated,
@@ -71,7 +72,7 @@ def request(
 
 
 def error_request(row: int) -> dict[str, Any]:
-    return request(row, 0, 0, status="error", first_token_s=None, finished_s=None)
+    return request(row, 0, 0, status="error", finish_reason="error", first_token_s=None, finished_s=None)
 
 
 def step(

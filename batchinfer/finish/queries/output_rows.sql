@@ -16,7 +16,9 @@ SELECT wanted.shard, wanted.row, CASE WHEN choices IS NULL THEN wanted.sample EL
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
        delivered.reasoning, coalesce(delivered.reasoning_tokens, 0) AS reasoning_tokens,
-       delivered.logprobs, delivered.prompt_logprobs, wanted.first_token, delivered.unit,
+       delivered.structured_valid, delivered.prompt_logprobs, wanted.first_token,
+       delivered.logprobs, list_avg(list_transform(delivered.logprobs, lambda token: token.logprob)) AS mean_logprob,
+       delivered.unit,
        CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
        CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
        CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s

@@ -12,6 +12,7 @@ from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.figures import MONEY, PREDICTIONS, PUBLISHED, Values, groups_of
 from batchinfer.report.forms import Value
 from batchinfer.report.page import loads, over_time
+from batchinfer.report.page.answers import answers
 from batchinfer.report.page.data import PageData, ShownRow, read_page_data
 from batchinfer.report.page.markup import Card, Section, Table, render, shown
 from batchinfer.report.read import Report, is_worth_showing, read_together
@@ -70,6 +71,7 @@ def _run(key: str, data: PageData) -> RunPart:
             Section("Nodes and money", over_time.nodes_and_money(key, data)),
             Section("Time and cost", over_time.where_time_went(key, data)),
             Section("Load", loads.load(key, data)),
+            Section("Answers", answers(key, data)),
             _section("Plan", _plan(report)),
             _section("Slowest rows", _slowest(data)),
             _section("Failed rows", _failed(data)),

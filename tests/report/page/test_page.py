@@ -152,6 +152,20 @@ def test_the_revenue_is_split_by_kind_of_tokens(day_data):
     assert "revenue of cached input: $0.000336" in page([day_data])
 
 
+def test_lengths_of_answers_and_of_thinking_are_columns(tmp_path):
+    thinks = {"reasoning_tokens": 9, "structured_valid": True, "mean_logprob": -0.25}
+    requests = [request(0, 4, 10, **thinks), request(1, 4, 20), request(2, 4, 21)]
+    document = page([read_page_data(write_run(tmp_path / "r", requests=requests))])
+    for told in ("8 to 11 tokens: rows 1", "12 to 15 tokens: rows 0", "16 to 23 tokens: rows 2", "Length of thinking"):
+        assert told in document
+    for told in ("valid structured outputs", "100.0 %", "1 of 1; 0 cut at max_tokens", "-0.25"):
+        assert told in document
+    plain = page([read_page_data(write_run(tmp_path / "plain", requests=[request(0, 4, 10)]))])
+    assert "Length of answers" in plain
+    assert "Length of thinking" not in plain
+    assert "What is known of answers" not in plain
+
+
 def test_many_ranks_share_lines_of_the_picture(tmp_path):
     steps = [
         step("a", "decode", 0.5, new=1, cached=0, output=1, rank=rank, start_s=0.25)
@@ -333,11 +347,11 @@ def test_every_picture_is_there(browser: Browser, pages):
     browser.open(pages["day"])
     charts_there = browser.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.id || s.firstChild.id)")
     names = ["prefill", "decode", "hits", "nodes", "money", "seconds", "cost", "ranks", "load", "kv_tokens",
-             "num_requests", "balance", "experts"]  # fmt: skip
+             "num_requests", "balance", "experts", "rows"]  # fmt: skip
     assert charts_there == [f"r0-{name}-title" for name in names]
     headings = browser.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
     assert headings == [
-        "Over time", "Nodes and money", "Time and cost", "Load", "Plan", "Slowest rows", "Failed rows",
+        "Over time", "Nodes and money", "Time and cost", "Load", "Answers", "Plan", "Slowest rows", "Failed rows",
         "Unreadable shards", "All figures",
     ]  # fmt: skip
     text = browser.evaluate("document.body.innerText")

@@ -1,0 +1,28 @@
+-- answers: one row, what the answers are worth, of delivered rows: duplicates count.
+--   structured_outputs.*  computed rows that asked for a structured output; valid: all of what was asked for; cut: at
+--                         max_tokens. The others ended by a stop string or token, in their thinking or as an error.
+--                         Null where not known: runs of earlier versions have no finish_reason in requests.
+--   reasoning.*           ok rows with thinking that is told from the answer; cut: all their tokens are thinking's
+--   mean_logprob          mean over all output tokens of rows with log-probabilities
+WITH sums AS (
+    SELECT
+        CASE WHEN count(finish_reason) = count(*) THEN count(structured_valid) END AS asked,
+        count(*) FILTER (structured_valid) AS valid,
+        count(structured_valid) FILTER (finish_reason = 'length') AS cut,
+        count(*) FILTER (reasoning_tokens > 0) AS with_thinking,
+        count(*) FILTER (reasoning_tokens > 0 AND reasoning_tokens = completion_tokens) AS only_thinking,
+        avg(reasoning_tokens) FILTER (reasoning_tokens > 0) AS mean_thinking,
+        sum(mean_logprob * completion_tokens) / sum(completion_tokens) FILTER (mean_logprob IS NOT NULL) AS mean_logprob
+    FROM requests
+)
+SELECT
+    asked AS "structured_outputs.rows",
+    CASE WHEN asked IS NOT NULL THEN valid END AS "structured_outputs.valid",
+    CASE WHEN asked IS NOT NULL THEN cut END AS "structured_outputs.cut",
+    valid / nullif(asked, 0) AS "structured_outputs.valid_share",
+    with_thinking AS "reasoning.rows",
+    mean_thinking AS "reasoning.mean_tokens",
+    only_thinking AS "reasoning.cut",
+    only_thinking / nullif(with_thinking, 0) AS "reasoning.cut_share",
+    mean_logprob
+FROM sums
