@@ -326,6 +326,8 @@ class JobConfig(Part):
                 raise ValueError(
                     f"sampling.{name} is {value}, but a job with input.choices generates nothing; set it to {wanted}"
                 )
+        if self.input.choices is not None and self.sampling.prompt_logprobs is not None:
+            raise ValueError("sampling.prompt_logprobs does not go with input.choices; leave one of them out")
         return self
 
 

@@ -236,6 +236,8 @@ class _RowChecker:
             elif self._choices is not None and (resolved[0].n, resolved[0].max_tokens) != (1, 0):
                 keys = f"{self._sampling}.n and .max_tokens"
                 batch.blame(row, f"{keys} must be 1 and 0: a job with input.choices generates nothing")
+            elif self._choices is not None and resolved[0].prompt_logprobs is not None:
+                batch.blame(row, f"{self._sampling}.prompt_logprobs does not go with input.choices; leave it out")
             else:
                 n[row], max_tokens[row], texts[row] = resolved[0].n, resolved[0].max_tokens, resolved[1]
         return n, max_tokens, texts

@@ -32,6 +32,7 @@ class Scores:
 
 def score(
     logits_of: Callable[[slice], torch.Tensor],
+    first: int,
     tokens_N: torch.Tensor,
     log_sum_exp: Callable[[torch.Tensor], torch.Tensor],
     num_alternatives: int,
@@ -39,19 +40,28 @@ def score(
     """Score tokens with never more than ROWS rows of logits.
 
     Args:
-        logits_of: [n, V] float32, the logits under which these of the tokens are scored.
+        logits_of: [n, V] float32, the logits of these rows.
+        first: row under whose logits the first token is scored; the others follow.
         tokens_N: [N] int64.
+        num_alternatives: A, at most V.
         log_sum_exp: as in batchinfer_kernels.reference.rows.
     """
-    parts = []
-    for start in range(0, len(tokens_N), ROWS):
+    num_tokens, device = len(tokens_N), tokens_N.device
+    # made first: what is kept of each part would lie between the freed logits, which could then not be used again
+    scores = Scores(
+        torch.empty(num_tokens, dtype=torch.float64, device=device),
+        torch.empty(num_tokens, num_alternatives, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, num_alternatives, dtype=torch.float64, device=device),
+    )
+    for start in range(0, num_tokens, ROWS):
         part = slice(start, start + ROWS)
-        logits_NV = logits_of(part)
+        logits_NV = logits_of(slice(first + part.start, first + min(part.stop, num_tokens)))
         total_N = log_sum_exp(logits_NV)
-        of_tokens_N = logits_NV.gather(1, tokens_N[part, None])[:, 0].double() - total_N
-        top_tokens_NA, top_logits_NA = most_likely(logits_NV, num_alternatives)
-        parts.append(Scores(of_tokens_N, top_tokens_NA, top_logits_NA.double() - total_N[:, None]))
-    return Scores.joined(parts)
+        scores.logprobs[part] = logits_NV.gather(1, tokens_N[part, None])[:, 0].double() - total_N
+        scores.top_tokens[part], top_logits_NA = most_likely(logits_NV, num_alternatives)
+        scores.top_logprobs[part] = top_logits_NA.double() - total_N[:, None]
+        del logits_NV
+    return scores
 
 
 def most_likely(logits_NV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -158,20 +158,7 @@ class Transformer:
         with spans.compute("LOGITS"):
             hidden_SD = hidden_TD if wanted is not None else hidden_TD[step.logit_rows]
             hidden_SD = self.ops.rms_norm(hidden_SD, self.weights.norm, self.config.rms_norm_eps)
-            num_scored = 0 if step.scored is None else len(step.scored)
-            num_sampled = len(hidden_SD) - num_scored
-            logits_SV = self._logits(hidden_SD[:num_sampled])
-            if step.scored is None:
-                return StepOutput(logits_SV, expert_counts)
-            scored_ND = hidden_SD[num_sampled:]
-            scores = score(
-                lambda part: self._logits(scored_ND[part]), step.scored, self.ops.log_sum_exp, step.num_alternatives
-            )
-        return StepOutput(logits_SV, expert_counts, scores)
-
-    def _logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """[S, V] float32 of rows behind the last norm."""
-        return self.ops.linear(hidden_SD, self.weights.lm_head, float32_out=True)
+            return _output(self, hidden_SD, step, expert_counts)
 
     @property
     def expert_rows(self) -> np.ndarray:
@@ -193,3 +180,17 @@ class Transformer:
         else:
             mlp = DenseMlp(self.ops, self.config, weights.mlp, weights.mlp_norm)
         return DecoderLayer(attention_of(self.ops, self.config, weights.attention, weights.input_norm), mlp)
+
+
+def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expert_counts: torch.Tensor) -> StepOutput:
+    """Logits of the rows that are sampled, and scores of those behind them."""
+
+    def logits_of(rows: slice) -> torch.Tensor:
+        return model.ops.linear(hidden_SD[rows], model.weights.lm_head, float32_out=True)
+
+    if step.scored is None:
+        return StepOutput(logits_of(slice(None)), expert_counts)
+    first = len(hidden_SD) - len(step.scored)
+    most = min(step.num_alternatives, model.config.vocab_size)
+    scores = score(logits_of, first, step.scored, model.ops.log_sum_exp, most)
+    return StepOutput(logits_of(slice(first)), expert_counts, scores)

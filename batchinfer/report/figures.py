@@ -65,7 +65,8 @@ class Group:
 
 def _of_length(values: Values) -> str:
     cut, ok = values["finish_reasons.length"] or 0, values["rows_ok"] or 0
-    return f"{cut / ok:.1%} of ok: raise max_tokens?" if ok and cut / ok >= MANY_CUT_ROWS else ""
+    is_many = values["output_tokens"] and ok and cut / ok >= MANY_CUT_ROWS  # where only prompts are scored all are
+    return f"{cut / ok:.1%} of ok: raise max_tokens?" if is_many else ""
 
 
 def _such_ranks(values: Values, kind: str) -> str:

@@ -91,7 +91,7 @@ def test_a_step_s_tensors_are_moved_but_for_the_lengths_of_chunks():
     for name in StepTensors.__slots__:
         there, value = getattr(moved, name), getattr(here, name)
         assert (there is None) == (value is None), name
-        if value is not None:
+        if isinstance(value, torch.Tensor):
             assert there.shape == value.shape, name
             assert there.device.type == ("cpu" if name in ("kv_tokens", "chunk_tokens") else "meta"), name
     assert here.tokens is step.tokens, "on the CPU nothing is copied"

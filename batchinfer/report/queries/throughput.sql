@@ -34,7 +34,7 @@ prefills AS (
         width_s,
         num_bins
     FROM requests, axis
-    WHERE admitted_s IS NOT NULL AND generated_tokens > 0
+    WHERE admitted_s IS NOT NULL
 ),
 prefill_parts AS (
     SELECT *, unnest(range(

@@ -1,4 +1,4 @@
--- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample.
+-- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample or choice.
 --   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's
 --   memory_, disk_, duplicate_tokens   the same by source
 --   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes that the
@@ -19,15 +19,15 @@ sums AS (
         coalesce(sum(cached_duplicate_tokens), 0) AS duplicate_tokens,
         coalesce(sum(completion_tokens), 0) AS output_tokens,
         coalesce(sum(generated_tokens), 0) AS generated_tokens,
-        coalesce(sum(prompt_tokens - found_tokens) FILTER (generated_tokens > 0), 0) AS needed_tokens,
+        coalesce(sum(prompt_tokens - found_tokens) FILTER (admitted_s IS NOT NULL), 0) AS needed_tokens,
         count(*) FILTER (generated_tokens > 0) AS num_generated,
         coalesce(sum(kv_tokens_sum) FILTER (generated_tokens > 0), 0) AS kv_tokens
     FROM ok
 )
 SELECT
-    (SELECT count(*) FROM requests) AS rows,
-    (SELECT count(*) FROM ok) AS rows_ok,
-    (SELECT count(*) FROM requests WHERE status <> 'ok') AS rows_error,
+    (SELECT count(*) FROM outputs) AS rows,
+    (SELECT count(*) FROM outputs WHERE status = 'ok') AS rows_ok,
+    (SELECT count(*) FROM outputs WHERE status <> 'ok') AS rows_error,
     input_tokens,
     cached_tokens,
     cached_tokens / nullif(input_tokens, 0) AS cache_hit_rate,
