@@ -67,8 +67,9 @@ def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path) -> Non
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-            name, old, new = f"{name}.{key}", old.get(key), new.get(key)
+            missing = "not known"  # to another version of the program
+            key = next(key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing))
+            name, old, new = f"{name}.{key}", old.get(key, missing), new.get(key, missing)
         elif name == "input shards":
             old, new = _first_difference(old or [], new)
         raise RunMismatchError(

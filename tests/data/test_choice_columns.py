@@ -6,14 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.config import JobConfig
+from batchinfer.config import JobConfig, ModelPart
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
-from support.hostile import SAMPLE_MODEL
+from support.hostile import SAMPLE_MODEL, model_folder
 from support.jobs import batchinfer, write_job, write_shard
 
 TEXTS = pa.list_(pa.string())
@@ -52,7 +52,16 @@ def errors_of(rows: list[dict]) -> list[str | None]:
     return [row["error"] for row in rows]
 
 
-@pytest.mark.parametrize("kind", [TEXTS, pa.large_list(pa.large_string()), pa.list_view(pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TEXTS,
+        pa.large_list(pa.large_string()),
+        pa.list_view(pa.string()),
+        pa.list_(pa.string_view()),
+        pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    ],
+)
 def test_a_choice_has_the_tokens_of_its_text_alone(tmp_path, tokenizer, kind):
     prompts = ["The capital is", "Is it so?", "The capital is"]
     choices = [[" Paris", " Rome"], [" yes", " no", " perhaps, who knows"], [" Rome"]]
@@ -130,6 +139,15 @@ def test_a_choice_that_is_not_utf8_is_a_bad_row(tmp_path):
         None,
         "choices[0] cannot be taken: it is not valid UTF-8",
     ]
+
+
+def test_a_choice_that_breaks_the_tokenizer_costs_its_row(tmp_path):
+    folder = model_folder(tmp_path / "model", split="(a+)+$")
+    job = make_job().model_copy(update={"model": ModelPart(path=str(folder))})
+    choices = pa.array([["aaa", "b"], ["aaa", "a" * 41 + "!"], ["b"]], TEXTS)
+    first, second, third = check(tmp_path, {"prompt": ["x", "x", "x"], "choices": choices}, job)
+    assert (first["error"], third["error"]) == (None, None)
+    assert second["error"].startswith("choices[1] cannot be taken: the tokenizer fails on it: PanicException")
 
 
 def test_prompt_and_choice_fit_into_the_window_to_its_last_token(tmp_path):
