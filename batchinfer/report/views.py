@@ -23,7 +23,7 @@ FETCH_ROWS = 1000
 LATER_COLUMNS = {
     "requests": {
         "finish_reason": "VARCHAR", "reasoning_tokens": "INTEGER", "structured_valid": "BOOLEAN",
-        "mean_logprob": "DOUBLE",
+        "mean_logprob": "DOUBLE", "choice": "INTEGER",
     },
 }  # fmt: skip
 

@@ -97,6 +97,7 @@ def _requests(draw: np.random.Generator, shard: int, num: int) -> dict[str, obje
         "reasoning_tokens": zeros,
         "structured_valid": pa.nulls(num, pa.bool_()),
         "mean_logprob": -draw.random(num),
+        "choice": pa.nulls(num, pa.int32()),
         "generated_tokens": answer.astype(np.int32),
         "kv_tokens_sum": answer * (prompt + answer // 2),
         "admitted_s": admitted,

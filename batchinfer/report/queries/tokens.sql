@@ -10,6 +10,13 @@
 WITH ok AS (
     SELECT *, cached_memory_tokens + cached_disk_tokens AS found_tokens FROM requests WHERE status = 'ok'
 ),
+counted AS (  -- of a row with choices requests has one row for each
+    SELECT
+        count(*) FILTER (coalesce(choice, 0) = 0) AS rows,
+        count(*) FILTER (status <> 'ok' AND choice IS NULL)
+            + count(DISTINCT (shard, row)) FILTER (status <> 'ok' AND choice IS NOT NULL) AS rows_error
+    FROM requests
+),
 sums AS (
     SELECT
         coalesce(sum(prompt_tokens), 0) AS input_tokens,
@@ -19,15 +26,15 @@ sums AS (
         coalesce(sum(cached_duplicate_tokens), 0) AS duplicate_tokens,
         coalesce(sum(completion_tokens), 0) AS output_tokens,
         coalesce(sum(generated_tokens), 0) AS generated_tokens,
-        coalesce(sum(prompt_tokens - found_tokens) FILTER (admitted_s IS NOT NULL), 0) AS needed_tokens,
+        coalesce(sum(prompt_tokens - found_tokens) FILTER (cached_duplicate_tokens = 0), 0) AS needed_tokens,
         count(*) FILTER (generated_tokens > 0) AS num_generated,
         coalesce(sum(kv_tokens_sum) FILTER (generated_tokens > 0), 0) AS kv_tokens
     FROM ok
 )
 SELECT
-    (SELECT count(*) FROM outputs) AS rows,
-    (SELECT count(*) FROM outputs WHERE status = 'ok') AS rows_ok,
-    (SELECT count(*) FROM outputs WHERE status <> 'ok') AS rows_error,
+    counted.rows,
+    counted.rows - rows_error AS rows_ok,
+    rows_error,
     input_tokens,
     cached_tokens,
     cached_tokens / nullif(input_tokens, 0) AS cache_hit_rate,
@@ -41,4 +48,4 @@ SELECT
     (SELECT CAST(coalesce(sum(new_tokens), 0) AS BIGINT) FROM steps WHERE kind = 'prefill') AS computed_tokens,
     num_generated,
     kv_tokens
-FROM sums
+FROM sums, counted
