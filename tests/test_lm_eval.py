@@ -191,6 +191,9 @@ def test_what_cannot_work_is_one_sentence(ours, tmp_path):
     wrong = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), **{"cluster.prefill_ranks": 0})
     with pytest.raises(ConfigError, match=r"model_args: cluster.prefill_ranks is 0, but it should be greater"):
         wrong.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
+    other = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), **{"cluster.backend": "hopper"})
+    with pytest.raises(BatchinferError, match=r"batchinfer run .*job.toml ended with exit code 2; its words are above"):
+        other.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
 
 
 def test_the_command_takes_keys_of_the_job_file_and_goes_on_in_its_folder(task_folder, tmp_path):
