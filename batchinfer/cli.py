@@ -87,7 +87,8 @@ def main(spare: SpareRank | None = None, tokenizer: TokenizerProcess | None = No
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        click.echo(f"error: {sanitize(clip(str(error)))}", err=True)
+        for sentence in error.sentences:
+            click.echo(f"error: {sanitize(clip(sentence))}", err=True)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)

@@ -17,15 +17,31 @@ class ExitCode:
 
 
 class BatchinferError(Exception):
-    """A failure that is told to the user as one sentence; `exit_code` says how the command ends."""
+    """A failure that is told to the user as a sentence; `exit_code` says how the command ends."""
 
     exit_code = ExitCode.INTERNAL
+
+    @property
+    def sentences(self) -> list[str]:
+        return [str(self)]
 
 
 class ConfigError(BatchinferError):
     """The job file, an option or a path is wrong."""
 
     exit_code = ExitCode.BAD_JOB
+
+
+class ConfigErrors(ConfigError):
+    """Several things are wrong; each is told as a sentence on a line of its own."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__("\n".join(sentences))
+        self._sentences = sentences
+
+    @property
+    def sentences(self) -> list[str]:
+        return self._sentences
 
 
 class DamagedFileError(ConfigError):

@@ -1,6 +1,7 @@
 """The job file: its schema, every default and every check.
 
-job.py has the file and its parts, sampling.py how tokens are picked, structured_outputs.py what an answer must be.
+job.py has the file and its parts, sampling.py how tokens are picked, structured_outputs.py what an answer must be,
+problems.py what to tell of a wrong file.
 """
 
 from batchinfer.config.job import (
@@ -18,6 +19,7 @@ from batchinfer.config.job import (
     load_job,
     read_toml,
 )
+from batchinfer.config.problems import did_you_mean
 from batchinfer.config.sampling import SamplingConfig
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "S3Config",
     "SamplingConfig",
     "checked",
+    "did_you_mean",
     "dump_job",
     "is_uri",
     "load_job",

@@ -13,8 +13,9 @@ from urllib.parse import unquote
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.config.sampling import KINDS, JobSampling, with_model_defaults
-from batchinfer.records import ConfigError
+from batchinfer.config.problems import sentences
+from batchinfer.config.sampling import JobSampling, with_model_defaults
+from batchinfer.records import ConfigError, ConfigErrors
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
@@ -38,7 +39,10 @@ class InputConfig(Part):
     format: Literal["parquet", "sharegpt"] = Field(
         "parquet", description="sharegpt: messages (unset: conversations) holds {from: human | gpt | system, value}"
     )
-    id: Text = Field("id", description="column with the row's id (text or integer); ids may repeat or be null")
+    id: Text = Field(
+        "id",
+        description="column with the row's id (text or integer), which may repeat or be null; none: rows have no ids",
+    )
     prompt: Text | None = Field(None, description="column with raw prompt text (or messages, template, token_ids)")
     messages: Text | None = Field(
         None, description="column with a list of {role, content}, or JSON text of it, put through the chat template"
@@ -352,7 +356,7 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
         overrides: `part.key=value` with a TOML value, or a bare word for a string.
 
     Raises:
-        ConfigError: one sentence with the file, the key, the value and what it should be.
+        ConfigError: sentences with the file, the key, the value and what it should be (see `checked`).
     """
     path = Path(path)
     table = read_toml(path, "job file")
@@ -386,12 +390,12 @@ def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
     """A table of the file at `path` by its schema.
 
     Raises:
-        ConfigError: one sentence with the file, the key, the value and what it should be.
+        ConfigErrors: for each problem a sentence with the file, the key, the value and what it should be.
     """
     try:
         return schema.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, schema, path)) from None
+        raise ConfigErrors(sentences(error, schema, path)) from None
 
 
 def is_uri(text: str) -> bool:
@@ -402,7 +406,9 @@ def is_uri(text: str) -> bool:
 def dump_job(job: JobConfig) -> str:
     """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
     lines = []
-    for part, values in job.model_dump(exclude_none=True).items():
+    # a column of ids that nobody named may be missing
+    unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
+    for part, values in job.model_dump(exclude_none=True, exclude=unset_id).items():
         lines.append(f"[{part}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
         lines.append("")
@@ -509,35 +515,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
-
-
-def _sentence(error: ValidationError, schema: type[BaseModel], path: Path) -> str:
-    """The first problem of a pydantic report as one sentence for the person who wrote the file."""
-    problem = error.errors(include_url=False)[0]
-    # a key with a line break in it must not break the message
-    names = [str(name) if str(name).isprintable() else repr(name) for name in problem["loc"]]
-    # behind a key come places in lists, keys of tables, and pydantic's names for types
-    deeper = [f"[{name}]" if name.isdigit() else f".{name}" for name in names[2:] if name.isdigit() or name in KINDS]
-    where = ".".join(names[:2]) + "".join(deeper)
-    kind, value = problem["type"], problem.get("input")
-    what = "part" if schema is JobConfig and len(names) == 1 else "key"
-    if kind == "extra_forbidden":
-        if len(names) > 2:
-            return f"{path}: {where} has no key {names[-1]}; use one of {', '.join(KINDS)}"
-        part = schema if len(names) == 1 else schema.model_fields[names[0]].annotation
-        known = ", ".join(getattr(part, "model_fields", {}))
-        return f"{path}: {where} is not a known {what}; remove it" + (f" or use one of {known}" if known else "")
-    if kind == "missing":
-        return f"{path}: the {what} {where} is missing; add it"
-    message = problem["msg"].removeprefix("Value error, ")
-    if kind == "value_error":
-        # a check of a whole part begins its message with the key, one of several parts with part and key
-        return f"{path}: {where}{('', '.', ' ')[min(len(names), 2)]}{message}"
-    if kind in ("too_short", "string_too_short"):
-        return f"{path}: {where} is empty; write at least one {'item' if kind == 'too_short' else 'character'}"
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{path}: {where} is {shown}, but {message.replace('Input should', 'it should')}"
 
 
 def _first_line(error: BaseException) -> str:

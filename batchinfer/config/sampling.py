@@ -39,7 +39,7 @@ class SamplingConfig(Part):
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the top probability")
     n: int = Field(1, ge=1, le=16384, description="samples per row")
     seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
-    stop: list[Text] = Field(default=[], description="strings that end the text (not part of it)")
+    stop: list[Text] = Field(default=[], description="strings (or one) that end the text, not part of it")
     stop_token_ids: list[TokenId] = Field(
         default=[], description="token ids that end the output, beside the model's own"
     )
@@ -68,6 +68,12 @@ class SamplingConfig(Part):
     prompt_logprobs: int | None = Field(
         None, ge=0, le=100, description="the same for each token of the prompt; unset: no log-probabilities of it"
     )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """As vLLM and OpenAI's API have it, one string is a list of one."""
+        return [value] if isinstance(value, str) else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod

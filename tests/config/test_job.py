@@ -53,12 +53,13 @@ def write_job(folder: Path, table: dict) -> Path:
 
 
 def load_or_refuse(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig | None:
-    """The job, or None when it is refused in one line; any other exception fails the test."""
+    """The job, or None when it is refused in sentences of a line each; any other exception fails the test."""
     try:
         return load_job(path, overrides)
     except ConfigError as error:
-        lines = str(error).splitlines()
-    assert len(lines) == 1
+        told = error.sentences
+    assert told
+    assert all(len(sentence.splitlines()) == 1 for sentence in told)
     return None
 
 
@@ -129,12 +130,49 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("sampling.n", "part.key=value"),
         ("sampling.stop=['a'", "not valid TOML"),
         ("sampling.n=" + "9" * 5000, "sampling.n"),
+        ("sampling.max_new_tokens=1", "sampling.max_new_tokens is not a known key; did you mean max_tokens?"),
+        ("smapling.n=1", "did you mean sampling?"),
+        ("sampling.xyzzy=1", "remove it or use one of max_tokens, temperature"),
+        ("input.max_tokens=1", "input.max_tokens is not a known key; it belongs into [sampling]"),
+        ("model.dtype=bf16", "did you mean bfloat16?"),
+        ("cluster.mode=Colocated", "did you mean colocated?"),
+        ("input.files=a.parquet", 'it should be a valid list; write ["a.parquet"]'),
+        ("sampling.n='4'", "it should be a valid integer; write it without quotes"),
+        ("sampling.structured_outputs={jsn='{}'}", "structured_outputs.jsn is not a known key; did you mean json?"),
     ],
 )
 def test_a_wrong_value_is_named(tmp_path, override, told):
     with pytest.raises(ConfigError) as failure:
         load_job(write_job(tmp_path, VALID), [override])
     assert told in str(failure.value)
+
+
+def test_all_problems_are_told_each_in_a_sentence_of_its_own(tmp_path):
+    table = copy.deepcopy(VALID)
+    table["sampling"]["max_token"] = table["sampling"].pop("max_tokens")
+    table |= {"outptu": table.pop("output"), "prompt": "p"}
+    table["model"]["dtype"] = "int3"
+    path = write_job(tmp_path, table)
+    with pytest.raises(ConfigError) as failure:
+        load_job(path)
+    assert [sentence.removeprefix(f"{path}: ") for sentence in failure.value.sentences] == [
+        "the part output is missing; add it as [output] with dir",
+        "model.dtype is 'int3', but it should be 'float32', 'bfloat16' or 'fp8'",
+        "the key sampling.max_tokens is missing; add it",
+        "sampling.max_token is not a known key; did you mean max_tokens?",
+        "outptu is not a known part; did you mean output?",
+        "prompt is not a known part; it belongs into [input]",
+    ]
+
+
+def test_a_value_that_fits_none_of_several_types_is_told_once(tmp_path):
+    with pytest.raises(ConfigError) as failure:
+        load_job(write_job(tmp_path, VALID), ["input.tools=5", "input.files=['', '']"])
+    assert len(failure.value.sentences) == 2
+
+
+def test_one_stop_string_is_a_list_of_one(tmp_path):
+    assert load_job(write_job(tmp_path, VALID), ["sampling.stop=END"]).sampling.stop == ["END"]
 
 
 def test_choices_take_one_sample_of_no_tokens(tmp_path):

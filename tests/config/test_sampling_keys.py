@@ -25,7 +25,7 @@ WRONG: list[tuple[dict, str]] = [
     ({"logit_bias": {"999999": 1.0}}, "logit_bias names token 999999, but the model has ids 0 to"),
     ({"structured_outputs": {}}, "must be set, not none"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "must be set, not regex and choice"),
-    ({"structured_outputs": {"jsn": "{}"}}, "has no key jsn; use one of json, regex"),
+    ({"structured_outputs": {"jsn": "{}"}}, "structured_outputs.jsn is not a known key; did you mean json?"),
     ({"structured_outputs": {"json": "{"}}, "json cannot be used: Expecting property name"),
     ({"structured_outputs": {"json": "[1]"}}, "json cannot be used: the schema is not a JSON object"),
     ({"structured_outputs": {"json": {"type": "objekt"}}}, "json cannot be used: Invalid type: objekt"),
