@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
-from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type, is_struct, python_values, without_dictionary
+from batchinfer.data.column_checks import id_column, wanted_columns
+from batchinfer.data.columns import is_id_type, python_values, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
@@ -109,7 +110,6 @@ class _RowChecker:
         self._s3 = job.s3
         self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
-        self._types = _column_types(job)
         self._id = job.input.id
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
@@ -119,7 +119,10 @@ class _RowChecker:
         self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None
         schema = shard_schema(shard, job.s3)
         self.found = ShardRows(id_missing=self._id not in schema.names)
-        self._problem = self._column_problem(schema)
+        ids = id_column(job)
+        wanted_types = [*([] if self.found.id_missing else [ids]), *wanted_columns(job, encoders.columns)]
+        problems = (column.problem(schema) for column in wanted_types)
+        self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
         named = (self._id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too, so that damage in them is found before anything is computed
@@ -155,28 +158,6 @@ class _RowChecker:
             ):
                 yield ahead.popleft()
         yield from ahead
-
-    # ---- whole columns
-
-    def _column_problem(self, schema: pa.Schema) -> str | None:
-        """What is wrong with every row of the shard, or None."""
-        checks: list[tuple[str, Callable[[pa.DataType], bool], str]] = []
-        if self._id in schema.names:
-            checks.append((self._id, is_id_type, "text or integer"))
-        checks += [(name, *self._types.get(name, PROMPT_TYPES["template"])) for name in self._of_prompts]
-        if self._sampling is not None:
-            checks.append((self._sampling, is_struct, "a struct"))
-        if self._choices is not None:
-            checks.append((self._choices, *PROMPT_TYPES["choices"]))
-        for name, is_right, wanted in checks:
-            if schema.names.count(name) > 1:
-                return f"the shard has more than one column {name!r}"
-            kind = column_type(schema, name)
-            if kind is None:
-                return f"the shard has no column {name!r}"
-            if not pa.types.is_null(kind) and not is_right(kind):
-                return f"column {name!r} is {kind}, but must be {wanted}"
-        return None
 
     # ---- rows
 
@@ -260,13 +241,3 @@ def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:
     if not is_bad.any():
         return lists
     return lists.take(pa.array(np.arange(len(is_bad)), mask=is_bad))
-
-
-def _column_types(job: JobConfig) -> dict[str, ColumnType]:
-    """What the columns must be that the job's keys name; a template's may be anything."""
-    types = {}
-    for key in ("tools", "chat_template_kwargs", "token_ids", "messages", "prompt"):
-        name = getattr(job.input, key)
-        if isinstance(name, str):
-            types[name] = PROMPT_TYPES["sharegpt" if key == "messages" and job.input.format == "sharegpt" else key]
-    return types

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.parquet import id_type, kept_fields, shard_schema
+from batchinfer.data.parquet import id_type
 from batchinfer.data.prompts import PromptLimits
-from batchinfer.data.schemas import PLAN_SUMMARY, asked_for
+from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
@@ -29,14 +30,16 @@ from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.forecast import PlannedWork
+from batchinfer.plan.input_columns import check_columns
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
+from batchinfer.plan.unused_plan import make_way
 from batchinfer.progress import Progress, note
-from batchinfer.records import ConfigError, DamagedFileError, InputError, Shard
+from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
@@ -75,7 +78,7 @@ def plan_job(
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
         InputError: no shard can be read; or `strict` and a shard or row is bad.
-        RunMismatchError: the run folder, or output.publish, belongs to another job.
+        RunMismatchError: the run folder, in which something was computed, or output.publish, belongs to another job.
         StoreError: an object store of input.files or output.publish does not answer or refuses to.
     """
     started = time.monotonic()
@@ -84,7 +87,7 @@ def plan_job(
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
         shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
         _check_shards(shards, strict)
-        _check_columns(job, shards, encoders)
+        _check_input(job, shards, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         earlier = EarlierTokens(learn_from, fingerprint)
@@ -124,10 +127,10 @@ def _open_run(
                 raise
             set_aside(run, error.path, error.reason)
         else:
-            check_same(state["fingerprint"], fingerprint, run.root)
-            if not again:
-                return state
-            _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
+            if _is_same(run, state, fingerprint, again=again):
+                if not again:
+                    return state
+                _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
     state = {
         "state": "planning",
         "fingerprint": fingerprint,
@@ -136,6 +139,19 @@ def _open_run(
     }
     publish_json(run.run_json, state)
     return state
+
+
+def _is_same(run: RunDir, state: dict[str, Any], fingerprint: dict[str, Any], *, again: bool) -> bool:
+    """Whether the plan in the run folder is this job's; another one has made way for it."""
+    try:
+        check_same(state["fingerprint"], fingerprint, run.root)
+    except RunMismatchError as mismatch:
+        if again:
+            raise
+        make_way(run, state, mismatch)
+        note(f"{run.root} held the plan of another job, of which nothing was computed; it is planned anew")
+        return False
+    return True
 
 
 def _publish_state(prepared: _Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
@@ -314,32 +330,12 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
     )
 
 
-def _check_reasoning(job: JobConfig, encoders: Encoders) -> None:
+def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
     if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
         raise ConfigError(
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
         )
-
-
-def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
-    """Refuse column names that no shard has: a misspelt name would make every row bad."""
-    _check_reasoning(job, encoders)
-    kept_fields(shards, job.output.keep_columns, job.s3)
-    schemas = [shard_schema(shard, job.s3) for shard in shards if shard.problem is None]
-    may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None
-    own = {column.name for table in asked_for(job, prompt_logprobs=may_score) for column in table.columns}
-    for kept in job.output.keep_columns:
-        if kept in own:
-            raise ConfigError(
-                f"output.keep_columns names {kept!r}, which outputs of this job have already; rename it in the input"
-            )
-    keys: dict[str, str] = {job.input.prompt_column: job.input.prompt_kind}
-    keys |= {name: key for key in ("tools", "chat_template_kwargs") if isinstance(name := getattr(job.input, key), str)}
-    wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
-    for key, name in [*wanted, ("choices", job.input.choices), ("sampling", job.input.sampling)]:
-        if name is not None and not any(name in schema.names for schema in schemas):
-            have = ", ".join(schemas[0].names[:20])
-            raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")
+    check_columns(job, shards, encoders.columns)
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:
@@ -390,7 +386,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
             if found.num_bad and strict:
                 run.tokens(shard.index).unlink()  # so that a strict rerun finds the row again
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
-            if found.id_missing:
+            if found.id_missing and job.input.id != NO_IDS:
                 note(f"warning: {shard.name} has no column {job.input.id!r}; its rows have null ids")
             checked.append(shard)
     if num_capped:

@@ -1,0 +1,74 @@
+"""What the columns that a job names must hold, and what is said when a shard's hold something else."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type, is_struct
+from batchinfer.data.parquet import column_type
+
+NO_IDS = "none"  # as input.id
+
+
+@dataclass(frozen=True, slots=True)
+class WantedColumn:
+    """A column by name."""
+
+    key: str  # of [input], that names it
+    name: str
+    type: ColumnType
+
+    def problem(self, schema: pa.Schema) -> str | None:
+        """What is wrong with every row of a shard with this schema, or None."""
+        if schema.names.count(self.name) > 1:
+            return f"the shard has more than one column {self.name!r}"
+        kind = column_type(schema, self.name)
+        if kind is None:
+            return f"the shard has no column {self.name!r}"
+        is_right, words = self.type
+        if pa.types.is_null(kind) or is_right(kind):
+            return None
+        return f"column {self.name!r} is {kind}, but must be {words}"
+
+
+def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
+    """The columns that a job reads, without the one of ids, which may be missing.
+
+    Args:
+        of_prompts: the input columns that prompts are made of.
+    """
+    named = {}
+    for key in ("tools", "chat_template_kwargs", "token_ids", "messages", "prompt"):
+        name = getattr(job.input, key)
+        if isinstance(name, str):
+            kind = "sharegpt" if key == "messages" and job.input.format == "sharegpt" else key
+            named[name] = WantedColumn(key, name, PROMPT_TYPES[kind])
+    wanted = [named.get(name, WantedColumn("template", name, PROMPT_TYPES["template"])) for name in of_prompts]
+    if job.input.sampling is not None:
+        wanted.append(WantedColumn("sampling", job.input.sampling, (is_struct, "a struct")))
+    if job.input.choices is not None:
+        wanted.append(WantedColumn("choices", job.input.choices, PROMPT_TYPES["choices"]))
+    return wanted
+
+
+def id_column(job: JobConfig) -> WantedColumn:
+    """The column of ids."""
+    return WantedColumn("id", job.input.id, (is_id_type, "text or integer"))
+
+
+def prompt_settings(kind: pa.DataType) -> tuple[str, dict[str, str]] | None:
+    """What a column of prompts holds, in words, and the keys of [input] that read it, with "" for its name.
+
+    Text may be a prompt or a chat as JSON; None: nothing reads it.
+    """
+    for form, words, keys in (
+        ("prompt", "text", {"prompt": ""}),
+        ("token_ids", "a list of integers", {"token_ids": ""}),
+        ("messages", "a list of structs with role and content", {"messages": ""}),
+        ("sharegpt", "a list of structs with from and value", {"format": "sharegpt", "messages": ""}),
+    ):
+        is_right, _ = PROMPT_TYPES[form]
+        if is_right(kind):
+            return words, keys
+    return None

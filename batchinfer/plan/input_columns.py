@@ -1,0 +1,93 @@
+"""The columns that a job names, against those that its shards have: what would make every row bad is refused."""
+
+import json
+
+import pyarrow as pa
+
+from batchinfer.config import JobConfig, did_you_mean
+from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
+from batchinfer.data.parquet import column_type, kept_fields, shard_schema
+from batchinfer.data.schemas import asked_for
+from batchinfer.records import ConfigErrors, Shard
+
+NAMED_COLUMNS = 20  # in a message
+
+
+def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> None:
+    """Refuse columns that no shard has, or that hold something else in all shards.
+
+    Args:
+        of_prompts: the input columns that prompts are made of.
+
+    Raises:
+        ConfigErrors: says of each what is wrong and what would do.
+        ConfigError: columns to keep do not go together, or have names of output columns.
+    """
+    readable = [shard for shard in shards if shard.problem is None]
+    # a file without rows has types of its own
+    told = [shard for shard in readable if shard.num_rows] or readable
+    schemas = [shard_schema(shard, job.s3) for shard in told]
+    wanted = wanted_columns(job, of_prompts)
+    ids = id_column(job)
+    is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
+    if is_id_wanted or any(ids.name in schema.names for schema in schemas):
+        wanted.insert(0, ids)
+    found = [_problem(column, schemas) for column in wanted]
+    for name in job.output.keep_columns:
+        if not any(name in schema.names for schema in schemas):
+            found.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
+    problems = list(dict.fromkeys(sentence for sentence in found if sentence is not None))
+    if problems:
+        raise ConfigErrors(problems)
+    _check_kept(job, shards)
+
+
+def _check_kept(job: JobConfig, shards: list[Shard]) -> None:
+    kept_fields(shards, job.output.keep_columns, job.s3)
+    may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None
+    own = {column.name for table in asked_for(job, prompt_logprobs=may_score) for column in table.columns}
+    found = [
+        f"output.keep_columns names {kept!r}, which outputs of this job have already; rename it in the input"
+        for kept in job.output.keep_columns
+        if kept in own
+    ]
+    if found:
+        raise ConfigErrors(found)
+
+
+def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
+    first = schemas[0]
+    if not any(column.name in schema.names for schema in schemas):
+        have = ", ".join(first.names[:NAMED_COLUMNS])
+        no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
+        hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
+        sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
+        return f"{sentence}; {hint}" if hint else sentence
+    problems = [column.problem(schema) for schema in schemas]
+    if any(problem is None for problem in problems):
+        return None  # the rows of some shards are good: those of the others become error rows
+    return f"input.{column.key}: {problems[0]}{_setting(column, first)}"
+
+
+def _setting(column: WantedColumn, schema: pa.Schema) -> str:
+    """Which setting reads what is there."""
+    if column.key not in ("prompt", "messages", "token_ids"):
+        return ""
+    kind = column_type(schema, column.name)
+    settings = None if kind is None else prompt_settings(kind)
+    if settings is not None:
+        words, keys = settings
+        return f"; it is {words}: set {_assignments(keys, column.name)} instead"
+    for name in schema.names:
+        other = column_type(schema, name)
+        if other is not None and column.type[0](other):
+            return f"; column {name!r} is: set input.{column.key} = {json.dumps(name, ensure_ascii=False)}"
+    return ""
+
+
+def _assignments(keys: dict[str, str], name: str) -> str:
+    return " and ".join(f"input.{key} = {json.dumps(value or name, ensure_ascii=False)}" for key, value in keys.items())
+
+
+def _instead(name: str, schema: pa.Schema) -> str:
+    return did_you_mean(name, schema.names, "remove it or correct the name")

@@ -1,0 +1,101 @@
+"""What newcomers get wrong, as a table: each use with the exit code and the words that it gets."""
+
+import pyarrow as pa
+import pytest
+
+from support.jobs import Ended, batchinfer, write_job, write_shard
+
+CHAT = [[{"role": "user", "content": "Hello"}]] * 2
+SHAREGPT = [[{"from": "human", "value": "Hello"}]] * 2
+COLUMNS = {
+    "id": [1, 2],
+    "prompt": ["Hello", "there"],
+    "chat": CHAT,
+    "talk": SHAREGPT,
+    "tokens": [[1, 2], [3]],
+    "length": [1.5, 2.0],
+    "how": [{"n": 1}, {"n": 1}],
+}
+
+
+def told(ended: Ended) -> list[str]:
+    assert "Traceback" not in ended.err
+    return [line for line in ended.err.splitlines() if line.startswith("error: ")]
+
+
+JOBS = [
+    # what the file says: the words of each line that it gets
+    ({"sampling": {"max_tokens": None, "max_token": 4}}, ["max_tokens is missing; add it", "did you mean max_tokens?"]),
+    ({"sampling": {"max_new_tokens": 4}}, ["sampling.max_new_tokens is not a known key; did you mean max_tokens?"]),
+    ({"sampling": {"max_tokens": "8"}}, ["should be a valid integer; write it without quotes"]),
+    ({"sampling": {"stop": 3}}, ["sampling.stop is 3, but it should be a valid list"]),
+    ({"samplng": {"n": 2}}, ["samplng is not a known part; did you mean sampling?"]),
+    ({"model": {"dtyp": "bfloat16"}}, ["model.dtyp is not a known key; did you mean dtype?"]),
+    ({"model": {"dtype": "bf16"}}, ["did you mean bfloat16?"]),
+    ({"model": {"max_tokens": 8}}, ["model.max_tokens is not a known key; it belongs into [sampling]"]),
+    ({"output": {"dir": None, "folder": "run"}}, ["output.dir is missing; add it", "output.folder is not a known key"]),
+    ({"input": {"files": "prompts/a.parquet"}}, ['should be a valid list; write ["prompts/a.parquet"]']),
+    ({"input": {"files": ["prompt/*.parquet"]}}, ["no file matches"]),
+    ({"input": {"promt": "prompt"}}, ["input.promt is not a known key; did you mean prompt?"]),
+    ({"input": {"prompt": None}}, ["exactly one must be set, but the job sets none"]),
+    ({"cluster": {"mode": "disagregated"}}, ["did you mean disaggregated?"]),
+    # columns
+    ({"input": {"prompt": "promt"}}, ["input.prompt names 'promt', which no input shard has", "did you mean prompt?"]),
+    ({"input": {"prompt": "text"}}, ["the first shard has id, prompt, chat"]),
+    ({"input": {"id": "idd"}}, ["input.id names 'idd', which no input shard has", "did you mean id?"]),
+    ({"input": {"id": "question_number"}}, ['set input.id = "none" if rows have no ids']),
+    ({"input": {"id": "length"}}, ["column 'length' is double, but must be text or integer"]),
+    ({"input": {"sampling": "hwo"}}, ["did you mean how?"]),
+    ({"output": {"keep_columns": ["lenght", "chta"]}}, ["did you mean length?", "did you mean chat?"]),
+    ({"output": {"keep_columns": ["id"]}}, ["'id', which outputs have already"]),
+    ({"input": {"prompt": "chat"}}, ['a list of structs with role and content: set input.messages = "chat" instead']),
+    ({"input": {"prompt": "tokens"}}, ['a list of integers: set input.token_ids = "tokens" instead']),
+    ({"input": {"prompt": "talk"}}, ['set input.format = "sharegpt" and input.messages = "talk" instead']),
+    ({"input": {"prompt": "length"}}, ["must be text; column 'prompt' is: set input.prompt = \"prompt\""]),
+    ({"input": {"prompt": None, "messages": "tokens"}}, ['set input.token_ids = "tokens" instead']),
+    ({"input": {"prompt": None, "messages": "id"}}, ["is int64, but must be a list of structs"]),
+    ({"input": {"prompt": None, "token_ids": "prompt"}}, ['it is text: set input.prompt = "prompt" instead']),
+    ({"input": {"sampling": "length"}}, ["column 'length' is double, but must be a struct"]),
+    (
+        {"input": {"prompt": "promt", "id": "idd"}, "output": {"keep_columns": ["lenght"]}},
+        ["did you mean id?", "did you mean prompt?", "did you mean length?"],
+    ),
+    # the model
+    ({"model": {"path": "modle"}}, ["modle"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), JOBS, ids=[str(changes) for changes, _ in JOBS])
+def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words):
+    write_shard(tmp_path / "prompts" / "a.parquet", COLUMNS)
+    ended = batchinfer("plan", write_job(tmp_path, **changes))
+    lines = told(ended)
+    assert (ended.code, ended.out) == (2, ""), ended.err
+    for word in words:
+        assert any(word in line for line in lines), ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_some_shards_may_be_of_the_wrong_type(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": [1], "prompt": ["Hello"]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"id": [2], "prompt": [5]})
+    ended = batchinfer("plan", write_job(tmp_path))
+    assert ended.code == 0
+    assert "1 bad rows in b.parquet; the first: row 0: column 'prompt' is int64, but must be text" in ended.err
+
+
+def test_an_empty_shard_does_not_make_a_wrong_type_right(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": pa.array([], pa.string())})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": [5]})
+    ended = batchinfer("plan", write_job(tmp_path))
+    assert ended.code == 2
+    assert "column 'prompt' is int64" in ended.err
+
+
+@pytest.mark.parametrize(("ids", "warns"), [(None, True), ("none", False)])
+def test_rows_may_have_no_ids_where_nobody_named_a_column(tmp_path, ids, warns):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["Hello"]})
+    ended = batchinfer("plan", write_job(tmp_path, input={"id": ids}))
+    assert ended.code == 0, ended.err
+    assert ("a.parquet has no column 'id'; its rows have null ids" in ended.err) is warns
+    assert batchinfer("plan", tmp_path / "run").code == 0  # its job.toml names no column either
