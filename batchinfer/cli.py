@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.commands import jobs, kv, reports, slurm
+from batchinfer.commands import jobs, kv, peek, reports, slurm
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
@@ -29,6 +29,7 @@ def cli() -> None:
     \b
     Start here:
       batchinfer run JOB.toml                  plan, compute, write outputs, print the report
+      batchinfer peek RUN                      the answers so far
       batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything
       batchinfer submit JOB.toml --array 8     the same on a Slurm cluster; then: status, cancel, retry
       batchinfer schema                        every key of a job file
@@ -66,7 +67,7 @@ def doctor(bench: bool, every_kernel: bool) -> None:
 
 JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run, jobs.verify)
 SLURM = (slurm.submit, slurm.status, slurm.cancel, slurm.retry)
-REPORTS = (reports.report, reports.price, reports.simulate)
+REPORTS = (reports.report, peek.peek, reports.price, reports.simulate)
 for command in (*JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
 

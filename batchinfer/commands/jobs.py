@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option(
     "--again",
     is_flag=True,
-    help="Make a damaged plan anew; results stay for work units that have the same rows. JOB may be the run folder.",
+    help="Make a damaged plan anew; results stay for work units that have the same rows.",
 )
 @earlier_run_options
 @job_options
@@ -57,17 +57,16 @@ def plan(
     learn_from: Path | None,
     expert_loads: Path | None,
 ) -> None:
-    """Check and tokenise every row of JOB (a .toml file), order the requests, print what the plan predicts.
+    """Check and tokenise every row of JOB (a .toml file or a run folder), order the requests, print what they take.
 
     No model is loaded. Bad rows are reported here, before any accelerator is used. What ranks would refuse, such as
     tensors that do not fit config.json, is refused before a row is read.
     """
-    from batchinfer.config import load_job
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
 
     with alone("plan", process.stop) as session:
-        config = job_of(job, overrides) if again else load_job(job, overrides)
+        config = job_of(job, overrides)
         plan_here(
             config,
             session,
@@ -132,14 +131,15 @@ def finish(
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def verify(target: Path, as_json: bool) -> None:
-    """Read every file of RUN (a run folder) and compare it with what was written; nothing is changed.
+    """Read every file of RUN (a run folder or a .toml file) and compare it with what was written; nothing is changed.
 
     Says what is damaged and what to do; exit code 3 when anything is.
     """
     from batchinfer.finish.verify import verify_run
+    from batchinfer.run.planned import run_folder
     from batchinfer.rundir import RunDir
 
-    found = verify_run(RunDir(target.absolute()))
+    found = verify_run(RunDir(run_folder(target).absolute()))
     if as_json:
         click.echo(json.dumps(asdict(found), indent=1))
     else:
@@ -163,18 +163,18 @@ def run(
     learn_from: Path | None,
     expert_loads: Path | None,
 ) -> None:
-    """Plan, compute and finish JOB (a .toml file) on this machine, then print the report.
+    """Plan, compute and finish JOB (a .toml file or a run folder) on this machine, then print the report.
 
     Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
     """
-    from batchinfer.config import load_job
     from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
     from batchinfer.launch.nodes import refuse_several_processes
     from batchinfer.launch.rank_loader import ranks_ahead
+    from batchinfer.run.planned import job_of
 
     refuse_several_processes("run")
     stop, spare = process.stop, process.spare
-    config = load_job(job, overrides)
+    config = job_of(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
     with ranks_ahead(config, stop, spare, know_experts=know_experts) as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)

@@ -1,8 +1,9 @@
 """Figures: of a run (report), of numbers (price), of a cluster that is not here (simulate)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -41,9 +42,10 @@ def report(
     html: Path | None,
     parquet: Path | None,
 ) -> None:
-    """What one or several finished RUN folders did: tokens, cache hits, speed, cost and margin.
+    """What one or several finished RUNs (run folders or .toml files) did: tokens, cache hits, speed, cost and margin.
 
-    Several runs come side by side, with a column for all of them together.
+    Several runs come side by side, with a column for all of them together. Of a run that is not finished comes what
+    `status` prints; `peek` shows its answers so far.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run. For example:
@@ -56,13 +58,17 @@ def report(
         raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
     if as_json and (html is not None or parquet is not None):
         raise click.UsageError(f"--json prints figures and {chosen[0]} writes files; ask for one at a time")
-    folders = list(runs)
+    from batchinfer.run.planned import run_folder
+
+    folders = [run_folder(target) for target in runs]
     if sql is not None:
         _print_query(folders, sql, sql_seconds, as_json=as_json)
     elif html is not None:
         _write_page(folders, html)
     elif parquet is not None:
         _export(folders, parquet)
+    elif len(folders) == 1 and not (as_json or together or compare) and _is_unfinished(folders[0]):
+        _print_status(folders[0])
     else:
         print_report(folders, as_json=as_json, together=together, compare=compare)
 
@@ -167,6 +173,25 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
         show(*side_by_side([*columns, Column("together", read_together(runs, found).values)]))
 
 
+def _is_unfinished(folder: Path) -> bool:
+    from batchinfer.rundir import RunDir
+
+    run = RunDir(folder)
+    return run.run_json.is_file() and not run.stats_file("run").exists()
+
+
+def _print_status(folder: Path) -> None:
+    from batchinfer.run.planned import planned_run
+    from batchinfer.slurm.status import StatusReader
+    from batchinfer.slurm.status_text import format_status
+
+    run, _ = planned_run(folder, (), may_be_planning=True)
+    found = StatusReader(run).read()
+    click.echo(format_status(found))
+    how = "wait for its end" if found.activity == "running" else f"run `batchinfer run {folder}` to go on"
+    click.echo(f"not finished: {how}; `batchinfer peek {folder}` shows the answers so far")
+
+
 def _write_page(runs: list[Path], file: Path) -> None:
     from batchinfer.report.page.page import write_page
 
@@ -181,20 +206,32 @@ def _export(runs: list[Path], folder: Path) -> None:
         click.echo(file)
 
 
-def _print_query(runs: list[Path], sql: str, seconds: float, *, as_json: bool) -> None:
+def read_sql(sql: str) -> str:
+    """The SQL itself, or what the file says that is named by @FILE."""
+    if not sql.startswith("@"):
+        return sql
+    try:
+        return Path(sql[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"cannot read the SQL file {sql[1:]}: {error}") from None
+
+
+def print_rows(ask: Callable[[], tuple[list[str], Iterator[tuple[Any, ...]]]], *, as_json: bool) -> None:
+    """Rows of other people's SQL on stdout, in bounded memory."""
     from batchinfer.report.query_limits import memory_limited, query_bytes
     from batchinfer.report.rows import json_records, table_of_rows
     from batchinfer.report.terminal import show
-    from batchinfer.report.views import run_query
 
-    if sql.startswith("@"):
-        try:
-            sql = Path(sql[1:]).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise click.UsageError(f"cannot read the SQL file {sql[1:]}: {error}") from None
     with memory_limited(query_bytes()):
-        columns, rows = run_query(runs, sql, seconds=seconds)
+        columns, rows = ask()
         if as_json:
             click.echo(json.dumps(list(json_records(columns, rows)), indent=1, ensure_ascii=False))
         else:
             show(*table_of_rows(columns, rows), uncut=True)
+
+
+def _print_query(runs: list[Path], sql: str, seconds: float, *, as_json: bool) -> None:
+    from batchinfer.report.views import run_query
+
+    query = read_sql(sql)
+    print_rows(lambda: run_query(runs, query, seconds=seconds), as_json=as_json)

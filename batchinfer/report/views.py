@@ -36,6 +36,23 @@ def query_text(name: str) -> str:
     return (resources.files("batchinfer.report") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
 
 
+def connect() -> duckdb.DuckDBPyConnection:
+    """An empty database in memory."""
+    # created only when a query outgrows the memory, removed when the connection closes
+    spill = Path(tempfile.gettempdir()) / f"batchinfer-{uuid.uuid4().hex}"
+    connection = duckdb.connect(
+        config={
+            "temp_directory": str(spill),
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+            # names in SQL mean views, never variables of this program
+            "python_enable_replacements": False,
+        }
+    )
+    connection.execute("SET TimeZone = 'UTC'")
+    return connection
+
+
 def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
     """An in-memory database with the views of VIEWS.
 
@@ -54,19 +71,8 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
         raise ConfigError("no run folder was given; name at least one")
     for run in runs:
         _check_finished(run)
-    # created only when a query outgrows the memory, removed when the connection closes
-    spill = Path(tempfile.gettempdir()) / f"batchinfer-{uuid.uuid4().hex}"
-    connection = duckdb.connect(
-        config={
-            "temp_directory": str(spill),
-            "autoinstall_known_extensions": False,
-            "autoload_known_extensions": False,
-            # names in SQL mean views, never variables of this program
-            "python_enable_replacements": False,
-        }
-    )
+    connection = connect()
     try:
-        connection.execute("SET TimeZone = 'UTC'")
         for table in TABLES:
             _create_view(connection, runs, table)
         _create_decode_steps(connection, with_run=len(runs) > 1)
@@ -94,32 +100,46 @@ def run_query(
         ConfigError: a run folder is wrong (see open_views), or the SQL is not one SELECT, does not run, takes too long
             or too much memory, or reaches for files, network, extensions or settings. Taking rows can raise it too.
     """
-    try:
-        sql.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("the SQL is not valid Unicode; write it in UTF-8") from None
     connection = open_views(run_folders)
+    files = [file for folder in run_folders for file in _run_files(RunDir(_absolute(folder)))]
+    return answer(connection, files, sql, seconds=seconds, views=[table.name for table in VIEWS])
+
+
+def answer(
+    connection: duckdb.DuckDBPyConnection, files: list[Path], sql: str, *, seconds: float, views: list[str]
+) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+    """What `run_query` says, on these views of a connection, which is closed after it.
+
+    Args:
+        files: what the views read.
+
+    Raises:
+        ConfigError: as `run_query`.
+    """
     deadline = Deadline(connection, seconds)
     try:
+        sql.encode()
         connection.execute(f"SET memory_limit = '{query_bytes() >> 20} MiB'")
-        _lock(connection, [file for folder in run_folders for file in _run_files(RunDir(_absolute(folder)))])
+        _lock(connection, files)
         deadline.call(lambda: _check_reads_only(connection, sql))
         columns = deadline.call(lambda: _execute(connection, sql))
     except BaseException as error:
         if not deadline.is_stuck:
             connection.close()
+        if isinstance(error, UnicodeEncodeError):
+            raise ConfigError("the SQL is not valid Unicode; write it in UTF-8") from None
         if isinstance(error, duckdb.Error):
-            raise _sql_error(error) from None
+            raise _sql_error(error, views) from None
         raise
-    return columns, _rows(connection, deadline)
+    return columns, _rows(connection, deadline, views)
 
 
-def _rows(connection: duckdb.DuckDBPyConnection, deadline: Deadline) -> Iterator[tuple[Any, ...]]:
+def _rows(connection: duckdb.DuckDBPyConnection, deadline: Deadline, views: list[str]) -> Iterator[tuple[Any, ...]]:
     try:
         while rows := deadline.call(lambda: connection.fetchmany(FETCH_ROWS)):
             yield from rows
     except duckdb.Error as error:
-        raise _sql_error(error) from None
+        raise _sql_error(error, views) from None
     except (ValueError, OverflowError) as error:
         raise ConfigError(
             f"a value of the result has no form in Python ({error}); cast its column to VARCHAR"
@@ -143,7 +163,10 @@ def _check_finished(run: RunDir) -> None:
     if not run.run_json.is_file():
         raise ConfigError(f"{run.root} is not a run folder (it has no {run.run_json.name}); give the job's output.dir")
     if not _table_files(run, "run"):
-        raise ConfigError(f"the run in {run.root} is not finished; run `batchinfer finish {run.root}` first")
+        raise ConfigError(
+            f"the run in {run.root} is not finished; `batchinfer run {run.root}` goes on with it, "
+            f"`batchinfer peek {run.root} --sql QUERY` asks the answers so far"
+        )
 
 
 def _table_files(run: RunDir, name: str) -> list[Path]:
@@ -267,12 +290,12 @@ def _execute(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
     return columns
 
 
-def _sql_error(error: duckdb.Error) -> ConfigError:
+def _sql_error(error: duckdb.Error, views: list[str]) -> ConfigError:
     if isinstance(error, duckdb.OutOfMemoryException):
         return too_much_memory(query_bytes())
     if isinstance(error, duckdb.PermissionException):
-        views = ", ".join(table.name for table in VIEWS)
-        return ConfigError(f"--sql may read the views {views} and no other file: {_first_line(error)}")
+        named = f"the views {', '.join(views)}" if len(views) > 1 else f"the view {views[0]}"
+        return ConfigError(f"--sql may read {named} and no other file: {_first_line(error)}")
     return ConfigError(f"the SQL does not run: {_first_line(error)}")
 
 

@@ -28,6 +28,15 @@ def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bo
     return run, job
 
 
+def run_folder(target: Path) -> Path:
+    """The run folder that is meant: itself, or the output.dir of a job file.
+
+    Raises:
+        ConfigError: there is no such file or folder, or the job file is wrong.
+    """
+    return target if target.is_dir() else Path(job_of(target, ()).output.dir)
+
+
 def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     """The job in a job file or a run folder.
 

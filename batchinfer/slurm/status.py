@@ -76,10 +76,15 @@ class _File:
 
 
 class StatusReader:
-    """Reads a run's status again and again; what cannot change any more is read once."""
+    """Reads a run's status again and again; what cannot change any more is read once.
+
+    Attributes:
+        counted: the result files that counted when it was last read.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self.counted: list[Path] = []
         self._units: list[dict[str, Any]] = []  # read when the plan is complete
         self._files: dict[Path, _File] = {}
         self._damaged: dict[Path, str] = {}  # and why
@@ -98,6 +103,7 @@ class StatusReader:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
         self._damaged.clear()
+        self.counted.clear()
         holders, silent = list[Holder](), list[Holder]()
         finished: list[list[_File]] = []
         was_begun = False
@@ -112,6 +118,7 @@ class StatusReader:
                 if holder is not None:
                     (silent if holder.silent_s > LEASE_S else holders).append(holder)
             finished.append([self._file(path) for path in files])
+            self.counted += (path for path in files if path not in self._damaged)
         files_now = [file for files in finished for file in files]
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)

@@ -99,3 +99,64 @@ def test_rows_may_have_no_ids_where_nobody_named_a_column(tmp_path, ids, warns):
     assert ended.code == 0, ended.err
     assert ("a.parquet has no column 'id'; its rows have null ids" in ended.err) is warns
     assert batchinfer("plan", tmp_path / "run").code == 0  # its job.toml names no column either
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a planned run, an interrupted one and a finished one, each with its job file."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_shard(folder / "prompts" / "a.parquet", {"id": [1, 2], "prompt": ["Hello", "there"]})
+    for name in ("planned", "computed", "finished"):
+        write_job(folder, name=f"{name}.toml", output={"dir": name})
+    assert batchinfer("plan", folder / "planned.toml").code == 0
+    assert batchinfer("plan", folder / "computed.toml").code == 0
+    assert batchinfer("work", folder / "computed.toml").code == 0
+    assert batchinfer("run", folder / "finished.toml").code == 0
+    return folder
+
+
+USES = [
+    # a command in the folder of the runs, its exit code, and words of what it says
+    ("report finished.toml", 0, "output rows"),
+    ("report finished", 0, "output rows"),
+    ("report planned", 0, "not finished: run `batchinfer run"),
+    ("report planned.toml", 0, "planned, nobody works on it yet"),
+    ("report computed", 0, "not finished: run `batchinfer run"),
+    ("report planned --json", 2, "is not finished; `batchinfer run"),
+    ("report planned --sql SELECT", 2, "--sql QUERY` asks the answers so far"),
+    ("report planned finished", 2, "is not finished; `batchinfer run"),
+    ("report prompts", 2, "is not a run folder"),
+    ("report nowhere", 2, "there is no run folder"),
+    ("report nowhere.toml", 2, "there is no job file at"),
+    ("status finished.toml", 0, "finished"),
+    ("status finished", 0, "finished"),
+    ("verify finished.toml", 0, "0 of them damaged"),
+    ("verify finished", 0, "0 of them damaged"),
+    ("verify nowhere", 2, "there is no run folder"),
+    ("verify prompts", 2, "is not a run folder"),
+    ("plan planned", 0, "is planned already; going on with that plan"),
+    ("plan finished --set sampling.max_tokens=3", 2, "or delete that folder, which loses the outputs of 2 rows"),
+    ("plan computed --set sampling.max_tokens=3", 2, "or delete that folder, which loses the answers of 1 work units"),
+    ("plan prompts", 2, "is not a run folder"),
+    ("run finished", 0, "output rows"),
+    ("run nowhere", 2, "there is no run folder"),
+    ("work finished", 0, ""),
+    ("finish finished", 0, "2 rows in"),
+    ("finish planned", 1, "are not done; run `batchinfer work"),
+    ("peek finished.toml", 0, "finished: 2 of 2 requests are answered"),
+    ("peek computed", 0, "computed: 2 of 2 requests are answered"),
+    ("peek prompts", 2, "is not a run folder"),
+    ("peek finished --follow --json", 2, "leave --sql and --json out"),
+    ("peek finished --sql @nowhere.sql", 2, "cannot read the SQL file nowhere.sql"),
+]
+
+
+@pytest.mark.parametrize(("use", "code", "words"), USES, ids=[use for use, _, _ in USES])
+def test_a_command_takes_a_job_file_or_a_run_folder_and_says_what_is_wrong_with_others(
+    runs, monkeypatch, use, code, words
+):
+    monkeypatch.chdir(runs)
+    ended = batchinfer(*use.split())
+    assert ended.code == code, ended.err
+    assert words in ended.out + ended.err
+    assert "Traceback" not in ended.err

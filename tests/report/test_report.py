@@ -386,7 +386,7 @@ def test_what_is_no_finished_run_is_refused_with_the_remedy(tmp_path):
         open_views([])
     run = write_run(tmp_path / "r")
     (run / "stats" / "run.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"not finished; run `batchinfer finish .*/r` first"):
+    with pytest.raises(ConfigError, match=r"not finished; `batchinfer run .*/r` goes on with it"):
         read_report(run)
 
 

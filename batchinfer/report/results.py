@@ -1,0 +1,63 @@
+"""The answers that are durable so far, as a view: of a run that is worked on, was interrupted or is finished."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.data.schemas import RESULTS
+from batchinfer.records import ConfigError
+from batchinfer.report.query_limits import SQL_SECONDS
+from batchinfer.report.views import answer, connect
+from batchinfer.rundir import RunDir
+
+# what a person looks at first; the text of a failed one is its error
+FIRST_COLUMNS = "coalesce(id, 'row ' || row) AS id, status, finish_reason, left(coalesce(error, text), 1000) AS text"
+
+
+def newest_rows(num_rows: int) -> str:
+    """SQL for the rows that ended last, in that order."""
+    return (
+        f"SELECT {FIRST_COLUMNS} FROM (SELECT * FROM results ORDER BY finished_s DESC, shard, row, sample "
+        f"LIMIT {num_rows}) ORDER BY finished_s, shard, row, sample"
+    )
+
+
+ALL_ROWS = f"SELECT {FIRST_COLUMNS} FROM results ORDER BY finished_s, shard, row, sample"
+
+
+def query_results(
+    run: RunDir, files: list[Path], sql: str, *, seconds: float = SQL_SECONDS
+) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+    """Run one SELECT on the view `results`: schemas.RESULTS with the row's id in front.
+
+    Args:
+        files: the result files that count.
+
+    Returns:
+        As report.views.run_query.
+
+    Raises:
+        ConfigError: a file cannot be read, or as report.views.run_query.
+    """
+    tokens = sorted(path for path in run.tokens(0).parent.glob("*.parquet") if not path.name.startswith("."))
+    connection = connect()
+    try:
+        if files:
+            rows = read_parquet(*files)
+        else:
+            connection.register("no_rows", RESULTS.schema.empty_table())
+            connection.execute("CREATE TABLE no_results AS SELECT * FROM no_rows")
+            connection.unregister("no_rows")
+            rows = "no_results"
+        ids = f"SELECT id, shard, row FROM {read_parquet(*tokens)}" if tokens else "SELECT NULL::VARCHAR AS id, 0, 0"
+        connection.execute(
+            f"CREATE VIEW results AS SELECT ids.id, found.* FROM {rows} AS found "
+            f"LEFT JOIN ({ids}) AS ids(id, shard, row) USING (shard, row)"
+        )
+    except (duckdb.Error, UnicodeEncodeError) as error:
+        connection.close()
+        raise ConfigError(f"cannot read the answers in {run.root}: {str(error).strip().splitlines()[0]}") from None
+    return answer(connection, [*files, *tokens], sql, seconds=seconds, views=["results"])
