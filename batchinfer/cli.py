@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.commands import jobs, kv, peek, reports, slurm
+from batchinfer.commands import first, jobs, kv, peek, reports, slurm
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
@@ -28,6 +28,8 @@ def cli() -> None:
 
     \b
     Start here:
+      batchinfer ask "Why?" --model DIR        one question, one answer
+      batchinfer init DATA --model DIR         a job file for your Parquet files
       batchinfer run JOB.toml                  plan, compute, write outputs, print the report
       batchinfer peek RUN                      the answers so far
       batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything
@@ -65,10 +67,11 @@ def doctor(bench: bool, every_kernel: bool) -> None:
     click.echo(examine(bench=bench, every_kernel=every_kernel))
 
 
+FIRST = (first.init, first.ask)
 JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run, jobs.verify)
 SLURM = (slurm.submit, slurm.status, slurm.cancel, slurm.retry)
 REPORTS = (reports.report, peek.peek, reports.price, reports.simulate)
-for command in (*JOBS, *SLURM, *REPORTS, kv.kv):
+for command in (*FIRST, *JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
 
 

@@ -1,7 +1,7 @@
 """Figures: of a run (report), of numbers (price), of a cluster that is not here (simulate)."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,7 @@ def report(
         raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
     if as_json and (html is not None or parquet is not None):
         raise click.UsageError(f"--json prints figures and {chosen[0]} writes files; ask for one at a time")
-    from batchinfer.run.planned import run_folder
-
-    folders = [run_folder(target) for target in runs]
+    folders = _run_folders(runs)
     if sql is not None:
         _print_query(folders, sql, sql_seconds, as_json=as_json)
     elif html is not None:
@@ -171,6 +169,12 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
         show(*panel(found[0]))
     else:
         show(*side_by_side([*columns, Column("together", read_together(runs, found).values)]))
+
+
+def _run_folders(targets: Sequence[Path]) -> list[Path]:
+    from batchinfer.run.planned import run_folder
+
+    return [run_folder(target) for target in targets]
 
 
 def _is_unfinished(folder: Path) -> bool:

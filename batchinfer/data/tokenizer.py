@@ -60,6 +60,15 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     return PromptTokenizer(tokenizer, template, named, eos_token_ids, digest.hexdigest())
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model folder has one.
+
+    Raises:
+        ModelError: one of its files is broken.
+    """
+    return _template_text(folder, _read_json(folder / "tokenizer_config.json")) is not None
+
+
 class PromptTokenizer:
     """Text and chats to token ids, token ids to text.
 

@@ -196,6 +196,8 @@ def load_model_config(folder: Path) -> ModelConfig:
             supported or contradicts itself; the sentence names the file, the key, its value and what is supported.
             So it does for keys that are not read here and change what a model computes (config_keys.py).
     """
+    if not Path(folder).exists():
+        raise ModelError(_no_folder(Path(folder)))
     path = Path(folder) / "config.json"
     reader = ConfigReader(path, read_json_object(path))
     family = _read_family(reader)
@@ -243,6 +245,15 @@ def load_model_config(folder: Path) -> ModelConfig:
     if quantization is not None:
         unknown += judge_unread_keys(quantization)
     return replace(config, unknown_keys=unknown)
+
+
+def _no_folder(folder: Path) -> str:
+    """What to do where there is no model folder; one named like owner/name may be meant for the Hugging Face hub."""
+    sentence = f"there is no model folder {folder}; give the path of one with config.json and *.safetensors"
+    if folder.parent.exists() or not folder.parent.parent.exists():
+        return sentence
+    name = f"{folder.parent.name}/{folder.name}"
+    return f"{sentence}; a model of the Hugging Face hub comes there by `hf download {name} --local-dir {folder}`"
 
 
 def _read_family(reader: ConfigReader) -> Family:

@@ -102,8 +102,7 @@ class StatusReader:
         if not self._units:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
-        self._damaged.clear()
-        self.counted.clear()
+        self._damaged, self.counted = {}, []
         holders, silent = list[Holder](), list[Holder]()
         finished: list[list[_File]] = []
         was_begun = False
@@ -117,8 +116,7 @@ class StatusReader:
                 holder = None if claim is None else self._holder(row, claim, files, now_s)
                 if holder is not None:
                     (silent if holder.silent_s > LEASE_S else holders).append(holder)
-            finished.append([self._file(path) for path in files])
-            self.counted += (path for path in files if path not in self._damaged)
+            finished.append(self._count(files))
         files_now = [file for files in finished for file in files]
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)
@@ -142,7 +140,7 @@ class StatusReader:
             requests_failed=failed,
             work=sum(map(_work, self._units)),
             work_done=sum(map(_work_done, self._units, finished)),
-            tokens_per_s=self._tokens_per_s(now_s) if holders else None,
+            tokens_per_s=_tokens_per_s(self._run, now_s) if holders else None,
             requests_per_s=rate,
             left_s=(total - done) / rate if rate else None,
             tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
@@ -191,6 +189,11 @@ class StatusReader:
             requests_done=sum(self._file(file).rows for file in files),
         )
 
+    def _count(self, files: list[Path]) -> list[_File]:
+        found = [self._file(path) for path in files]
+        self.counted += (path for path in files if path not in self._damaged)
+        return found
+
     def _file(self, path: Path) -> _File:
         if path not in self._files:
             try:
@@ -199,24 +202,6 @@ class StatusReader:
                 self._damaged[path] = error.reason
                 return _File(0, 0, 0.0)
         return self._files[path]
-
-    def _tokens_per_s(self, now_s: float) -> float | None:
-        """Each session by its own clock, over the last minutes it has told of."""
-        spans: dict[str, list[tuple[float, float, int]]] = {}
-        for path in (self._run.stats / "steps").glob("*.parquet"):
-            if now_s - path.stat().st_mtime > WINDOW_S:
-                continue
-            table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
-            for session, start, duration, tokens in zip(*table.values(), strict=True):
-                spans.setdefault(session, []).append((start, start + duration, tokens))
-        if not spans:
-            return None
-        rates = []
-        for steps in spans.values():
-            end = max(step[1] for step in steps)
-            recent = [step for step in steps if step[1] > end - WINDOW_S]
-            rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
-        return sum(rates)
 
     def _slurm(self) -> tuple[list[client.Task] | None, list[str]]:
         """The run's tasks in Slurm, and what is wrong with them."""
@@ -229,6 +214,25 @@ class StatusReader:
         waiting = Counter(task.reason for task in tasks if task.is_pending)
         unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
         return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+
+def _tokens_per_s(run: RunDir, now_s: float) -> float | None:
+    """Each session by its own clock, over the last minutes it has told of."""
+    spans: dict[str, list[tuple[float, float, int]]] = {}
+    for path in (run.stats / "steps").glob("*.parquet"):
+        if now_s - path.stat().st_mtime > WINDOW_S:
+            continue
+        table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
+        for session, start, duration, tokens in zip(*table.values(), strict=True):
+            spans.setdefault(session, []).append((start, start + duration, tokens))
+    if not spans:
+        return None
+    rates = []
+    for steps in spans.values():
+        end = max(step[1] for step in steps)
+        recent = [step for step in steps if step[1] > end - WINDOW_S]
+        rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
+    return sum(rates)
 
 
 def _work(unit: dict[str, Any]) -> int:

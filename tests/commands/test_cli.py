@@ -56,7 +56,7 @@ def sentence(ended):
     ("changes", "words"),
     [
         ({"sampling": {"max_tokens": None}}, ["sampling.max_tokens", "missing"]),
-        ({"sampling": {"max_tokens": 0}}, ["sampling.max_tokens", "0"]),
+        ({"sampling": {"max_tokens": -1}}, ["sampling.max_tokens", "-1"]),
         ({"sampling": {"max_tokens": "many"}}, ["sampling.max_tokens", "many"]),
         ({"sampling": {"temprature": 1}}, ["sampling.temprature", "not a known key"]),
         ({"sampeling": {"n": 1}}, ["sampeling", "not a known part"]),

@@ -431,8 +431,15 @@ def test_numbers_too_large_for_a_float_are_refused(tmp_path):
 
 
 def test_a_missing_file_or_folder(tmp_path):
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+    with pytest.raises(
+        ModelError, match=r"there is no model folder .*/nowhere; give the path of one with config"
+    ) as no:
         load_model_config(tmp_path / "nowhere")
+    assert "hf download" not in str(no.value)
+    with pytest.raises(ModelError, match=r"`hf download owner/name --local-dir .*/owner/name`"):
+        load_model_config(tmp_path / "owner" / "name")
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        load_model_config(tmp_path)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ModelError, match="cannot be read"):
         load_model_config(tmp_path)

@@ -1,0 +1,252 @@
+"""A job file for data and a model that somebody has: columns by their types and names, the rest by what is usual."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
+from batchinfer.data.column_checks import NO_IDS, prompt_settings
+from batchinfer.data.columns import is_id_type, python_values
+from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
+from batchinfer.data.shards import find_shards
+from batchinfer.data.tokenizer import has_chat_template
+from batchinfer.model.config import load_model_config
+from batchinfer.model.headers import read_headers
+from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.rundir import publish_text
+
+MAX_TOKENS = 512
+LOOK_ROWS = 100  # that say whether text is a chat as JSON, and which text is the longest
+CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialogue")
+TEXT_NAMES = ("prompt", "question", "instruction", "query", "problem", "input", "text", "content")
+TOKEN_NAMES = ("token_ids", "input_ids", "prompt_token_ids", "tokens")
+ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_id", "idx", "index")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstJob:
+    """A job file's text, and what was chosen, each as (what, choice)."""
+
+    text: str
+    choices: list[tuple[str, str]]
+
+
+def first_job(data: str, model: Path, target: Path) -> FirstJob:
+    """The job file to be written at `target`, checked by the schema.
+
+    Args:
+        data: a Parquet file, a folder of them, a glob, or a URI of these.
+        model: the model folder.
+
+    Raises:
+        ConfigError: no file matches, or no column holds prompts.
+        InputError: no shard can be read.
+        ModelError: the model cannot be used.
+    """
+    folder = target.absolute().parent
+    window = load_model_config(model.absolute()).max_positions
+    files = _pattern(data)
+    shards = find_shards([files])
+    readable = [shard for shard in shards if shard.problem is None]
+    if not readable:
+        raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
+    columns = _Columns(readable[0])
+    keys, name, words = columns.prompts()
+    ids = columns.ids(name)
+    run = _free_folder(folder, target.stem)
+    dtype, max_tokens = usual_dtype(model), min(MAX_TOKENS, max(1, window // 2))
+    text = _TEMPLATE.format(
+        files=_toml(files if is_uri(files) else _from(folder, files)),
+        prompts="\n".join(f"{key} = {_toml(value)}" for key, value in keys.items()),
+        words=words,
+        chat_hint=_CHAT_HINT.format(name=name) if "prompt" in keys and has_chat_template(model) else "",
+        ids=_toml(ids or NO_IDS),
+        run=_toml(run),
+        model=_toml(_from(folder, str(model.absolute()))),
+        dtype=dtype,
+        max_tokens=max_tokens,
+        window=window,
+    )
+    checked(JobConfig, tomllib.loads(text), target)
+    num_rows = sum(shard.num_rows for shard in readable)
+    choices = [
+        ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
+        ("prompts", f"column {name!r}, {words}"),
+        ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
+        ("model", f"{model}, {dtype}"),
+        ("answers", f"at most {max_tokens} tokens, greedy"),
+        ("run folder", run),
+    ]
+    return FirstJob(text, choices)
+
+
+def write_question(folder: Path, question: str, model: Path, max_tokens: int) -> Path:
+    """A job of one row in this folder, its run folder `run`: the question through the chat template, if there is one.
+
+    Returns:
+        The job file.
+
+    Raises:
+        ModelError: the model cannot be used.
+        ConfigError: the folder cannot be written.
+    """
+    model = model.absolute()
+    load_model_config(model)
+    is_chat = has_chat_template(model)
+    column = [[{"role": "user", "content": question}]] if is_chat else [question]
+    key = "messages" if is_chat else "prompt"
+    with table_writer(folder / "question.parquet", (table := pa.table({key: column})).schema) as writer:
+        writer.write_table(table)
+    parts = {
+        "input": {"files": ["question.parquet"], key: key, "id": NO_IDS},
+        "output": {"dir": "run"},
+        "model": {"path": str(model), "dtype": usual_dtype(model)},
+        "sampling": {"max_tokens": max_tokens},
+    }
+    job = folder / "job.toml"
+    publish_text(job, dump_job(checked(JobConfig, parts, job)))
+    return job
+
+
+def usual_dtype(model: Path) -> str:
+    """model.dtype for a checkpoint: what it is stored in, and bfloat16 for what is none of these.
+
+    Raises:
+        ModelError: its files cannot be read.
+    """
+    headers = read_headers(model)
+    stored = Counter(headers.info(name).dtype for name in headers if len(headers.info(name).shape) > 1)
+    return {"F32": "float32", "F8_E4M3": "fp8"}.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")
+
+
+class _Columns:
+    """The columns of a shard, and which of them are prompts and ids."""
+
+    def __init__(self, shard: Shard) -> None:
+        schema = shard_schema(shard)
+        kinds = {name: column_type(schema, name) for name in schema.names}
+        self._kinds: dict[str, pa.DataType] = {name: kind for name, kind in kinds.items() if kind is not None}
+        found = {name: prompt_settings(kind) for name, kind in self._kinds.items()}
+        self._settings = {name: settings for name, settings in found.items() if settings is not None}
+        texts = [name for name in self._settings if "prompt" in self._settings[name][1]]
+        rows = next(read_batches(shard, texts, LOOK_ROWS, s3=DEFAULT_S3), None) if texts else None
+        self._texts = {name: [] if rows is None else python_values(rows[name]) for name in texts}
+        for name in texts:
+            if (keys := _chat_keys(self._texts[name])) is not None:
+                self._settings[name] = ("a chat as JSON text", keys)
+
+    def prompts(self) -> tuple[dict[str, str], str, str]:
+        """(keys of [input] that read the prompts, their column, what it holds in words).
+
+        Raises:
+            ConfigError: no column holds any.
+        """
+        chats = [name for name, (_, keys) in self._settings.items() if "messages" in keys]
+        texts = [name for name, (_, keys) in self._settings.items() if "prompt" in keys]
+        tokens = [name for name, (_, keys) in self._settings.items() if "token_ids" in keys]
+        texts.sort(key=lambda name: -sum(len(text) for text in self._texts[name] if isinstance(text, str)))
+        order = [*_named(chats, CHAT_NAMES), *chats, *_named(texts, TEXT_NAMES), *_named(tokens, TOKEN_NAMES)]
+        order += [name for name in texts if name.lower() not in ID_NAMES] + tokens
+        if not order:
+            have = ", ".join(f"{name} ({kind})" for name, kind in list(self._kinds.items())[:20])
+            raise ConfigError(
+                f"no column holds prompts: text, a chat (a list of structs with role and content) or token ids; "
+                f"there are {have or 'no columns'}"
+            )
+        name = order[0]
+        words, keys = self._settings[name]
+        return {key: value or name for key, value in keys.items()}, name, words
+
+    def ids(self, prompts: str) -> str | None:
+        """The column of ids, if one is called like that."""
+        able = [name for name, kind in self._kinds.items() if name != prompts and is_id_type(kind)]
+        likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
+        return likely[0] if likely else None
+
+
+def _named(names: list[str], known: tuple[str, ...]) -> list[str]:
+    """Those of the names that are known, in the order of `known`."""
+    return sorted((name for name in names if name.lower() in known), key=lambda name: known.index(name.lower()))
+
+
+def _chat_keys(texts: list[Any]) -> dict[str, str] | None:
+    """The keys of [input] for texts that are all chats as JSON."""
+    given = [text for text in texts if text is not None]
+    try:
+        chats = [json.loads(text) for text in given]
+        turns = [turn for chat in chats for turn in chat]
+        if turns and all("role" in turn and "content" in turn for turn in turns):
+            return {"messages": ""}
+        if turns and all("from" in turn and "value" in turn for turn in turns):
+            return {"format": "sharegpt", "messages": ""}
+    except (ValueError, TypeError, RecursionError):
+        return None  # ordinary text
+    return None
+
+
+def _pattern(data: str) -> str:
+    """The files that are meant, as input.files has them."""
+    if is_uri(data):
+        return data
+    path = Path(data).absolute()
+    if not path.is_dir():
+        return str(path)
+    inside = "*.parquet" if any(path.glob("*.parquet")) else "**/*.parquet"
+    return f"{glob.escape(str(path))}/{inside}"
+
+
+def _from(folder: Path, path: str) -> str:
+    """A path as the job file should have it: from its own folder when it is below that."""
+    found = os.path.relpath(path, folder)
+    return path if found.startswith("..") else found
+
+
+def _free_folder(folder: Path, stem: str) -> str:
+    """A run folder that does not exist yet."""
+    name, number = f"runs/{stem}", 2
+    while (folder / name).exists():
+        name, number = f"runs/{stem}-{number}", number + 1
+    return name
+
+
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_CHAT_HINT = """
+# The text goes to the model as it is. To ask it as a user's message through the model's chat template, write instead:
+#   template = "{{{{ {name} }}}}"
+#   system = "You are a helpful assistant."
+"""
+_TEMPLATE = """\
+# Paths count from this file's folder. `batchinfer schema` lists every key.
+
+[input]
+files = [{files}]
+{prompts}    # {words}
+id = {ids}    # a column of text or integers; "none": rows have no ids{chat_hint}
+
+[output]
+dir = {run}    # the run folder: outputs/*.parquet and stats/ come here
+# keep_columns = ["..."]    # input columns to copy to the outputs
+
+[model]
+path = {model}
+dtype = "{dtype}"    # float32, bfloat16 or fp8
+
+[sampling]
+max_tokens = {max_tokens}    # most new tokens per answer; the model's window is {window}, prompt included
+# temperature = 0.7    # without it answers are greedy
+
+# [cluster]
+# prefill_ranks = 2    # processes that share the experts, one per GPU
+"""

@@ -1,0 +1,93 @@
+"""A job file for data that somebody has: the columns that are chosen, and that the file runs as it is."""
+
+import json
+import shutil
+
+import pyarrow as pa
+import pytest
+from safetensors.numpy import save_file
+
+from batchinfer.config import load_job
+from batchinfer.plan.first_job import first_job, usual_dtype
+from batchinfer.records import ConfigError, InputError
+from support.jobs import write_shard
+from support.paths import RANDOM_MODEL
+
+CHAT = [[{"role": "user", "content": "Hello"}]]
+SHAREGPT = [[{"from": "human", "value": "Hello"}]]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """The job that is made for a shard with these columns."""
+
+    def make(columns):
+        write_shard(tmp_path / "data" / "a.parquet", columns)
+        target = tmp_path / "job.toml"
+        target.write_text(first_job(str(tmp_path / "data"), RANDOM_MODEL, target).text)
+        return load_job(target)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys"),
+    [
+        ({"id": [1], "prompt": ["Hello"]}, {"prompt": "prompt", "id": "id"}),
+        ({"text": ["a long text"], "question": ["short"]}, {"prompt": "question", "id": "none"}),
+        ({"title": ["short"], "body": ["a longer text"]}, {"prompt": "body", "id": "none"}),
+        ({"prompt": ["Hello"], "messages": CHAT}, {"messages": "messages"}),
+        ({"talk": CHAT, "text": ["Hello"]}, {"messages": "talk"}),
+        ({"chat": [json.dumps(CHAT[0])], "text": ["Hello"]}, {"messages": "chat"}),
+        ({"conversations": SHAREGPT}, {"messages": "conversations", "format": "sharegpt"}),
+        ({"talk": [json.dumps(SHAREGPT[0])]}, {"messages": "talk", "format": "sharegpt"}),
+        ({"prompt": ['["not", "a chat"]']}, {"prompt": "prompt"}),
+        ({"input_ids": [[1, 2]], "label": [1]}, {"token_ids": "input_ids", "id": "none"}),
+        ({"uuid": ["a"], "numbers": [[1, 2]]}, {"token_ids": "numbers", "id": "uuid"}),
+        ({"doc_id": [1], "text": ["Hello"]}, {"prompt": "text", "id": "doc_id"}),
+        ({"id": [1.5], "text": ["Hello"]}, {"prompt": "text", "id": "none"}),
+        ({"Prompt": pa.array(["Hello"]).dictionary_encode()}, {"prompt": "Prompt"}),
+        ({'odd "name"\t': ["Hello"]}, {"prompt": 'odd "name"\t'}),
+    ],
+)
+def test_columns_are_chosen_by_type_and_name(made, columns, keys):
+    chosen = made(columns).input.model_dump()
+    assert {key: chosen[key] for key in keys} == keys
+
+
+def test_data_without_prompts_is_refused_with_its_columns(made):
+    with pytest.raises(ConfigError, match=r"no column holds prompts: .*; there are id \(int64\), weight \(double\)"):
+        made({"id": [1], "weight": [0.5]})
+
+
+def test_files_that_cannot_be_read_are_passed_over_while_one_can(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(InputError, match="none of the 1 files"):
+        first_job(str(tmp_path), RANDOM_MODEL, tmp_path / "job.toml")
+    write_shard(tmp_path / "b.parquet", {"prompt": ["Hello"]})
+    found = first_job(str(tmp_path), RANDOM_MODEL, tmp_path / "job.toml")
+    assert ("data", "1 rows in 1 of 2 files that can be read") in found.choices
+
+
+def test_paths_are_those_from_the_job_files_folder_and_the_run_folder_is_a_new_one(tmp_path, made):
+    job = made({"prompt": ["Hello"]})
+    assert 'files = ["data/*.parquet"]' in (tmp_path / "job.toml").read_text()
+    assert job.output.dir == str(tmp_path / "runs" / "job")
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    assert made({"prompt": ["Hello"]}).output.dir == str(tmp_path / "runs" / "job-2")
+
+
+def test_a_folder_with_glob_characters_is_meant_as_it_stands(tmp_path):
+    write_shard(tmp_path / "data [1]" / "deep" / "a.parquet", {"prompt": ["Hello"]})
+    found = first_job(str(tmp_path / "data [1]"), RANDOM_MODEL, tmp_path / "job.toml")
+    assert ("data", "1 rows in 1 of 1 files that can be read") in found.choices
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("float16", "bfloat16")])
+def test_the_dtype_is_what_most_matrices_are_stored_in(tmp_path, stored, dtype):
+    import numpy as np
+
+    tensors = {"a": np.zeros((2, 2), stored), "b": np.zeros((2, 2), stored), "bias": np.zeros(2, "float32")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(RANDOM_MODEL / "config.json", tmp_path)
+    assert usual_dtype(tmp_path) == dtype
