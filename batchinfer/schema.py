@@ -16,7 +16,9 @@ from batchinfer.data.schemas import (
     OUTPUTS_WITH_PROMPT_LOGPROBS,
     OUTPUTS_WITH_REASONING,
     OUTPUTS_WITH_TOOLS,
+    RESULTS,
     STATS_TABLES,
+    Table,
 )
 
 WIDTH = 110
@@ -54,11 +56,14 @@ def stats_schema_text() -> str:
     outputs = (
         OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WITH_PROMPT_LOGPROBS, OUTPUTS_WITH_CHOICES
     )  # fmt: skip
-    for table in (*outputs, *STATS_TABLES, DECODE_STEPS):
-        blocks.append(f"\n{table.name}: {table.doc}")
-        for column in table.columns:
-            blocks.append(_entry(column.name, str(column.type), column.doc))
+    blocks += [line for table in (*outputs, *STATS_TABLES, DECODE_STEPS) for line in _table_lines(table)]
+    blocks += ["\nThe view of `batchinfer peek RUN --sql`, with the row's id in front:", *_table_lines(RESULTS)]
     return "\n".join(blocks)
+
+
+def _table_lines(table: Table) -> list[str]:
+    columns = [_entry(column.name, str(column.type), column.doc) for column in table.columns]
+    return [f"\n{table.name}: {table.doc}", *columns]
 
 
 def _entry(name: str, kind: str, doc: str) -> str:
