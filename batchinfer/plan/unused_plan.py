@@ -36,6 +36,8 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     units |= {path.name for path in run.done_marks.glob("[0-9]*")}
     if units:
         return f", which loses the answers of {len(units):,} work units"
+    if any(run.slurm.glob("*.json")):
+        return f" after `batchinfer cancel {run.root}`: it was sent to Slurm"
     # whoever plans holds the lock that this process has
     for path in sorted((run.stats / "nodes").glob("*.parquet")):
         for row in read_rows(path):

@@ -16,7 +16,21 @@ from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
 from support.jobs import batchinfer, start, write_job, write_questions, write_shard
 
-COMMANDS = ("init", "ask", "peek", "plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv")
+COMMANDS = (
+    "init",
+    "ask",
+    "peek",
+    "plan",
+    "work",
+    "finish",
+    "run",
+    "report",
+    "price",
+    "simulate",
+    "schema",
+    "doctor",
+    "kv",
+)
 
 
 def test_help_names_every_command_and_the_exit_codes():

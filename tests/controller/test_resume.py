@@ -201,7 +201,8 @@ def test_only_one_of_many_gets_a_unit(tmp_path):
 )
 def test_another_job_on_the_same_run_folder_is_refused_by_name(tmp_path, change, named):
     write_questions(tmp_path / "prompts", (3, 2))
-    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    job = write_job(tmp_path)
+    assert batchinfer("plan", job).code == batchinfer("work", job).code == 0
     refused = batchinfer("plan", write_job(tmp_path, **change))
     assert refused.code == 2
     assert named in refused.err

@@ -171,7 +171,7 @@ def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(
         (summary,) = pq.read_table(tmp_path / control / "plan" / "summary.parquet").to_pylist()
         assert (summary["control_rows"], summary["bad_rows"]) == (2, num_bad)
     job = write_job(tmp_path, input={"control_tokens": "text"}, output={"dir": "parse"})
-    ended = batchinfer("plan", job)
+    ended = batchinfer("work", job)
     assert ended.code == 2
     assert "input columns.control_tokens was parse and is now text" in ended.err
 

@@ -1,5 +1,7 @@
 """A run folder with the plan of another job: planned anew while nothing was computed, refused after that."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.schemas import STATS_NODES
@@ -56,9 +58,6 @@ def test_a_run_in_which_work_was_done_is_refused_and_what_would_be_lost_is_told(
 
 
 def test_a_run_that_somebody_may_work_in_is_left_alone(planned, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     (session,) = (tmp_path / "run" / "stats" / "nodes").glob("*.parquet")
     row = {**pq.read_table(session).to_pylist()[0], "command": "work", "state": "running", "node": "far"}
     pq.write_table(pa.Table.from_pylist([row], STATS_NODES.schema), session.with_name("other.parquet"))
@@ -66,3 +65,11 @@ def test_a_run_that_somebody_may_work_in_is_left_alone(planned, tmp_path):
     assert ended.code == 2
     assert "or delete that folder once its `batchinfer work` on far is over, which has not said so yet" in ended.err
     assert (tmp_path / "run" / "plan" / "units.parquet").exists()
+
+
+def test_a_run_that_was_sent_to_slurm_is_left_alone(planned, tmp_path):
+    (tmp_path / "run" / "slurm").mkdir()
+    (tmp_path / "run" / "slurm" / "0001.json").write_text("{}")
+    ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": 3}))
+    assert ended.code == 2
+    assert f"or delete that folder after `batchinfer cancel {tmp_path / 'run'}`: it was sent to Slurm" in ended.err

@@ -275,7 +275,7 @@ def test_a_bad_place_to_write_is_one_sentence(tmp_path, option):
     assert sorted(run.rglob("*")) == before
     assert (tmp_path / "file").read_text() == "mine"
     assert batchinfer("report", run, option, run / "report" / "x").code == 0
-    assert "not a run folder" in batchinfer("report", tmp_path / "nothing", option, tmp_path / "x").err
+    assert "there is no run folder" in batchinfer("report", tmp_path / "nothing", option, tmp_path / "x").err
 
 
 @pytest.mark.parametrize(
