@@ -610,6 +610,7 @@ def test_a_row_overrides_the_jobs_sampling(tmp_path):
         ({"temperature": -0.5}, "s.temperature is -0.5, but"),
         ({"temperature": float("nan")}, "s.temperature is nan, but"),
         ({"max_tokens": -1}, "s.max_tokens is -1, but"),
+        ({"max_tokens": 0}, "s.max_tokens is 0, but nothing is scored"),
         ({"max_tokens": 2.0}, "s.max_tokens is 2.0, but"),
         ({"n": "3"}, "s.n is '3', but"),
         ({"ignore_eos": 1}, "s.ignore_eos is 1, but"),
