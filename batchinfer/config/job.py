@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validat
 
 from batchinfer.config.part import INT64_MAX, Part, Text
 from batchinfer.config.problems import sentences
-from batchinfer.config.sampling import JobSampling, with_model_defaults
+from batchinfer.config.sampling import NOTHING_SCORED, JobSampling, with_model_defaults
 from batchinfer.records import ConfigError, ConfigErrors
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
@@ -322,6 +322,12 @@ class JobConfig(Part):
     pricing: PricingConfig = PricingConfig()
     s3: S3Config = DEFAULT_S3
     slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="after")
+    def _something_is_computed(self) -> JobConfig:
+        if not self.sampling.max_tokens and self.sampling.prompt_logprobs is None and self.input.choices is None:
+            raise ValueError(f"sampling.max_tokens {NOTHING_SCORED}")
+        return self
 
     @model_validator(mode="after")
     def _choices_generate_nothing(self) -> JobConfig:

@@ -13,6 +13,7 @@ from batchinfer.records import ConfigError, Sampling
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MOST_BIAS = 100.0
 _OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+NOTHING_SCORED = "is 0, but nothing is scored; set it to 1 or more, or set prompt_logprobs or input.choices"
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -31,7 +32,9 @@ class SamplingConfig(Part):
     """How tokens are picked; a row may override each key."""
 
     max_tokens: int = Field(
-        ge=0, lt=2**31, description="most new tokens per sample (required: no silent default); 0: nothing is generated"
+        ge=0,
+        lt=2**31,
+        description="most new tokens per sample (required: no silent default); 0: prompts are only scored",
     )
     temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")

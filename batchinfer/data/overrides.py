@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig
+from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
 
 MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few distinct ones, or one per row (seeds)
@@ -13,10 +14,10 @@ MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few disti
 class SamplingOverrides:
     """Resolves overrides; equal ones are checked once."""
 
-    def __init__(self, job: SamplingConfig, column: str, *, vocab_size: int) -> None:
+    def __init__(self, job: SamplingConfig, column: str, *, vocab_size: int, with_choices: bool = False) -> None:
         self._job_values = job.model_dump(include=set(SamplingConfig.model_fields))
         self._job_sampling = job.to_sampling()
-        self._column, self._vocab_size = column, vocab_size
+        self._column, self._vocab_size, self._has_choices = column, vocab_size, with_choices
         self._known: dict[str, tuple[Sampling, str | None] | str] = {}
 
     def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
@@ -34,6 +35,8 @@ class SamplingOverrides:
         try:
             sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
             check_biased_tokens(sampling, self._vocab_size)
+            if not sampling.max_tokens and sampling.prompt_logprobs is None and not self._has_choices:
+                return f"{self._column}.max_tokens {NOTHING_SCORED}"
         except ValidationError as error:
             return self._sentence(error)
         except ConfigError as error:

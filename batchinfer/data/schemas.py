@@ -221,7 +221,7 @@ OUTPUTS_WITH_TOOLS = _table(
 OUTPUTS_WITH_PROMPT_LOGPROBS = _table(
     "outputs with prompt_logprobs",
     "behind these, where sampling.prompt_logprobs is set for the job or its rows may set it",
-    ("prompt_logprobs", LOGPROBS, "per prompt token, when asked for, of sample 0; the first token's logprob is null"),
+    ("prompt_logprobs", LOGPROBS, "per prompt token, when asked for, of sample 0; the first token's entry is null"),
 )
 OUTPUTS_WITH_CHOICES = _table(
     "outputs with choices",

@@ -113,7 +113,9 @@ class _RowChecker:
         self._id = job.input.id
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
-        self._overrides = SamplingOverrides(job.sampling, self._sampling or "", vocab_size=limits.vocab_size)
+        self._overrides = SamplingOverrides(
+            job.sampling, self._sampling or "", vocab_size=limits.vocab_size, with_choices=self._choices is not None
+        )
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)
         self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None

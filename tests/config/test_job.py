@@ -109,6 +109,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
     ("override", "told"),
     [
         ("sampling.max_tokens=-1", "sampling.max_tokens"),
+        ("sampling.max_tokens=0", "job.toml: sampling.max_tokens is 0, but nothing is scored"),
         ("sampling.max_tokens=16.0", "sampling.max_tokens"),
         ("sampling.max_tokens=true", "sampling.max_tokens"),
         ("sampling.temperature=nan", "sampling.temperature"),

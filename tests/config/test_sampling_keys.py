@@ -111,7 +111,7 @@ WRONG_ROWS: list[dict] = [
     {"temperature": -1.0},
     {"temperature": float("nan")},
     {"temperature": 1e9},
-    {"max_tokens": -1},
+    {"max_tokens": 0},
     {"n": 0},
     {"top_p": 0.0},
     {"top_k": -1},

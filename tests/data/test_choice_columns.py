@@ -165,7 +165,7 @@ def test_prompt_and_choice_fit_into_the_window_to_its_last_token(tmp_path):
 
 
 def test_a_prompt_that_generates_nothing_may_fill_the_window(tmp_path):
-    job = make_job(token_ids="t", choices=None, sampling="how")
+    job = make_job({"prompt_logprobs": 0}, token_ids="t", choices=None, sampling="how")
     columns = {"t": [[1] * 10, [1] * 11, [1] * 10], "how": [None, None, {"max_tokens": 1}]}
     rows = check(tmp_path, columns, job, window=10)
     assert [row["error"] for row in rows] == [

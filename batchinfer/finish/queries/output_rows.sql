@@ -16,15 +16,14 @@ SELECT wanted.shard, wanted.row, CASE WHEN choices IS NULL THEN wanted.sample EL
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.completion_tokens, 0) END AS generated_tokens,
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
        delivered.reasoning, coalesce(delivered.reasoning_tokens, 0) AS reasoning_tokens,
-       delivered.structured_valid, delivered.prompt_logprobs, wanted.first_token,
+       delivered.structured_valid, delivered.prompt_logprobs,
        delivered.logprobs, list_avg(list_transform(delivered.logprobs, lambda token: token.logprob)) AS mean_logprob,
        delivered.unit,
        CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
        CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,
        CASE WHEN NOT is_duplicate THEN finished_s END AS finished_s
 FROM (
-    SELECT shard, row, id, error, choices, token_ids[1] AS first_token,
-           unnest(range(coalesce(len(choices), n)))::INTEGER AS sample
+    SELECT shard, row, id, error, choices, unnest(range(coalesce(len(choices), n)))::INTEGER AS sample
     FROM {tokens}
 ) AS wanted
 LEFT JOIN (SELECT * FROM delivered WHERE shard BETWEEN {first} AND {last}) AS delivered USING (shard, row, sample)

@@ -1,8 +1,7 @@
 -- Output rows by sample: what outputs/ holds of a job without choices.
 SELECT * REPLACE (
-           CASE WHEN sample = 0 AND prompt_logprobs IS NOT NULL THEN
-               list_concat([{{'token_id': first_token, 'logprob': NULL, 'top': NULL}}], prompt_logprobs)
-           END AS prompt_logprobs
+           CASE WHEN sample = 0 AND prompt_logprobs IS NOT NULL THEN list_prepend(NULL, prompt_logprobs) END
+               AS prompt_logprobs
        ),
        cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens AS cached_tokens
 FROM ({output_rows})
