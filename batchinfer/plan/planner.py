@@ -17,7 +17,8 @@ import numpy as np
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.parquet import id_type, kept_fields, shard_schema
+from batchinfer.data.formats.values import column_roles
+from batchinfer.data.inputs import id_type, kept_fields, shard_schema
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY, asked_for
 from batchinfer.data.shards import find_shards
@@ -82,7 +83,7 @@ def plan_job(
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
-        shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
+        shards = _find_shards(job, encoders)
         _check_shards(shards, strict)
         _check_columns(job, shards, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
@@ -338,8 +339,13 @@ def _check_columns(job: JobConfig, shards: list[Shard], encoders: Encoders) -> N
     wanted = [(keys.get(name, "template"), name) for name in encoders.columns]
     for key, name in [*wanted, ("choices", job.input.choices), ("sampling", job.input.sampling)]:
         if name is not None and not any(name in schema.names for schema in schemas):
-            have = ", ".join(schemas[0].names[:20])
+            have = ", ".join(schemas[0].names[:20]) or "none"
             raise ConfigError(f"input.{key} names {name!r}, which no input shard has; the first shard has {have}")
+
+
+def _find_shards(job: JobConfig, encoders: Encoders) -> list[Shard]:
+    roles = column_roles(job, encoders.columns)
+    return find_shards(job.input.files, Path(job.output.dir), job.s3, format=job.input.format, roles=roles)
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:
