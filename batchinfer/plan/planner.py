@@ -392,12 +392,12 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
             publish_json(run.token_checksums(shard.index), prepared.manifest[run.tokens(shard.index)].as_json())
             num_capped += found.num_capped
             if found.num_bad:
-                note(f"warning: {found.num_bad:,} bad rows in {shard.name}; the first: {found.first_error}")
+                note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
                 run.tokens(shard.index).unlink()  # so that a strict rerun finds the row again
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
             if found.id_missing:
-                note(f"warning: {shard.name} has no column {job.input.id!r}; its rows have null ids")
+                note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")
             checked.append(shard)
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
@@ -416,7 +416,7 @@ def _is_tokenized(prepared: _Prepared, shard: Shard) -> bool:
         )
         found.check(path)
     except DamagedFileError as error:
-        note(f"warning: {error.path} is damaged ({error.reason}); {shard.name} is tokenised again")
+        note(f"warning: {error.path} is damaged ({error.reason}); {shard.path} is tokenised again")
         return False
     prepared.manifest.add(path, found[path])
     return True
@@ -436,7 +436,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
     if needed > job.cluster.page_bytes:
-        name = next(shard.name for shard in shards if shard.index == rows.shard[largest])
+        name = next(shard.path for shard in shards if shard.index == rows.shard[largest])
         raise ConfigError(
             f"cluster.page_bytes is {job.cluster.page_bytes}, but row {rows.row[largest]} of {name} needs {needed} "
             f"bytes of KV for {tokens[largest]} tokens; raise it to at least {needed}, or lower max_tokens"

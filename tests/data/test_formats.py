@@ -402,7 +402,7 @@ def test_token_ids_of_a_wrong_kind_are_bad_rows(tmp_path, value, told):
 
 def test_each_line_has_its_own_sampling(tmp_path):
     given = [
-        *({"temperature": 0, "stop": "x"}, {"top_k": 5, "stop": ["a", "b"]}, None, {"logit_bias": {"7": -1.5}}),
+        *({"temperature": 0, "stop": ["x"]}, {"top_k": 5, "stop": ["a", "b"]}, None, {"logit_bias": {"7": -1.5}}),
         *(json.dumps({"max_tokens": 3}), {"max_token": 3}, 5, "x", {"top_p": [1]}),
     ]
     (tmp_path / "in.jsonl").write_bytes(json_lines([{"prompt": "p", "how": value} for value in given]))
@@ -545,20 +545,21 @@ def test_lines_that_change_while_a_job_is_planned_stop_it(tmp_path):
         list(read_batches(shard, ["prompt"]))
 
 
-def test_a_run_goes_on_with_its_lines_and_refuses_others(tmp_path):
-    (tmp_path / "prompts.jsonl").write_bytes(json_lines([{"prompt": "What?", "n": row} for row in range(5)]) + b"{\n")
+def test_a_run_refuses_other_lines_and_goes_on_with_its_own(tmp_path):
+    content = json_lines([{"prompt": "What?", "n": row} for row in range(5)]) + b"{\n"
+    (tmp_path / "prompts.jsonl").write_bytes(content)
     parts = {"input": {"files": ["*.jsonl"]}, "output": {"keep_columns": ["n"]}, "sampling": {"max_tokens": 2}}
     job = write_job(tmp_path, **parts)
     assert batchinfer("plan", job).code == 0
+    with open(tmp_path / "prompts.jsonl", "ab") as file:
+        file.write(GOOD)
+    assert "changed after it was planned" in batchinfer("work", tmp_path / "run").err
+    assert "belongs to another job: input shards was" in batchinfer("run", job).err
+    (tmp_path / "prompts.jsonl").write_bytes(content)
     assert batchinfer("run", job).code == 3
     rows = outputs(tmp_path / "run")["prompts.parquet"]
     assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, None]
     assert rows[5]["error"].startswith("line 6 is not valid JSON")
-    with open(tmp_path / "prompts.jsonl", "ab") as file:
-        file.write(GOOD)
-    ended = batchinfer("finish", tmp_path / "run")
-    assert ended.code != 0
-    assert "changed after it was planned" in ended.err
 
 
 # ---- many files
