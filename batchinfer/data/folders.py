@@ -1,12 +1,16 @@
-"""Folders of data: the files in them that are shards, as Hugging Face's libraries lay them out."""
+"""Folders of data: which files in them are shards (Hugging Face's layouts), and what their names say of all rows."""
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from urllib.parse import unquote
 
 from batchinfer.data.formats.names import is_data_file
 from batchinfer.records import ConfigError
 
+_PARTITION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_NULL = "__HIVE_DEFAULT_PARTITION__"
 _SAVED = "state.json"  # of a dataset that was written by its save_to_disk
 
 
@@ -23,6 +27,12 @@ def files_in_folder(folder: str) -> list[str]:
             f"write the files' names, as in {folder.rstrip('/')}/*.parquet"
         )
     return files
+
+
+def partition_values(path: str) -> dict[str, str | None]:
+    """What folders of the form key=value in a path say of all rows of a file, as Hive lays out partitions."""
+    found = [_PARTITION.fullmatch(part) for part in path.partition("::")[0].split("/")[:-1]]
+    return {match[1]: None if match[2] == _NULL else unquote(match[2]) for match in found if match is not None}
 
 
 def _files(folder: str) -> Iterator[str]:

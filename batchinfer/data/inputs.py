@@ -1,6 +1,6 @@
 """The shards' columns and rows, whatever their format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import pyarrow as pa
@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.columns import plain_type
+from batchinfer.data.folders import partition_values
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.parquet import DAMAGE, first_line
 from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
@@ -16,12 +17,19 @@ from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 
 
 def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
-    """The shard's Arrow schema: what its file says, or what was found in its lines.
+    """The shard's Arrow schema: what its file says, or what was found in its lines, and what its folders' names add.
 
     Raises:
         InputError: the file is no longer readable.
         StoreError, RunMismatchError: the same of an object; it is another one now.
     """
+    schema = _file_schema(shard, s3)
+    for name in partition_values(shard.path).keys() - set(schema.names):
+        schema = schema.append(pa.field(name, pa.string()))
+    return schema
+
+
+def _file_schema(shard: Shard, s3: S3Config) -> pa.Schema:
     if shard.schema:
         return line_rows.schema_of(shard)
     with _opened(shard, s3) as source, _read_by(shard):
@@ -51,6 +59,11 @@ def read_batches(
         RunMismatchError: the file or object was replaced, perhaps while it was read.
     """
     num_rows = 0
+    constants = {name: value for name, value in partition_values(shard.path).items() if name in columns}
+    if constants:
+        own = set(_file_schema(shard, s3).names)
+        constants = {name: value for name, value in constants.items() if name not in own}
+    asked, columns = columns, [name for name in columns if name not in constants]
     with _opened(shard, s3) as source:
         if shard.format == "parquet":
             with _read_by(shard):
@@ -62,7 +75,7 @@ def read_batches(
             batches = line_rows.batches(shard, source, columns, batch_rows)
         for batch in _damage_named(shard, batches):
             num_rows += batch.num_rows
-            yield batch
+            yield _with_constants(batch, asked, constants) if constants else batch
     if is_uri(shard.path):
         with _opened(shard, s3):
             pass  # it is still the same
@@ -143,6 +156,14 @@ def _readable(shards: list[Shard], s3: S3Config) -> list[tuple[Shard, pa.Schema]
 
 
 # ---- reading
+
+
+def _with_constants(batch: pa.RecordBatch, columns: list[str], constants: Mapping[str, str | None]) -> pa.RecordBatch:
+    """The batch with these columns, some of which are the same in every row."""
+    repeated = {name: pa.repeat(pa.scalar(value, pa.string()), len(batch)) for name, value in constants.items()}
+    names = [*columns, *(name for name in batch.schema.names if name == line_rows.ROW_ERROR)]
+    arrays = [repeated[name] if name in repeated else batch[name] for name in names]
+    return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
 @contextmanager

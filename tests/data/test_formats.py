@@ -603,6 +603,22 @@ def test_a_saved_dataset_stands_for_the_files_that_it_lists(tmp_path):
         find_shards([str(tmp_path)])
 
 
+@pytest.mark.parametrize("name", ["in.parquet", "in.jsonl", "in.arrow"])
+def test_folders_that_name_a_value_give_every_row_a_column(tmp_path, name):
+    path = tmp_path / "lang=pt%2DBR" / "number=7" / "x=__HIVE_DEFAULT_PARTITION__" / name
+    path.parent.mkdir(parents=True)
+    FORMATS[name](ROWS[:8], path)
+    (shard,) = find_shards([str(tmp_path)], roles={"number": "kept", "prompt": "text"})
+    fields = kept_fields([shard], ["lang", "number", "x"])
+    assert fields == [pa.field("lang", pa.string()), pa.field("number", pa.int64()), pa.field("x", pa.string())]
+    (batch,) = read_batches(shard, ["number", "lang", "x", "prompt"])
+    assert batch["lang"].to_pylist() == ["pt-BR"] * 8
+    assert batch["number"].to_pylist() == [row["number"] for row in ROWS[:8]]  # the file's own
+    assert batch["x"].null_count == 8
+    assert sum(map(len, read_batches(shard, ["lang"]))) == 8
+    assert checked(path, make_job(path, keep=["lang"], prompt="prompt"))[1][3]["error"] is None
+
+
 # ---- memory
 
 
