@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
 @click.version_option(package_name="batchinfer")
 def cli() -> None:
-    """Offline batch inference for DeepSeek-V3/R1-style models: Parquet prompts in, Parquet outputs and statistics out.
+    """Offline batch inference for DeepSeek-V3/R1-style models: prompts in, Parquet outputs and statistics out.
 
     \b
     Start here:

@@ -103,10 +103,13 @@ class Shard:
     path: str  # absolute, or a URI
     name: str  # below the common folder of all shards, without a leading slash; outputs/<name> mirrors it
     size_bytes: int
-    footer: str  # hex digest of the Parquet footer; "" when the file could not be read
+    footer: str  # hex digest of the Parquet footer, of other formats of all bytes; "" when the file could not be read
     num_rows: int
     problem: str | None = None  # why the file cannot be read
     version: str = ""  # of an object: its ETag, or when it was written; "" for a file
+    format: str = "parquet"  # or jsonl, csv, arrow
+    schema: str = ""  # of lines: their columns as found, an Arrow schema in base64
+    written_ns: int = 0  # of a file that is not Parquet: when it was last written
 
 
 @dataclass(frozen=True, slots=True)

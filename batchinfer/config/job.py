@@ -34,10 +34,12 @@ class InputConfig(Part):
 
     files: list[Text] = Field(
         min_length=1,
-        description="Parquet shards: paths or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
+        description="shards: paths, folders or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
     )
-    format: Literal["parquet", "sharegpt"] = Field(
-        "parquet", description="sharegpt: messages (unset: conversations) holds {from: human | gpt | system, value}"
+    format: Literal["parquet", "jsonl", "csv", "arrow", "sharegpt"] | None = Field(
+        None,
+        description="of the files; unset: by extension, as jsonl.gz or tsv, else Parquet; sharegpt: by extension, and "
+        "messages (unset: conversations) holds {from: human | gpt | system, value}",
     )
     id: Text = Field(
         "id",
@@ -73,7 +75,9 @@ class InputConfig(Part):
         description="column with a list of texts (or of lists of token ids), each scored as the prompt's continuation; "
         "sampling.max_tokens must be 0",
     )
-    sampling: Text | None = Field(None, description="column with a struct that overrides [sampling] row by row")
+    sampling: Text | None = Field(
+        None, description="column with a struct, or JSON text of one, that overrides [sampling] row by row"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type, is_struct
-from batchinfer.data.parquet import column_type
+from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type
+from batchinfer.data.inputs import column_type
 
 NO_IDS = "none"  # as input.id
 
@@ -46,7 +46,7 @@ def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
             named[name] = WantedColumn(key, name, PROMPT_TYPES[kind])
     wanted = [named.get(name, WantedColumn("template", name, PROMPT_TYPES["template"])) for name in of_prompts]
     if job.input.sampling is not None:
-        wanted.append(WantedColumn("sampling", job.input.sampling, (is_struct, "a struct")))
+        wanted.append(WantedColumn("sampling", job.input.sampling, PROMPT_TYPES["sampling"]))
     if job.input.choices is not None:
         wanted.append(WantedColumn("choices", job.input.choices, PROMPT_TYPES["choices"]))
     return wanted

@@ -35,11 +35,6 @@ def is_id_type(kind: pa.DataType) -> bool:
     return is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)
 
 
-def is_struct(kind: pa.DataType) -> bool:
-    """A struct."""
-    return pa.types.is_struct(kind)
-
-
 def _is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, _LISTS)
 
@@ -74,7 +69,11 @@ def _is_choices(kind: pa.DataType) -> bool:
 
 
 def _is_tools(kind: pa.DataType) -> bool:
-    return is_text(kind) or is_struct(kind) or _is_struct_list(kind)
+    return is_text(kind) or pa.types.is_struct(kind) or _is_struct_list(kind)
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_struct(kind)
 
 
 ColumnType = tuple[Callable[[pa.DataType], bool], str]
@@ -90,7 +89,8 @@ PROMPT_TYPES: dict[str, ColumnType] = {
     "token_ids": (_is_token_list, "a list of integers"),
     "choices": (_is_choices, "a list of texts, or of lists of integers"),
     "tools": (_is_tools, "a list of structs, or JSON text"),
-    "chat_template_kwargs": (lambda kind: is_text(kind) or is_struct(kind), "a struct, or JSON text"),
+    "chat_template_kwargs": (_is_object, "a struct, or JSON text"),
+    "sampling": (_is_object, "a struct, or JSON text"),
     "template": (lambda kind: True, "anything"),
 }
 

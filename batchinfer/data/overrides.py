@@ -1,7 +1,8 @@
-"""A row's own sampling: the struct column named by input.sampling, laid over [sampling]."""
+"""A row's own sampling: the column of structs or JSON texts named by input.sampling, laid over [sampling]."""
 
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig
@@ -30,6 +31,16 @@ class SamplingOverrides:
                 self._known.clear()
             self._known[text] = self._check(given)
         return self._known[text]
+
+    def of_text(self, text: str) -> tuple[Sampling, str | None] | str:
+        """The same of an override that is written as JSON."""
+        try:
+            override = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            return f"{self._column} is not valid JSON: {error}"
+        if override is not None and not isinstance(override, dict):
+            return f"{self._column} is not an object of sampling keys"
+        return self.resolve(override)
 
     def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
         try:

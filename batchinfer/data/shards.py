@@ -1,45 +1,64 @@
-"""The input shards: files and objects that match the job's patterns, and what their footers say."""
+"""The input shards: files and objects that match the job's patterns, with their rows counted."""
 
 import glob
-import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO
+from types import MappingProxyType
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
+from batchinfer.data.folders import files_in_folder
+from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
+from batchinfer.data.formats.lines import HashedBytes
+from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.parquet import DAMAGE, first_line
 from batchinfer.data.stores import StoreFile, matching_objects
+from batchinfer.progress import note
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 
-MAGIC = b"PAR1"
 INSPECTORS = 16  # files looked into at a time
+MOST_NAMED = 5  # files, in a warning
 
 
-def find_shards(patterns: list[str], exclude: Path | None = None, s3: S3Config = DEFAULT_S3) -> list[Shard]:
-    """List the input files with what their footers say; a file that cannot be read is listed with its `problem`.
+def find_shards(
+    patterns: list[str],
+    exclude: Path | None = None,
+    s3: S3Config = DEFAULT_S3,
+    *,
+    format: str | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
+) -> list[Shard]:
+    """List the input files with their rows counted; a file that cannot be read is listed with its `problem`.
 
     Args:
-        patterns: absolute paths, URIs or globs (`**` crosses folders); each file counts once, in the order of its path.
+        patterns: absolute paths, folders, URIs or globs (`**` crosses folders); each file counts once, in the order of
+            its path.
         exclude: the run folder, whose own files a wide pattern must not take for input.
+        format: input.format.
+        roles: what columns are for, as values.column_roles has it; of lines, only these get types.
 
     Raises:
-        ConfigError: a pattern matches no file, names a folder, or two files would share one output file.
+        ConfigError: a pattern matches no file, or two files would share one output file.
         StoreError: an object store does not answer or refuses to. An object that is damaged is listed like a file.
     """
     paths = _matching_files(patterns, exclude, s3)
     names = _output_names(paths)
     with ThreadPoolExecutor(max_workers=INSPECTORS) as pool:
-        return list(pool.map(lambda index: _inspect(index, paths[index], names[index], s3), range(len(paths))))
+        found = [Shard(i, path, names[i], 0, "", 0, format=format_of(path, format)) for i, path in enumerate(paths)]
+        return list(pool.map(partial(_inspected, roles=roles, s3=s3), found))
 
 
 def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
-    """Check that the shards are still what was planned: size and footer of a file, size and version of an object.
+    """Check that the shards are still what was planned.
+
+    That is size and version of an object, size and footer of a Parquet file; of other files the size and when they were
+    written, or else all bytes.
 
     Raises:
         RunMismatchError: one was replaced.
@@ -61,8 +80,17 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
             return (source.size_bytes, source.version) == (shard.size_bytes, shard.version)
     if not os.path.lexists(shard.path):
         raise InputError(f"{shard.path} is not there (any more); restore it")
-    found = _inspect(shard.index, shard.path, shard.name, s3)
-    return (found.size_bytes, found.footer) == (shard.size_bytes, shard.footer)
+    if shard.format == "parquet":
+        found = _inspected(replace(shard, footer=""), {}, s3)
+        return (found.size_bytes, found.footer) == (shard.size_bytes, shard.footer)
+    try:
+        status = os.stat(shard.path)
+        if (status.st_size, status.st_mtime_ns) == (shard.size_bytes, shard.written_ns):
+            return True
+        with open(shard.path, "rb") as file:
+            return status.st_size == shard.size_bytes and HashedBytes(file).digest() == shard.footer
+    except OSError as error:
+        raise InputError(f"{shard.path} cannot be read: {first_line(error)}; restore it") from None
 
 
 # ---- names
@@ -71,12 +99,21 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
 def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> list[str]:
     outside = f"{os.path.realpath(exclude)}{os.sep}" if exclude is not None else None
     path_of_file: dict[str, str] = {}
+    again: dict[str, None] = {}
     for pattern in patterns:
         files = matching_objects(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, outside)
         if not files:
             raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
         for file in sorted(files):
-            path_of_file.setdefault(file if is_uri(file) else os.path.realpath(file), file)
+            key = file if is_uri(file) else os.path.realpath(file)
+            if key in path_of_file:
+                again[path_of_file[key]] = None
+            path_of_file.setdefault(key, file)
+    if again:
+        named = ", ".join(list(again)[:MOST_NAMED]) + (
+            f" and {len(again) - MOST_NAMED} more" * (len(again) > MOST_NAMED)
+        )
+        note(f"warning: input.files lists these more than once, and each counts once: {named}")
     return sorted(path_of_file.values())
 
 
@@ -85,7 +122,7 @@ def _matching_paths(pattern: str, outside: str | None) -> list[str]:
     matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
     files = [os.path.abspath(match) for match in matches if not os.path.isdir(match)]
     if matches and not files:
-        raise ConfigError(f"input.files names the folder {matches[0]}; write {matches[0].rstrip('/')}/*.parquet")
+        files = [os.path.abspath(file) for match in matches for file in files_in_folder(match)]
     return [file for file in files if outside is None or not os.path.realpath(file).startswith(outside)]
 
 
@@ -96,7 +133,7 @@ def _output_names(paths: list[str]) -> list[str]:
     path_of_name: dict[str, str] = {}
     for path, place in zip(paths, places, strict=True):
         name = os.path.relpath(place, folder)
-        name = name if name.endswith(".parquet") else f"{name}.parquet"
+        name = output_name(name)
         if not _is_utf8(name):
             raise ConfigError(f"the file name {path!r} is not valid UTF-8; rename the file")
         if name in path_of_name:
@@ -127,51 +164,34 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-# ---- footers
+# ---- a shard
 
 
-def _inspect(index: int, path: str, name: str, s3: S3Config) -> Shard:
-    if is_uri(path):
-        with StoreFile(path, s3) as source:
-            shard = _described(Shard(index, path, name, source.size_bytes, "", 0), source)
-            return replace(shard, version=source.version)
-    unread = Shard(index, path, name, 0, "", 0)
+def _inspected(shard: Shard, roles: Mapping[str, str], s3: S3Config) -> Shard:
+    """The shard with what its file says, or with its problem."""
+    if is_uri(shard.path):
+        with StoreFile(shard.path, s3) as source:
+            unread = replace(shard, size_bytes=source.size_bytes)
+            found = _described(unread, pa.PythonFile(source, mode="r"), roles)
+            return replace(found, version=source.version)
     try:
-        status = os.stat(path)
-        unread = replace(unread, size_bytes=status.st_size)
+        status = os.stat(shard.path)
+        shard = replace(shard, size_bytes=status.st_size)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        with open(path, "rb") as file:
-            return _described(unread, file)
-    except DAMAGE as error:
-        return replace(unread, problem=first_line(error))
-
-
-def _described(shard: Shard, file: IO[bytes] | StoreFile) -> Shard:
-    """The shard with what its footer says, or with its problem."""
-    try:
-        footer = _read_footer(file, shard.size_bytes)
-        with pq.ParquetFile(pa.PythonFile(file, mode="r")) as parquet:
-            # the schema is asked for because a footer can be sound and hold types that Arrow does not know
-            num_rows, _ = parquet.metadata.num_rows, parquet.schema_arrow
+        with pa.OSFile(shard.path) as file:
+            found = _described(shard, file, roles)
     except DAMAGE as error:
         return replace(shard, problem=first_line(error))
-    return replace(shard, footer=hashlib.blake2b(footer, digest_size=16).hexdigest(), num_rows=num_rows)
+    return found if shard.format == "parquet" else replace(found, written_ns=status.st_mtime_ns)
 
 
-def _read_footer(file: IO[bytes] | StoreFile, size_bytes: int) -> bytes:
-    # file   PAR1 | data pages ... | footer | length of the footer (4 bytes) | PAR1
-    if size_bytes == 0:
-        raise ValueError("it is empty")
-    head = file.read(4)
-    file.seek(max(size_bytes - 8, 0))
-    tail = file.read(8)
-    footer_bytes = int.from_bytes(tail[:4], "little")
-    if tail[4:] == b"PARE":
-        raise ValueError("it is an encrypted Parquet file")
-    if head != MAGIC:
-        raise ValueError("it is not a Parquet file")
-    if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
-        raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
-    file.seek(size_bytes - 8 - footer_bytes)
-    return file.read(footer_bytes)
+def _described(shard: Shard, file: pa.NativeFile, roles: Mapping[str, str]) -> Shard:
+    try:
+        if shard.format == "parquet":
+            return parquet_file.inspect(shard, file)
+        if shard.format == "arrow":
+            return arrow_ipc.inspect(shard, file)
+        return line_rows.inspect(shard, file, roles)
+    except DAMAGE as error:
+        return replace(shard, problem=first_line(error))

@@ -16,8 +16,10 @@ from batchinfer.data.choices import ChoiceChecks, Choices
 from batchinfer.data.column_checks import id_column, wanted_columns
 from batchinfer.data.columns import is_id_type, python_values, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
+from batchinfer.data.formats.line_rows import bad_lines
+from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.overrides import SamplingOverrides
-from batchinfer.data.parquet import column_type, read_batches, shard_schema, table_writer
+from batchinfer.data.parquet import table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
@@ -147,7 +149,7 @@ class _RowChecker:
         """The batches in order, with so many being encoded already that no worker waits for work."""
         ahead: deque[_Started] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
-            batch = RowBatch(columns, columns.num_rows)
+            batch = RowBatch(columns, columns.num_rows, bad_lines(columns))
             started = _Started(batch)
             found = self._known(batch.num_rows) if self._known is not None else None
             if self._problem is None:
@@ -213,7 +215,9 @@ class _RowChecker:
             if isinstance(override, UnicodeDecodeError):
                 batch.blame(row, f"{self._sampling} is not valid UTF-8")
                 continue
-            resolved = self._overrides.resolve(override)
+            resolved = (
+                self._overrides.of_text(override) if isinstance(override, str) else self._overrides.resolve(override)
+            )
             if isinstance(resolved, str):
                 batch.blame(row, resolved)
             elif self._choices is not None and (resolved[0].n, resolved[0].max_tokens) != (1, 0):

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import DEFAULT_S3, S3Config
-from batchinfer.data.parquet import column_type, read_batches, shard_schema
+from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.records import Shard
 
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.data.parquet import kept_fields, table_writer
+from batchinfer.data.inputs import kept_fields
+from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import asked_for, output_schema
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.finish.join import output_rows, query

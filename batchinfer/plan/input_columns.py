@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
-from batchinfer.data.parquet import column_type, kept_fields, shard_schema
+from batchinfer.data.inputs import column_type, kept_fields, shard_schema
 from batchinfer.data.schemas import asked_for
 from batchinfer.records import ConfigErrors, Shard
 

@@ -18,7 +18,8 @@ from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.parquet import id_type
+from batchinfer.data.formats.values import column_roles
+from batchinfer.data.inputs import id_type
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
@@ -85,7 +86,7 @@ def plan_job(
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
-        shards = find_shards(job.input.files, exclude=Path(job.output.dir), s3=job.s3)
+        shards = _find_shards(job, encoders)
         _check_shards(shards, strict)
         _check_input(job, shards, encoders)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
@@ -338,6 +339,11 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
     check_columns(job, shards, encoders.columns)
 
 
+def _find_shards(job: JobConfig, encoders: Encoders) -> list[Shard]:
+    roles = column_roles(job, encoders.columns)
+    return find_shards(job.input.files, Path(job.output.dir), job.s3, format=job.input.format, roles=roles)
+
+
 def _check_shards(shards: list[Shard], strict: bool) -> None:
     bad = [shard for shard in shards if shard.problem is not None]
     for shard in bad:
@@ -382,12 +388,12 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
             publish_json(run.token_checksums(shard.index), prepared.manifest[run.tokens(shard.index)].as_json())
             num_capped += found.num_capped
             if found.num_bad:
-                note(f"warning: {found.num_bad:,} bad rows in {shard.name}; the first: {found.first_error}")
+                note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
                 run.tokens(shard.index).unlink()  # so that a strict rerun finds the row again
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
             if found.id_missing and job.input.id != NO_IDS:
-                note(f"warning: {shard.name} has no column {job.input.id!r}; its rows have null ids")
+                note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")
             checked.append(shard)
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
@@ -406,7 +412,7 @@ def _is_tokenized(prepared: _Prepared, shard: Shard) -> bool:
         )
         found.check(path)
     except DamagedFileError as error:
-        note(f"warning: {error.path} is damaged ({error.reason}); {shard.name} is tokenised again")
+        note(f"warning: {error.path} is damaged ({error.reason}); {shard.path} is tokenised again")
         return False
     prepared.manifest.add(path, found[path])
     return True
@@ -426,7 +432,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
     if needed > job.cluster.page_bytes:
-        name = next(shard.name for shard in shards if shard.index == rows.shard[largest])
+        name = next(shard.path for shard in shards if shard.index == rows.shard[largest])
         raise ConfigError(
             f"cluster.page_bytes is {job.cluster.page_bytes}, but row {rows.row[largest]} of {name} needs {needed} "
             f"bytes of KV for {tokens[largest]} tokens; raise it to at least {needed}, or lower max_tokens"

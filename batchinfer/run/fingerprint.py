@@ -48,7 +48,8 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
     return {
         "model.dtype": job.model.dtype,
         "sampling": job.sampling.model_dump(),
-        "input columns": job.input.model_dump(exclude={"files"}),
+        # by extension is what "parquet" was before there were others
+        "input columns": {**job.input.model_dump(exclude={"files"}), "format": job.input.format or "parquet"},
         "output.keep_columns": job.output.keep_columns,
         "output.reasoning": job.output.reasoning,
         "output.token_texts": job.output.token_texts,

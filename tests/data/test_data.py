@@ -17,14 +17,8 @@ import pytest
 
 from batchinfer.config import JobConfig, ModelPart
 from batchinfer.data.encoders import Encoders
-from batchinfer.data.parquet import (
-    id_type,
-    kept_fields,
-    read_batches,
-    read_rows,
-    shard_schema,
-    table_writer,
-)
+from batchinfer.data.inputs import id_type, kept_fields, read_batches, shard_schema
+from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
@@ -127,8 +121,8 @@ def test_a_name_with_glob_characters_is_found_as_it_stands(tmp_path):
     [
         (["a.parquet"], "b*.parquet", "no file matches"),
         (["a.parquet"], "missing.parquet", "no file matches"),
-        (["data/a.parquet"], "data", "data/*.parquet"),
-        (["data.parquet/a.parquet"], "*.parquet", "data.parquet/*.parquet"),
+        (["data/a"], "data", "data/*.parquet"),
+        (["data.parquet/a"], "*.parquet", "data.parquet/*.parquet"),
         (["a", "a.parquet"], "*", "would share the output file a.parquet"),
         (["a", "a.parquet/b.parquet"], "**/*", "as file and folder"),
     ],

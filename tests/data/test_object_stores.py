@@ -1,5 +1,6 @@
 """Input from an S3 server and results to it, over HTTP; what goes wrong there; and a file system of fsspec."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv, feather
 
 from batchinfer.config import S3Config
 from batchinfer.data.shards import find_shards
@@ -88,6 +90,31 @@ def test_a_job_over_objects_equals_the_same_job_over_files(remote, server):
     assert outputs(folder / "remote")["part-0.parquet"][3]["extra"] == 3
     shards = json.loads((folder / "remote" / "run.json").read_text())["shards"]
     assert [shard["path"] for shard in shards] == [f"s3://data/job/part-{index}.parquet" for index in range(3)]
+
+
+def test_objects_of_other_formats_equal_the_same_job_over_files(local, server):
+    (local / "lines").mkdir()
+    for index, name in enumerate(("part-0.jsonl.gz", "part-1.csv", "part-2.arrow")):
+        table = pq.read_table(local / "prompts" / f"part-{index}.parquet")
+        if name.endswith("arrow"):
+            feather.write_feather(table, str(local / "lines" / name))
+        elif name.endswith("csv"):
+            csv.write_csv(table, local / "lines" / name)
+        else:
+            data = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+            (local / "lines" / name).write_bytes(gzip.compress(data.encode()))
+    server.upload(local / "lines", "data", "lines")
+    job = write_job(
+        local,
+        name="lines.toml",
+        sampling=MIXED,
+        input={"files": ["s3://data/lines/*"]},
+        output={"dir": "run of lines", "keep_columns": ["extra"]},
+        s3={"endpoint": server.endpoint},
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(local / "run of lines") == output_bytes(local / "run")
 
 
 def test_results_are_published_whole_with_a_mark_that_lists_them(remote, server):

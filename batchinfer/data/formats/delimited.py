@@ -1,0 +1,77 @@
+"""CSV and TSV: a header and rows of as many fields; a row that is none is said to be one."""
+
+import csv
+import io
+from collections.abc import Iterator
+
+from batchinfer.data.formats.lines import Record, numbered_lines, too_long
+
+MOST_FIELD_CHARS = 16 << 20
+
+
+class _Texts:
+    """The lines of a file as text, for Python's csv; it remembers which line was the last that is no UTF-8."""
+
+    def __init__(self, content: io.BufferedReader) -> None:
+        self._lines = numbered_lines(content)
+        self.number = self.num_bytes = self.not_utf8 = 0
+
+    def __iter__(self) -> "_Texts":
+        return self
+
+    def __next__(self) -> str:
+        self.number, line = next(self._lines)
+        if line is None:
+            raise ValueError(too_long(self.number))
+        self.num_bytes += len(line)
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            self.not_utf8 = self.number
+            return line.decode(errors="replace")
+
+
+def csv_records(content: io.BufferedReader, delimiter: str) -> Iterator[Record]:
+    """The rows of a file with a header, every value as text; an empty field is null, a blank line is no row.
+
+    Raises:
+        ValueError: the file is empty, its header is not sound, or a line is too long.
+    """
+    csv.field_size_limit(MOST_FIELD_CHARS)
+    texts = _Texts(content)
+    reader = csv.reader(texts, delimiter=delimiter, strict=True)
+    header = _header(reader, texts)
+    while True:
+        first, before = texts.number + 1, texts.num_bytes
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield first, texts.num_bytes - before, f"line {first} is not valid CSV: {error}"
+            continue
+        if fields:
+            yield first, texts.num_bytes - before, _values(first, fields, header, texts.not_utf8 >= first)
+
+
+def _header(reader: Iterator[list[str]], texts: _Texts) -> list[str]:
+    try:
+        header = next(reader, None)
+    except csv.Error as error:
+        raise ValueError(f"its header is not valid CSV: {error}") from None
+    if not header:
+        raise ValueError("it has no header; the first line of a CSV file names its columns")
+    if texts.not_utf8:
+        raise ValueError("its header is not valid UTF-8")
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"its header names {twice!r} more than once")
+    return header
+
+
+def _values(line: int, fields: list[str], header: list[str], is_damaged: bool) -> dict[str, object] | str:
+    if is_damaged:
+        return f"line {line} is not valid UTF-8"
+    if len(fields) != len(header):
+        return f"line {line} has {len(fields)} fields, but the header {len(header)}"
+    return {name: value or None for name, value in zip(header, fields, strict=True)}

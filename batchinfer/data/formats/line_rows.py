@@ -1,0 +1,98 @@
+"""The rows of a file of lines: counted with their columns found, and read in batches."""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchinfer.data.formats.delimited import csv_records
+from batchinfer.data.formats.jsonl import json_records
+from batchinfer.data.formats.lines import Bytes, HashedBytes, Record, decompressed
+from batchinfer.data.formats.names import compression_of, delimiter_of
+from batchinfer.data.formats.values import Columns, WrongValueError, fitting
+from batchinfer.data.wide_rows import BATCH_BYTES
+from batchinfer.records import RunMismatchError, Shard
+from batchinfer.sanitize import clip
+
+ROW_ERROR = "\0error"  # the last column of each batch: why a row is bad; null: it is good
+
+
+def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
+    """The shard with its rows counted, its columns found and its bytes hashed.
+
+    Raises:
+        OSError, ValueError: it is damaged, or no file of lines.
+    """
+    hashed = HashedBytes(source)
+    columns, num_rows = Columns(roles, is_text=shard.format == "csv"), 0
+    for _, _, values in _records(shard, hashed):
+        num_rows += 1
+        if not isinstance(values, str):
+            columns.see(values)
+    footer = hashed.digest()
+    schema = base64.b64encode(columns.schema().serialize().to_pybytes()).decode()
+    return replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows, schema=schema)
+
+
+def schema_of(shard: Shard) -> pa.Schema:
+    """The columns that `inspect` found."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(shard.schema)))
+
+
+def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+    """The rows with some of their columns, and ROW_ERROR behind these.
+
+    Raises:
+        RunMismatchError: the file is not the one that was inspected.
+        OSError, ValueError: it is damaged.
+    """
+    hashed = HashedBytes(source)
+    schema = schema_of(shard)
+    fields = [schema.field(name) for name in columns]
+    group: list[Record] = []
+    num_bytes = 0
+    for record in _records(shard, hashed):
+        group.append(record)
+        num_bytes += record[1]
+        if len(group) >= batch_rows or num_bytes >= BATCH_BYTES:
+            yield _batch(group, fields)
+            group, num_bytes = [], 0
+    if group:
+        yield _batch(group, fields)
+    if hashed.digest() != shard.footer:
+        raise RunMismatchError(
+            f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
+        )
+
+
+def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
+    """Why rows of a batch are bad before anybody has looked at them, by their place; none of formats without lines."""
+    if ROW_ERROR not in batch.schema.names:
+        return {}
+    return {row: clip(sentence) for row, sentence in enumerate(batch[ROW_ERROR].to_pylist()) if sentence is not None}
+
+
+def _records(shard: Shard, source: HashedBytes) -> Iterator[Record]:
+    content: io.BufferedReader = decompressed(source, compression_of(shard.path))
+    return json_records(content) if shard.format == "jsonl" else csv_records(content, delimiter_of(shard.path))
+
+
+def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:
+    errors = [values if isinstance(values, str) else None for _, _, values in records]
+    arrays = []
+    for field in fields:
+        fit, found = fitting(field), []
+        for row, (line, _, values) in enumerate(records):
+            value = None if isinstance(values, str) else values.get(field.name)
+            if fit is not None and value is not None:
+                try:
+                    value = fit(value)
+                except WrongValueError as error:
+                    errors[row] = errors[row] or f"line {line}: {field.name} {error}"
+                    value = None
+            found.append(value)
+        arrays.append(pa.array(found, field.type))
+    names = [*(field.name for field in fields), ROW_ERROR]
+    return pa.RecordBatch.from_arrays([*arrays, pa.array(errors, pa.string())], names=names)

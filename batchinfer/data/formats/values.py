@@ -1,0 +1,261 @@
+"""Columns of values that come without types: the types that hold all of them, and values made to fit.
+
+What a column is for decides about values of several kinds. Prompts and ids of a wrong kind are errors of their rows;
+messages, tools and sampling may differ from row to row and become JSON text; other columns get the narrowest type that
+holds every value, or JSON text where none does:
+
+    1, 2.5 → double      [1], null → list<int64>      {"a": 1}, {"b": "x"} → struct<a, b>      1, "x" → JSON text
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+
+INT64 = range(-(1 << 63), 1 << 63)
+EXACT = range(-(1 << 53), (1 << 53) + 1)  # integers that a double holds
+MOST_NAMES = 200  # fields of a struct, beyond which it is a map; and columns told that the job does not name
+MOST_DEPTH = 16  # of lists and structs in each other
+
+# how values are: "null", a scalar's name, "mixed", ("list", how its items are), ("struct", {name: how})
+Kind = Any
+_SCALARS = {"bool": pa.bool_(), "int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "text": pa.string()}
+# numbers that keep every digit as they are written
+_INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_FLOAT_TEXT = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.([0-9]{0,16}[1-9]|0))?([eE][+-]?[0-9]{1,2})?")
+_BOOL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
+
+
+class WrongValueError(ValueError):
+    """A value is not what its column is for; the message ends the sentence that begins with the column's name."""
+
+
+def in_words(value: object) -> str:
+    """What a value is."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    words = {str: "text", list: "a list", dict: "an object", type(None): "null"}
+    return words.get(type(value), "a number")
+
+
+def column_roles(job: JobConfig, prompt_columns: list[str]) -> dict[str, str]:
+    """What each input column that the job names is for: text, json, id, token_ids, choices, variable or kept.
+
+    Args:
+        prompt_columns: that prompts are made of.
+    """
+    given = job.input
+    # tools and variables may also be written in the job itself
+    as_json = [given.messages, given.tools, given.chat_template_kwargs, given.sampling]
+    named = [
+        *((name, "kept") for name in job.output.keep_columns),
+        *((name, "variable") for name in prompt_columns),
+        *((name, "json") for name in as_json if isinstance(name, str)),
+        *((given.choices, "choices"), (given.token_ids, "token_ids"), (given.prompt, "text"), (given.id, "id")),
+    ]
+    return {name: role for name, role in named if name is not None}
+
+
+# ---- first pass: kinds
+
+
+class Columns:
+    """Finds the columns of a file and their types.
+
+    Args:
+        roles: as `column_roles` has them; other columns are only told, and without a type.
+        is_text: every value is text, as in CSV, and may be read as a number.
+    """
+
+    def __init__(self, roles: Mapping[str, str], *, is_text: bool) -> None:
+        self._roles, self._is_text = roles, is_text
+        self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
+        self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
+        self._kinds: dict[str, Kind] = {}
+
+    def see(self, values: Mapping[str, object]) -> None:
+        """Take note of one row."""
+        kinds = self._kinds
+        for name, value in values.items():
+            if name in self._typed:
+                known = kinds.get(name, "null")
+                kinds[name] = known if known == "mixed" else _wider(known, self._kind_of(value))
+            elif name not in kinds and (name in self._roles or len(kinds) < MOST_NAMES):
+                kinds[name] = "null"
+
+    def schema(self) -> pa.Schema:
+        """The columns as Arrow has them; `fitting` reads from a field how values get into it."""
+        return pa.schema([self._field(name, kind) for name, kind in self._kinds.items()])
+
+    def _field(self, name: str, kind: Kind) -> pa.Field:
+        kept, how = _arrow_type(kind), ""
+        role = self._roles.get(name, "kept")
+        if role in ("text", "json"):
+            kept, how = pa.string(), role
+        elif role == "token_ids":
+            kept, how = pa.list_(pa.int64()), role
+        elif role == "choices":
+            of_ids = kind == ("list", ("list", "int"))
+            kept, how = pa.list_(pa.list_(pa.int64()) if of_ids else pa.string()), "id_lists" if of_ids else "texts"
+        elif role == "id" and kind not in ("null", "int", "long"):
+            kept, how = pa.string(), "id"
+        elif self._is_text:
+            kept = pa.string() if kept is None else kept
+            how = "" if kept == pa.string() else str(kept)
+        elif kept is None:
+            kept, how = pa.string(), "json" if role == "variable" else "strict_json"
+        return pa.field(name, kept, metadata={"fitting": how})
+
+
+def kind_of(value: Any, depth: int = 0) -> Kind:
+    """How a value of JSON is."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int" if value in EXACT else "long" if value in INT64 else "mixed"
+    if isinstance(value, float):
+        return "float"
+    if depth == MOST_DEPTH:
+        return "mixed"
+    if isinstance(value, dict):
+        fields = {name: kind_of(part, depth + 1) for name, part in value.items()}
+        return _struct(fields)
+    if set(map(type, value)) == {int}:  # ids: millions of them
+        return _list(_wider(kind_of(min(value)), kind_of(max(value))))
+    kind: Kind = "null"
+    for item in value:
+        kind = _wider(kind, kind_of(item, depth + 1))
+    return _list(kind)
+
+
+def _kind_of_text(text: str | None) -> Kind:
+    if text is None:
+        return "null"
+    if _INT_TEXT.fullmatch(text):
+        return kind_of(int(text))
+    return "float" if _FLOAT_TEXT.fullmatch(text) else "bool" if text in _BOOL_TEXTS else "text"
+
+
+def _wider(first: Kind, second: Kind) -> Kind:
+    """How values of both kinds are."""
+    if second in (first, "null"):
+        return first
+    if first == "null":
+        return second
+    if isinstance(first, str) or isinstance(second, str):
+        numbers = {first, second} if isinstance(first, str) and isinstance(second, str) else set()
+        return "long" if numbers == {"int", "long"} else "float" if numbers == {"int", "float"} else "mixed"
+    if first[0] != second[0]:
+        return "mixed"
+    if first[0] == "list":
+        return _list(_wider(first[1], second[1]))
+    return _struct(
+        {name: _wider(first[1].get(name, "null"), second[1].get(name, "null")) for name in first[1] | second[1]}
+    )
+
+
+def _list(kind: Kind) -> Kind:
+    return "mixed" if kind == "mixed" else ("list", kind)
+
+
+def _struct(fields: dict[str, Kind]) -> Kind:
+    return "mixed" if "mixed" in fields.values() or len(fields) > MOST_NAMES else ("struct", fields)
+
+
+def _arrow_type(kind: Kind) -> pa.DataType | None:
+    """The type of a kind; None: there is none, or none that Parquet has (a struct of nothing)."""
+    if isinstance(kind, str):
+        return pa.null() if kind == "null" else _SCALARS.get(kind)
+    if kind[0] == "list":
+        item = _arrow_type(kind[1])
+        return None if item is None else pa.list_(item)
+    fields = {name: _arrow_type(part) for name, part in kind[1].items()}
+    return None if not fields or None in fields.values() else pa.struct(list(fields.items()))
+
+
+# ---- further passes: values
+
+
+def fitting(field: pa.Field) -> Callable[[Any], Any] | None:
+    """What makes a value that is not null one of the field's type; None: it is one.
+
+    What is given raises a WrongValueError.
+    """
+    how = (field.metadata or {}).get(b"fitting", b"").decode()
+    return _FITTINGS[how] if how else None
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON; text stays as it is."""
+    return value if isinstance(value, str) else _strict_json(value)
+
+
+def _strict_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise WrongValueError(f"is {in_words(value)}, not text")
+    return value
+
+
+def _id(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise WrongValueError(f"is {in_words(value)}, not text or an integer")
+
+
+def _token_ids(value: Any) -> list[int]:
+    found: list[int] = _list_of(value, int, "integers")
+    numbers = [item for item in found if item is not None] if None in found else found
+    if numbers and (min(numbers) not in INT64 or max(numbers) not in INT64):
+        raise WrongValueError("holds an integer of more than 64 bits")
+    return found
+
+
+def _texts(value: Any) -> list[str]:
+    return _list_of(value, str, "texts")
+
+
+def _id_lists(value: Any) -> list[list[int] | None]:
+    return [None if item is None else _token_ids(item) for item in _list_of(value, list, "lists of integers")]
+
+
+def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
+    """The list, which a text may hold as JSON (CSV has nothing but text); nulls may be among its items."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise WrongValueError(f"is text, not a list of {wanted}") from None
+    if not isinstance(value, list):
+        raise WrongValueError(f"is {in_words(value)}, not a list of {wanted}")
+    if not set(map(type, value)) <= {kind, type(None)}:
+        wrong = next(item for item in value if type(item) not in (kind, type(None)))
+        raise WrongValueError(f"is a list that holds {in_words(wrong)}, not a list of {wanted}")
+    return value
+
+
+_FITTINGS: dict[str, Callable[[Any], Any]] = {
+    "text": _text,
+    "json": json_text,
+    "strict_json": _strict_json,
+    "id": _id,
+    "token_ids": _token_ids,
+    "texts": _texts,
+    "id_lists": _id_lists,
+    "int64": int,
+    "double": float,
+    "bool": _BOOL_TEXTS.__getitem__,
+}

@@ -1,0 +1,205 @@
+"""The shards' columns and rows, whatever their format."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.config import DEFAULT_S3, S3Config, is_uri
+from batchinfer.data.columns import plain_type
+from batchinfer.data.folders import partition_values
+from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
+from batchinfer.data.parquet import DAMAGE, first_line
+from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
+from batchinfer.data.stores import StoreFile
+from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
+
+
+def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
+    """The shard's Arrow schema: what its file says, or what was found in its lines, and what its folders' names add.
+
+    Raises:
+        InputError: the file is no longer readable.
+        StoreError, RunMismatchError: the same of an object; it is another one now.
+    """
+    schema = _file_schema(shard, s3)
+    for name in partition_values(shard.path).keys() - set(schema.names):
+        schema = schema.append(pa.field(name, pa.string()))
+    return schema
+
+
+def _file_schema(shard: Shard, s3: S3Config) -> pa.Schema:
+    if shard.schema:
+        return line_rows.schema_of(shard)
+    with _opened(shard, s3) as source, _read_by(shard):
+        return arrow_ipc.schema_of(source) if shard.format == "arrow" else parquet_file.schema_of(source)
+
+
+def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
+    """The type of a column, dictionaries and views resolved to what they hold; None when it is missing or ambiguous."""
+    index = schema.get_field_index(name)
+    return None if index < 0 else plain_type(schema.field(index).type)
+
+
+def read_batches(
+    shard: Shard, columns: list[str], batch_rows: int = 1024, *, s3: S3Config = DEFAULT_S3
+) -> Iterator[pa.RecordBatch]:
+    """Read some columns of a shard in order, a few megabytes at a time however large the file's own parts are.
+
+    Args:
+        columns: names that the shard has (see `shard_schema`); empty gives batches that only count rows. Those of
+            lines have line_rows.ROW_ERROR behind them.
+        batch_rows: most rows per batch; wide rows come in smaller batches.
+
+    Raises:
+        InputError: the file is damaged, does not hold as many rows as were counted, or has a row of more than
+            wide_rows.ROW_BYTES.
+        StoreError: its store fails.
+        RunMismatchError: the file or object was replaced, perhaps while it was read.
+    """
+    num_rows = 0
+    constants = {name: value for name, value in partition_values(shard.path).items() if name in columns}
+    if constants:
+        own = set(_file_schema(shard, s3).names)
+        constants = {name: value for name, value in constants.items() if name not in own}
+    asked, columns = columns, [name for name in columns if name not in constants]
+    with _opened(shard, s3) as source:
+        if shard.format == "parquet":
+            with _read_by(shard):
+                found = parquet_file.opened(source, columns, is_object=is_uri(shard.path))
+            batches = parquet_file.batches(*found, columns, batch_rows)
+        elif shard.format == "arrow":
+            batches = arrow_ipc.batches(source, columns, batch_rows)
+        else:
+            batches = line_rows.batches(shard, source, columns, batch_rows)
+        for batch in _damage_named(shard, batches):
+            num_rows += batch.num_rows
+            yield _with_constants(batch, asked, constants) if constants else batch
+    if is_uri(shard.path):
+        with _opened(shard, s3):
+            pass  # it is still the same
+    if num_rows != shard.num_rows:
+        raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
+
+
+def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> pa.DataType:
+    """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text."""
+    found = [column_type(schema, id_column) for _, schema in _readable(shards, s3)]
+    kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
+    fits = all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds)
+    return pa.int64() if kinds and fits else pa.string()
+
+
+def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
+    """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
+
+    Raises:
+        ConfigError: a column is in no shard, has the name of an output column, or types that do not go together.
+    """
+    for name in keep_columns:
+        if name in (*OUTPUTS.schema.names, *OUTPUTS_WITH_REASONING.schema.names):
+            raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
+    if not keep_columns:
+        return []
+    schemas = _readable(shards, s3)
+    if not schemas:
+        return [pa.field(name, pa.null()) for name in keep_columns]
+    fields = [_kept_field(schemas, name) for name in keep_columns]
+    for field in fields:
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+        except pa.ArrowException:
+            raise ConfigError(
+                f"output.keep_columns names {field.name!r}, which is {field.type}, a type that Parquet has "
+                "not; convert it"
+            ) from None
+    return fields
+
+
+def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
+    kept, kept_from = None, None
+    for shard, schema in schemas:
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise ConfigError(f"output.keep_columns names {name!r}, which {shard.path} has more than once; rename one")
+        kind = column_type(schema, name)
+        if kind is None:
+            continue
+        wider = kind if kept is None else _common_type(kept, kind)
+        if wider is None:
+            raise ConfigError(
+                f"output.keep_columns names {name!r}, which is {kept} in {kept_from} but {kind} in {shard.path}; "
+                "convert one of them"
+            )
+        if wider != kept:
+            kept, kept_from = wider, shard.path
+    if kept is None:
+        raise ConfigError(f"output.keep_columns names {name!r}, which no shard has; remove it or correct the name")
+    return pa.field(name, kept)
+
+
+def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if first == second:
+        return first
+    try:
+        schemas = [pa.schema([("value", kind)]) for kind in (first, second)]
+        wider = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+    # Arrow would also turn text into bytes, and unsigned 64-bit integers into signed ones
+    is_faithful = wider not in (pa.binary(), pa.large_binary()) and pa.uint64() not in (first, second)
+    return wider if is_faithful or pa.null() in (first, second) else None
+
+
+def _readable(shards: list[Shard], s3: S3Config) -> list[tuple[Shard, pa.Schema]]:
+    return [(shard, shard_schema(shard, s3)) for shard in shards if shard.problem is None]
+
+
+# ---- reading
+
+
+def _with_constants(batch: pa.RecordBatch, columns: list[str], constants: Mapping[str, str | None]) -> pa.RecordBatch:
+    """The batch with these columns, some of which are the same in every row."""
+    repeated = {name: pa.repeat(pa.scalar(value, pa.string()), len(batch)) for name, value in constants.items()}
+    names = [*columns, *(name for name in batch.schema.names if name == line_rows.ROW_ERROR)]
+    arrays = [repeated[name] if name in repeated else batch[name] for name in names]
+    return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+@contextmanager
+def _opened(shard: Shard, s3: S3Config) -> Iterator[pa.NativeFile]:
+    """The file, or the object if it is the one that was planned."""
+    if not is_uri(shard.path):
+        with ExitStack() as stack:
+            with _read_by(shard):
+                # the batches of an Arrow file may be of any size: mapped ones take no memory that cannot be given back
+                opened = pa.memory_map if shard.format == "arrow" else pa.OSFile
+                source = stack.enter_context(opened(shard.path))
+            yield source
+        return
+    with StoreFile(shard.path, s3) as file:
+        if (file.size_bytes, file.version) != (shard.size_bytes, shard.version):
+            raise RunMismatchError(
+                f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
+            )
+        yield pa.PythonFile(file, mode="r")
+
+
+@contextmanager
+def _read_by(shard: Shard) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGE as error:
+        raise InputError(f"{shard.path} cannot be read: {first_line(error)}") from None
+
+
+def _damage_named(shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    # a loop of its own, so that an error of the consumer is never taken for damage of the shard
+    while True:
+        try:
+            batch = next(batches, None)
+        except DAMAGE as error:
+            raise InputError(f"{shard.path} is damaged: {first_line(error)}") from None
+        if batch is None:
+            return
+        yield batch
