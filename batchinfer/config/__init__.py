@@ -15,6 +15,7 @@ from batchinfer.config.job import (
     checked,
     dump_job,
     is_uri,
+    job_of_table,
     load_job,
     read_toml,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "checked",
     "dump_job",
     "is_uri",
+    "job_of_table",
     "load_job",
     "read_toml",
 ]
