@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -97,39 +98,36 @@ def generate(
         BatchinferError: the model cannot be used, or its ranks fail; see records.py for the classes.
         KeyboardInterrupt: what is finished is kept, in a folder of yours.
     """
-    parts = _parts(model, settings)
     columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
     named = {kind: name for kind, name in columns.items() if name is not None}
-    named |= {kind: parts["input"].pop(kind) for kind in KINDS if kind in parts["input"]}
-    others = {name for key in _COLUMNS if isinstance(name := parts["input"].get(key, key), str)}
-    others.update(name for name in parts["output"].get("keep_columns", ()) if name not in named.values())
-    if "template" in parts["input"]:
-        named["template"] = parts["input"].pop("template")
-    reader, found = reader_of(data, named, others)
-    temporary = None
-    if "dir" not in parts["output"]:
-        temporary = tempfile.TemporaryDirectory(prefix="batchinfer-")
-        parts["output"]["dir"] = str(Path(temporary.name) / "run")
-    parts["input"] |= {"files": [SHARD], **found}
-    job = _written(reader, job_of_table(parts, _CALL, Path.cwd()))
-    if stream:
-        return _rows(job, progress, temporary)
-    try:
+    with ExitStack() as stack:
+        job = _job(data, named, _parts(model, settings), stack)
+        if stream:
+            return _rows(job, progress, stack.pop_all())
         job.run(progress=progress)
         return job.outputs()
-    finally:
-        if temporary is not None:
-            temporary.cleanup()
 
 
-def _rows(
-    job: Job, progress: Progress | None, temporary: tempfile.TemporaryDirectory[str] | None
-) -> Iterator[dict[str, Any]]:
-    try:
+def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack) -> Job:
+    """The job, its rows written to a folder beside its run folder; `stack` removes both unless they are to stay."""
+    inputs, outputs = parts["input"], parts["output"]
+    named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
+    others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
+    reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
+    if "dir" not in outputs:
+        outputs["dir"] = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-"))) / "run")
+    inputs |= {"files": [SHARD], **found}
+    config = job_of_table(parts, _CALL, Path.cwd())
+    run = RunDir(Path(config.output.dir))
+    shard = run.root.with_name(run.root.name + INPUT) / SHARD
+    write_shard(reader, shard, run.run_json, config.output.shared_group)
+    files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})
+    return Job.of(config.model_copy(update={"input": files}))
+
+
+def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dict[str, Any]]:
+    with stack:
         yield from job.rows(progress=progress)
-    finally:
-        if temporary is not None:
-            temporary.cleanup()
 
 
 def _parts(model: str | Path | Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -155,12 +153,3 @@ def _parts(model: str | Path | Mapping[str, Any], settings: Mapping[str, Any]) -
     if "files" in parts["input"]:
         raise ConfigError("input.files is set, but the rows of generate() are its data; use Job for files")
     return parts
-
-
-def _written(reader: pa.RecordBatchReader, config: JobConfig) -> Job:
-    """The job, with its rows in a folder beside its run folder."""
-    run = RunDir(Path(config.output.dir))
-    shard = run.root.with_name(run.root.name + INPUT) / SHARD
-    write_shard(reader, shard, run.run_json, config.output.shared_group)
-    files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})
-    return Job.of(config.model_copy(update={"input": files}))

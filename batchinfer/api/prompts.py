@@ -22,12 +22,15 @@ USE = "give a list of texts, of lists of messages or of lists of token ids, or a
 BATCH_ROWS = 16384  # of a list, in a row group
 
 
-def reader_of(data: Any, named: Mapping[str, str], others: set[str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
+def reader_of(
+    data: Any, named: Mapping[str, str], others: set[str], kept: Any = None
+) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     """(the rows, which column holds what: one of KINDS -> its name).
 
     Args:
         named: the same as the caller names it, empty: it is to be found.
         others: columns that hold something else.
+        kept: the list of those that are copied to the outputs, which are taken only if no other fits.
 
     Raises:
         InputError: it is nothing that holds prompts, or rows of several kinds.
@@ -44,7 +47,7 @@ def reader_of(data: Any, named: Mapping[str, str], others: set[str]) -> tuple[pa
             raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise InputError(f"data cannot be read as Arrow columns: {str(error).splitlines()[0]}; {USE}") from None
-    return reader, dict(named) or _found(reader.schema, others)
+    return reader, dict(named) or _found(reader.schema, others, kept if isinstance(kept, list) else [])
 
 
 def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shared_group: str | None) -> None:
@@ -69,7 +72,7 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
             with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
                 for batch in reader:
                     writer.write_batch(batch.replace_schema_metadata(None))
-            if run_json.exists() and not (target.exists() and filecmp.cmp(temporary, target, shallow=False)):
+            if run_json.exists() and target.exists() and not filecmp.cmp(temporary, target, shallow=False):
                 raise RunMismatchError(
                     f"the run folder {run_json.parent} was made for other rows than these; choose another output.dir, "
                     "give the same rows, or delete that folder"
@@ -111,9 +114,11 @@ def _kind(row: Any, place: int) -> str:
     raise InputError(f"row {place} of data is a {type(row).__name__} that is no prompt; {USE}")
 
 
-def _found(schema: pa.Schema, others: set[str]) -> dict[str, str]:
+def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, str]:
     """The only column that can hold prompts."""
     fits = [(kind, field.name) for field in schema if field.name not in others and (kind := _kind_of(field.type))]
+    if len(fits) > 1:
+        fits = [fit for fit in fits if fit[1] not in kept] or fits
     if len(fits) == 1:
         return dict(fits)
     if not fits:

@@ -115,6 +115,22 @@ def test_tables_come_as_anybody_has_them(kind, tmp_path):
     assert (ended.code, "5 in, 5 out, 0 bad" in ended.out) == (0, True), ended.err
 
 
+def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
+    table = pa.table({"label": ["x"], "text": ["a"]})
+    found = [
+        prompts.reader_of(table.select(names), {}, set(), ["label"])[1] for names in (["label", "text"], ["label"])
+    ]
+    assert found == [{"prompt": "text"}, {"prompt": "label"}]
+
+
+def test_rows_with_choices_come_whole():
+    table = pa.table({"prompt": ["2 plus 3 is", "The ferry"], "choices": [[" 5", " 6"], [" sails", " 7", ""]]})
+    settings = {**SETTINGS, "max_tokens": 0, "input": {"choices": "choices"}}
+    rows = list(batchinfer.generate(table, stream=True, **settings))
+    assert [(row["row"], row["status"]) for row in rows] == [(0, "ok"), (1, "error")]
+    assert len(rows[0]["choice_logprobs"]) == 2
+
+
 def test_columns_of_other_types_are_no_prompts():
     chats = [[{"role": "user", "content": "a"}]]
     assert kinds_of(pa.table({"chat": chats, "n": [1], "at": [[0.5]]}))[:2] == ("messages", "chat")
@@ -122,28 +138,28 @@ def test_columns_of_other_types_are_no_prompts():
 
 
 WRONG = [
-    (dict(data=["a"], max_tokens=None), "sampling.max_tokens is None"),
-    (dict(data=["a"], colour=1), "colour is no setting of generate()"),
-    (dict(data=["a"], temperature="hot"), "generate(): sampling.temperature is 'hot', but it should be"),
-    (dict(data=["a"], cluster=2), "cluster is 2, not a dict"),
-    (dict(data=["a"], cluster={"ranks": 2}), "cluster.ranks is not a known key"),
-    (dict(data=["a"], input={"files": ["x"]}), "input.files is set, but the rows of generate() are its data"),
-    (dict(data=["a"], output={"dir": "s3://a/b"}), "output.dir is a URI"),
-    (dict(data=["a"], token_ids="x"), "token_ids is 'x', but data is a list of prompt"),
-    (dict(data=["a", [1]]), "data holds rows of several kinds (prompt and token_ids)"),
-    (dict(data=["a", 1.5]), "row 1 of data is a float that is no prompt"),
-    (dict(data=[{"prompt": "a"}]), "row 0 of data is a dict that is no prompt"),
-    (dict(data=[["a"]]), "row 0 of data is a list that is no prompt"),
-    (dict(data=[[{"role": "user", "content": {1}}]]), "data cannot be read as Arrow columns: Object of type set"),
-    (dict(data=["\ud800"]), "data cannot be read as Arrow columns"),
-    (dict(data=[[2**70]]), "data cannot be read as Arrow columns"),
-    (dict(data="a"), "data is a str, which holds no prompts"),
-    (dict(data=iter(["a"])), "which holds no prompts"),
-    (dict(data=pa.table({"n": [1]})), "no column of data holds texts, messages or token ids (it has n)"),
-    (dict(data=pa.table({"a": ["x"], "b": ["y"]})), "several columns of data could hold the prompts; name one: prompt='a'"),
-    (dict(data=pa.table({"a": ["x"]}), prompt="b"), "b"),
-    (dict(data=pa.table({"a": ["x"]}), prompt="a", messages="a"), "exactly one must be set"),
-    (dict(data=["a"], model="/nowhere"), "/nowhere/config.json does not exist"),
+    ({"data": ["a"], "max_tokens": None}, "sampling.max_tokens is None"),
+    ({"data": ["a"], "colour": 1}, "colour is no setting of generate()"),
+    ({"data": ["a"], "temperature": "hot"}, "generate(): sampling.temperature is 'hot', but it should be"),
+    ({"data": ["a"], "cluster": 2}, "cluster is 2, not a dict"),
+    ({"data": ["a"], "cluster": {"ranks": 2}}, "cluster.ranks is not a known key"),
+    ({"data": ["a"], "input": {"files": ["x"]}}, "input.files is set, but the rows of generate() are its data"),
+    ({"data": ["a"], "output": {"dir": "s3://a/b"}}, "output.dir is a URI"),
+    ({"data": ["a"], "token_ids": "x"}, "token_ids is 'x', but data is a list of prompt"),
+    ({"data": ["a", [1]]}, "data holds rows of several kinds (prompt and token_ids)"),
+    ({"data": ["a", 1.5]}, "row 1 of data is a float that is no prompt"),
+    ({"data": [{"prompt": "a"}]}, "row 0 of data is a dict that is no prompt"),
+    ({"data": [["a"]]}, "row 0 of data is a list that is no prompt"),
+    ({"data": [[{"role": "user", "content": {1}}]]}, "data cannot be read as Arrow columns: Object of type set"),
+    ({"data": ["\ud800"]}, "data cannot be read as Arrow columns"),
+    ({"data": [[2**70]]}, "data cannot be read as Arrow columns"),
+    ({"data": "a"}, "data is a str, which holds no prompts"),
+    ({"data": iter(["a"])}, "which holds no prompts"),
+    ({"data": pa.table({"n": [1]})}, "no column of data holds texts, messages or token ids (it has n)"),
+    ({"data": pa.table({"a": ["x"], "b": ["y"]})}, "several columns of data could hold the prompts; name one:"),
+    ({"data": pa.table({"a": ["x"]}), "prompt": "b"}, "b"),
+    ({"data": pa.table({"a": ["x"]}), "prompt": "a", "messages": "a"}, "exactly one must be set"),
+    ({"data": ["a"], "model": "/nowhere"}, "/nowhere/config.json does not exist"),
 ]  # fmt: skip
 
 
@@ -160,7 +176,7 @@ def test_a_folder_of_other_rows_or_settings_is_refused(tmp_path):
     before = output_bytes(tmp_path / "run")
     with pytest.raises(batchinfer.RunMismatchError, match="was made for other rows than these"):
         batchinfer.generate(["a", "c"], output=tmp_path / "run", **SETTINGS)
-    with pytest.raises(batchinfer.RunMismatchError, match="sampling.top_k was 0 and is now 3"):
+    with pytest.raises(batchinfer.RunMismatchError, match=r"sampling\.top_k was 0 and is now 3"):
         batchinfer.generate(["a", "b"], output=tmp_path / "run", top_k=3, **SETTINGS)
     again = list(batchinfer.generate(["a", "b"], output=tmp_path / "run", stream=True, **SETTINGS))
     assert sorted(row["row"] for row in again) == [0, 1]

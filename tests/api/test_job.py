@@ -44,7 +44,7 @@ def test_a_dict_is_a_job_file(path, monkeypatch):
     table["output"]["dir"] = path.parent / "run"
     assert batchinfer.Job(table).folder == path.parent / "run"
     del table["sampling"]["max_tokens"]
-    with pytest.raises(batchinfer.ConfigError, match="Job: the key sampling.max_tokens is missing; add it"):
+    with pytest.raises(batchinfer.ConfigError, match=r"Job: the key sampling\.max_tokens is missing; add it"):
         batchinfer.Job(table)
 
 
@@ -61,7 +61,7 @@ def test_errors_come_with_their_class_and_what_they_know(path):
     job = batchinfer.Job.from_toml(path)
     job.plan()
     os.truncate(job.folder / "plan" / "units.parquet", 10)
-    with pytest.raises(batchinfer.DamagedFileError, match="units.parquet is damaged") as raised:
+    with pytest.raises(batchinfer.DamagedFileError, match=r"units\.parquet is damaged") as raised:
         job.run()
     assert raised.value.path == job.folder / "plan" / "units.parquet"
     assert raised.value.exit_code == 2

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def own_interrupts():
+    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_once_some_are_done(folder: Path) -> None:
     while not list(folder.glob("units/*/*/part-*.parquet")):
         time.sleep(0.02)
@@ -47,7 +57,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split())
 
 
-def test_an_interrupted_call_goes_on_in_its_folder(whole, tmp_path):
+def test_an_interrupted_call_goes_on_in_its_folder(whole, own_interrupts, tmp_path):
     folder, before = tmp_path / "run", children()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     threading.Thread(target=interrupt_once_some_are_done, args=(folder,)).start()
@@ -85,12 +95,10 @@ def test_an_iterator_that_is_closed_stops_the_job(tmp_path):
     assert not (tmp_path / "run" / "outputs").exists()
 
 
-def test_the_job_ends_with_its_caller(tmp_path):
+def test_a_job_ends_with_its_caller(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        f"import batchinfer\nbatchinfer.generate({TEXTS!r}, output={str(tmp_path / 'run')!r}, model={str(RANDOM_MODEL)!r}, "
-        "dtype='float32', max_tokens=2000, ignore_eos=True, cluster={'commit_seconds': 0.2, 'decode_requests': 1})\n"
-    )
+    settings = {**LONG, "model": str(RANDOM_MODEL), "output": str(tmp_path / "run"), "max_tokens": 2000}
+    script.write_text(f"import batchinfer\nbatchinfer.generate({TEXTS!r}, **{settings!r})")
     caller = subprocess.Popen([sys.executable, str(script)])
     parts = tmp_path / "run" / "units"
     while not list(parts.glob("*/*/lease.json")):
@@ -100,11 +108,11 @@ def test_the_job_ends_with_its_caller(tmp_path):
     caller.wait()
     while '"released": true' not in next(parts.glob("*/*/lease.json")).read_text():
         time.sleep(0.05)
-    assert not (tmp_path / "run" / "outputs").exists()
+    assert not list((tmp_path / "run" / "done").glob("*"))
 
 
-def test_a_plain_script_needs_no_guard_and_changes_nothing_of_its_folder(tmp_path):
-    """Beside it is a file with the name of a module that everything imports; only the script itself looks there."""
+def test_a_plain_script_needs_no_guard_and_its_working_folder_no_care(tmp_path):
+    """A file there has the name of a module that commands import."""
     script = tmp_path / "script.py"
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "click.py").write_text("raise SystemExit('the wrong module')")
@@ -153,23 +161,37 @@ def test_lines_of_the_command_are_logged(caplog):
     assert any(record.message.startswith("work: 1 of 1 requests") for record in caplog.records)
 
 
-def test_a_command_that_is_killed_says_so(tmp_path):
-    write_questions(tmp_path / "prompts")
-    job = batchinfer.Job.from_toml(write_job(tmp_path))
-    with CommandProcess("run", job.config, None) as process:
-        process._process.kill()
-        with pytest.raises(batchinfer.BatchinferError, match="batchinfer run ended by SIGKILL"):
-            while not process.ended():
-                pass
+def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    code = f"import batchinfer; batchinfer.generate(['a'], model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3)"
+    caller = subprocess.Popen([sys.executable, "-c", code], stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # how a terminal ends
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    assert caller.wait() == 0
+    assert b"work: 100%|" in shown
 
 
-def test_a_command_that_is_stopped_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "error", "sentence"),
+    [
+        (signal.SIGKILL, batchinfer.BatchinferError, "batchinfer run ended by SIGKILL"),
+        (signal.SIGTERM, batchinfer.InterruptedRunError, "batchinfer run was stopped: stopped by SIGTERM"),
+    ],
+)
+def test_a_command_that_somebody_else_ends_says_so(tmp_path, number, error, sentence):
     write_questions(tmp_path / "prompts")
     job = batchinfer.Job.from_toml(write_job(tmp_path))
-    with CommandProcess("run", job.config, lambda title, done, total: process._process.terminate()) as process:
-        with pytest.raises(batchinfer.InterruptedRunError, match="was stopped"):
-            while not process.ended():
-                pass
+
+    def end_it(title, done, total):
+        process._process.send_signal(number)
+
+    with CommandProcess("run", job.config, end_it) as process, pytest.raises(error, match=sentence):
+        any(iter(process.ended, None))
 
 
 def test_a_notebook_may_call():
