@@ -2,18 +2,49 @@
 
 A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> engine
 (prefill, decode) -> finish (outputs in input order, statistics) -> report.
+
+From Python: `generate` for prompts that a program holds, `Job` for what a job file says. The errors are those of
+records.py.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchinfer.api import Job as Job
+    from batchinfer.api import generate as generate
+    from batchinfer.records import BatchinferError as BatchinferError
+    from batchinfer.records import ConfigError as ConfigError
+    from batchinfer.records import DamagedFileError as DamagedFileError
+    from batchinfer.records import IncompleteRunError as IncompleteRunError
+    from batchinfer.records import InputError as InputError
+    from batchinfer.records import InterruptedRunError as InterruptedRunError
+    from batchinfer.records import ModelError as ModelError
+    from batchinfer.records import RunMismatchError as RunMismatchError
+    from batchinfer.records import StoreError as StoreError
 
 __version__: str
 
+_API = ("Job", "generate")
+_ERRORS = (
+    "BatchinferError", "ConfigError", "DamagedFileError", "IncompleteRunError", "InputError", "InterruptedRunError",
+    "ModelError", "RunMismatchError", "StoreError",
+)  # fmt: skip
 
-def __getattr__(name: str) -> str:
-    """The version, found when it is asked for: looking through installed packages takes 35 ms of every start."""
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """What is asked for, found then: commands start without it, and looking for the version takes 35 ms."""
+    from importlib import import_module
     from importlib.metadata import PackageNotFoundError, version
 
+    if name in (*_API, *_ERRORS):
+        return getattr(import_module("batchinfer.api" if name in _API else "batchinfer.records"), name)
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return version("batchinfer")
     except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
         return "0+source"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API, *_ERRORS, "__version__"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -75,12 +76,22 @@ for command in (*FIRST, *JOBS, *SLURM, *REPORTS, kv.kv):
     cli.add_command(command)
 
 
-def main(spare: SpareRank | None = None, tokenizer: TokenizerProcess | None = None) -> None:
+def _print_error(error: BatchinferError) -> None:
+    for sentence in error.sentences:
+        click.echo(f"error: {sanitize(clip(sentence))}", err=True)
+
+
+def main(
+    spare: SpareRank | None = None,
+    tokenizer: TokenizerProcess | None = None,
+    tell: Callable[[BatchinferError], None] = _print_error,
+) -> None:
     """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
 
     Args:
         spare: for a command that needs a lone rank.
         tokenizer: for a command that plans.
+        tell: is told what went wrong.
     """
     try:
         # installed first: a signal during the imports below counts too
@@ -91,8 +102,7 @@ def main(spare: SpareRank | None = None, tokenizer: TokenizerProcess | None = No
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        for sentence in error.sentences:
-            click.echo(f"error: {sanitize(clip(sentence))}", err=True)
+        tell(error)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)

@@ -3,15 +3,20 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.rank_process import SpareRank
-from batchinfer.records import ExitCode
+from batchinfer.records import BatchinferError, ExitCode
 
 
-def program() -> NoReturn:
-    """Run the command of this process's arguments and end the process."""
+def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
+    """Run the command of this process's arguments and end the process.
+
+    Args:
+        tell: is told what went wrong, in place of the person at stderr.
+    """
     # a command makes many small things that stay until its end: looking through them all the time finds little
     gc.set_threshold(50_000, 20, 20)
     # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
@@ -23,7 +28,7 @@ def program() -> NoReturn:
     try:
         from batchinfer.cli import main
 
-        main(spare, tokenizer)
+        main(spare, tokenizer, *([] if tell is None else [tell]))
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise

@@ -1,9 +1,10 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere; and for whoever listens in this process."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
@@ -11,6 +12,15 @@ from tqdm import tqdm
 from batchinfer.sanitize import sanitize
 
 LINE_SECONDS = 10.0  # between plain lines
+TOLD_SECONDS = 0.1  # between two calls of a listener
+
+Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
+_listeners: list[Listener] = []  # of this process
+
+
+def listen(listener: Listener) -> None:
+    """Tell somebody of all progress that this process makes from now on."""
+    _listeners.append(listener)
 
 
 class Progress:
@@ -26,11 +36,15 @@ class Progress:
             if sys.stderr.isatty()
             else None
         )
+        self._told = -TOLD_SECONDS
+        self._tell()
 
     def advance(self, count: int, detail: str = "") -> None:
         """Count finished things; `detail` (for example tokens/s) is shown with them."""
         self.count += count
         self._detail = detail or self._detail
+        if time.monotonic() - self._told >= TOLD_SECONDS:
+            self._tell()
         if self._bar is not None:
             if detail:
                 self._bar.set_postfix_str(detail, refresh=False)
@@ -50,10 +64,16 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tell()
         if self._bar is not None:
             self._bar.close()
         else:
             self._print_line()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        for listener in _listeners:
+            listener(self._title, self.count, self.total)
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()

@@ -37,11 +37,10 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, sentences: list[str]) -> None:
         super().__init__("\n".join(sentences))
-        self._sentences = sentences
 
     @property
     def sentences(self) -> list[str]:
-        return self._sentences
+        return str(self).split("\n")
 
 
 class DamagedFileError(ConfigError):

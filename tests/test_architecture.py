@@ -12,7 +12,7 @@ PACKAGE = ROOT / "batchinfer"
 
 # Files in the package root: what every room may import, and the doors through which people come in.
 GROUND = ("records", "sanitize", "host_info", "ownership", "config", "rundir", "manifest", "stop", "progress")
-DOORS = ("schema", "cli", "program", "__main__", "lm_eval")
+DOORS = ("schema", "cli", "program", "__main__", "lm_eval", "api")
 # Rooms from the bottom to the top, each with the rooms below that it may import; the ground is open to all.
 ROOMS: dict[str, set[str]] = {
     "balance": set(),

@@ -16,6 +16,7 @@ from batchinfer.config.job import (
     checked,
     dump_job,
     is_uri,
+    job_of_table,
     load_job,
     read_toml,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "did_you_mean",
     "dump_job",
     "is_uri",
+    "job_of_table",
     "load_job",
     "read_toml",
 ]

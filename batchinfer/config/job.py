@@ -372,7 +372,20 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
     table = read_toml(path, "job file")
     for text in overrides:
         _apply_override(table, text)
-    job = _with_absolute_paths(checked(JobConfig, table, path), path.absolute().parent.resolve())
+    return job_of_table(table, path, path.absolute().parent.resolve())
+
+
+def job_of_table(table: dict[str, Any], source: Path, folder: Path) -> JobConfig:
+    """The job that the table of a job file is.
+
+    Args:
+        source: where the table is from, for messages.
+        folder: from which relative paths count.
+
+    Raises:
+        ConfigError: one sentence with the source, the key, the value and what it should be.
+    """
+    job = _with_absolute_paths(checked(JobConfig, table, source), folder)
     return job.model_copy(update={"sampling": with_model_defaults(job.sampling, Path(job.model.path))})
 
 

@@ -45,30 +45,57 @@ def write_outputs(
         ModelError: texts of tokens are asked for, and the model has no tokenizer that can be read.
         RunMismatchError: its tokenizer is another one than the plan's.
     """
-    readable = [shard for shard in shards if shard.problem is None]
-    kept = kept_fields(shards, job.output.keep_columns, job.s3)
-    tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
-    own = output_schema(id_type, [], tables)
-    schema = output_schema(id_type, kept, tables, with_texts=job.output.token_texts)
-    texts = _token_texts(run, job) if job.output.token_texts else None
+    rows = OutputRows(connection, run, job, shards, id_type)
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
-        for shard in readable:
-            reader = _output_reader(connection, run, shard, own)
-            kept_rows = KeptRows(shard, kept, job.s3)
-            with (
-                table_writer(run.output(shard.name), schema, scratch=run.finish_scratch, manifest=manifest) as writer,
-            ):
-                for batch in reader:
-                    shown = batch if texts is None else texts.add(batch)
-                    table = pa.table([*shown.columns, *kept_rows.take(batch["row"])], schema=schema)
+        for shard in shards:
+            if shard.problem is not None:
+                continue
+            target = run.output(shard.name)
+            with table_writer(target, rows.schema, scratch=run.finish_scratch, manifest=manifest) as writer:
+                for table in rows.of(connection, shard):
                     writer.write_table(table)
                     num_rows += len(table)
-                    num_errors += sum(status == "error" for status in batch["status"].to_pylist())
+                    num_errors += sum(status == "error" for status in table["status"].to_pylist())
                     progress.advance(len(table))
     if num_rows != expected:
         raise IncompleteRunError(f"{expected} rows were asked for, but {num_rows} written; please report this fault")
     return num_rows, num_errors
+
+
+class OutputRows:
+    """The rows of outputs/ in their final form.
+
+    Raises:
+        ModelError, RunMismatchError: as `write_outputs`.
+    """
+
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        run: RunDir,
+        job: JobConfig,
+        shards: list[Shard],
+        id_type: pa.DataType,
+    ) -> None:
+        self._run, self._s3 = run, job.s3
+        self._kept = kept_fields(shards, job.output.keep_columns, job.s3)
+        tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
+        self._own = output_schema(id_type, [], tables)
+        self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
+        self._texts = _token_texts(run, job) if job.output.token_texts else None
+
+    def of(self, connection: duckdb.DuckDBPyConnection, shard: Shard, where: str = "true") -> Iterator[pa.Table]:
+        """One shard's rows in order.
+
+        Args:
+            connection: with the view `delivered`.
+            where: SQL that says which.
+        """
+        kept_rows = KeptRows(shard, self._kept, self._s3)
+        for batch in _output_reader(connection, self._run, shard, self._own, where):
+            shown = batch if self._texts is None else self._texts.add(batch)
+            yield pa.table([*shown.columns, *kept_rows.take(batch["row"])], schema=self.schema)
 
 
 def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
@@ -78,14 +105,14 @@ def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
 
 
 def _output_reader(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, own: pa.Schema
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, own: pa.Schema, where: str
 ) -> Iterator[pa.RecordBatch]:
     """One shard's output rows in order, without the kept columns and texts of tokens."""
     rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, [shard]))
     columns = [_SQL_OF.get(name, name) for name in own.names]
     if own.field("id").type == pa.int64():
         columns[0] = "id::BIGINT AS id"
-    ordered = connection.sql(f"SELECT {', '.join(columns)} FROM ({rows}) ORDER BY row, sample")
+    ordered = connection.sql(f"SELECT {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY row, sample")
     for batch in ordered.to_arrow_reader(BATCH_ROWS):
         calls = tool_calls(batch["text"]) if "tool_calls" in own.names else None
         found = [calls if name == "tool_calls" else batch[name] for name in own.names]

@@ -17,6 +17,18 @@ def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bo
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
+    return run_of(job, target, may_be_planning=may_be_planning), job
+
+
+def run_of(job: JobConfig, target: Path, *, may_be_planning: bool = False) -> RunDir:
+    """The run folder of a job that is planned.
+
+    Args:
+        target: what a person calls the job.
+
+    Raises:
+        ConfigError, RunMismatchError: as `planned_run`.
+    """
     run = RunDir(Path(job.output.dir))
     state = None
     if run.run_json.exists():
@@ -25,7 +37,7 @@ def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bo
     if state is None or (state["state"] == "planning" and not may_be_planning):
         raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
     check_same(state["fingerprint"], settings_fingerprint(job), run.root)
-    return run, job
+    return run
 
 
 def run_folder(target: Path) -> Path:

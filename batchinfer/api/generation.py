@@ -1,0 +1,155 @@
+"""A job over data that a program holds: what is asked for as the keys of a job file, the rows as its only shard."""
+
+from __future__ import annotations
+
+import glob
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import pyarrow as pa
+
+from batchinfer.api.job import Job, plain
+from batchinfer.api.process import Progress
+from batchinfer.api.prompts import KINDS, reader_of, write_shard
+from batchinfer.config import JobConfig, job_of_table
+from batchinfer.config.sampling import JobSampling
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir
+
+SHARD = "prompts.parquet"
+INPUT = "-input"  # behind the name of the run folder, which may hold nothing but the run
+_CALL = Path("generate()")  # in messages, where commands name the job file
+_COLUMNS = ("id", "chat_template_kwargs", "tools", "choices", "sampling")  # keys of [input] that may name columns
+
+
+@overload
+def generate(
+    data: Any,
+    *,
+    model: str | Path | Mapping[str, Any],
+    messages: str | None = None,
+    prompt: str | None = None,
+    token_ids: str | None = None,
+    stream: Literal[False] = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> pa.Table: ...
+
+
+@overload
+def generate(
+    data: Any,
+    *,
+    model: str | Path | Mapping[str, Any],
+    messages: str | None = None,
+    prompt: str | None = None,
+    token_ids: str | None = None,
+    stream: Literal[True],
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Iterator[dict[str, Any]]: ...
+
+
+def generate(
+    data: Any,
+    *,
+    model: str | Path | Mapping[str, Any],
+    messages: str | None = None,
+    prompt: str | None = None,
+    token_ids: str | None = None,
+    stream: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> pa.Table | Iterator[dict[str, Any]]:
+    """Answer all prompts on this machine; a row that cannot be answered is a row with status 'error'.
+
+    >>> answers = batchinfer.generate(
+    ...     ["The ferry", "The baker"], model="sample_data/model", dtype="float32", max_tokens=3
+    ... )
+    >>> answers.select(["row", "status", "completion_tokens"]).to_pylist()[1]
+    {'row': 1, 'status': 'ok', 'completion_tokens': 3}
+    >>> chats = [[{"role": "user", "content": "What is 2 plus 3?"}]]
+    >>> rows = batchinfer.generate(chats, model="sample_data/model", max_tokens=3, stream=True)
+    >>> [row["row"] for row in rows]
+    [0]
+
+    Args:
+        data: a list of texts, of lists of messages or of lists of token ids (the rows' ids are their numbers); or a
+            table: of Arrow (Table, RecordBatchReader, Dataset), or what hands itself over as such (pandas, polars,
+            DuckDB).
+        model: the model folder, or the keys of [model].
+        messages, prompt, token_ids: the column that holds them; unset: for a list what its rows are, for a table the
+            only column that can hold one of these.
+        stream: give the rows as they become durable, in any order, each once; the job runs while they are asked for.
+        progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+        settings: keys of [sampling] (max_tokens is required), dtype, and the other parts of a job file as dicts:
+            cluster={"prefill_ranks": 2}. output: the run folder, or a dict; unset: a temporary one, which is gone
+            afterwards, also when the call is interrupted. With a folder the same call goes on where it stopped.
+
+    Returns:
+        The columns of outputs/ (`batchinfer schema --stats`) in input order; of an iterator, each row as a dict.
+
+    Raises:
+        ConfigError, InputError: a setting or the data is wrong.
+        RunMismatchError: the run folder belongs to other data or settings.
+        BatchinferError: the model cannot be used, or its ranks fail; see records.py for the classes.
+        KeyboardInterrupt: what is finished is kept, in a folder of yours.
+    """
+    columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+    named = {kind: name for kind, name in columns.items() if name is not None}
+    with ExitStack() as stack:
+        job = _job(data, named, _parts(model, settings), stack)
+        if stream:
+            return _rows(job, progress, stack.pop_all())
+        job.run(progress=progress)
+        return job.outputs()
+
+
+def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack) -> Job:
+    """The job, its rows written to a folder beside its run folder; `stack` removes both unless they are to stay."""
+    inputs, outputs = parts["input"], parts["output"]
+    named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
+    others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
+    reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
+    if "dir" not in outputs:
+        outputs["dir"] = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-"))) / "run")
+    inputs |= {"files": [SHARD], **found}
+    config = job_of_table(parts, _CALL, Path.cwd())
+    run = RunDir(Path(config.output.dir))
+    shard = run.root.with_name(run.root.name + INPUT) / SHARD
+    write_shard(reader, shard, run.run_json, config.output.shared_group)
+    files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})
+    return Job.of(config.model_copy(update={"input": files}))
+
+
+def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dict[str, Any]]:
+    with stack:
+        yield from job.rows(progress=progress)
+
+
+def _parts(model: str | Path | Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings as the parts of a job file."""
+    parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "sampling": {}}
+    shorthands = {"model": "path", "output": "dir"}
+    for key, value in {"model": model, **settings}.items():
+        if key == "dtype":
+            parts.setdefault("model", {})["dtype"] = plain(value)
+        elif key in JobSampling.model_fields:
+            parts["sampling"][key] = plain(value)
+        elif key not in JobConfig.model_fields:
+            raise ConfigError(
+                f"{key} is no setting of generate(); use dtype, a key of [sampling] such as max_tokens, or one of "
+                f"{', '.join(JobConfig.model_fields)} with a dict of its keys (see `batchinfer schema`)"
+            )
+        elif isinstance(value, Mapping):
+            parts[key] = parts.get(key, {}) | plain(value)
+        elif key in shorthands and isinstance(value, str | Path):
+            parts.setdefault(key, {})[shorthands[key]] = str(value)
+        else:
+            raise ConfigError(f"{key} is {value!r}, not a dict; give the keys of [{key}], as {key}={{...}}")
+    if "files" in parts["input"]:
+        raise ConfigError("input.files is set, but the rows of generate() are its data; use Job for files")
+    return parts

@@ -1,0 +1,187 @@
+"""A job as an object: plan it, run it, read what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.api.process import CommandProcess, Progress
+from batchinfer.config import JobConfig, job_of_table, load_job
+from batchinfer.data.parquet import own_file
+from batchinfer.finish.early import EarlyRows
+from batchinfer.manifest import Manifest
+from batchinfer.records import IncompleteRunError
+from batchinfer.run.planned import run_of
+from batchinfer.rundir import RunDir, read_state
+
+
+class Job:
+    """A job on this machine, by the keys of a job file; relative paths count from the working folder.
+
+    >>> job = batchinfer.Job(
+    ...     {
+    ...         "input": {"files": ["sample_data/prompts/part-00000.parquet"], "messages": "messages"},
+    ...         "output": {"dir": "runs/api"},
+    ...         "model": {"path": "sample_data/model", "dtype": "float32"},
+    ...         "sampling": {"max_tokens": 2},
+    ...     }
+    ... )
+    >>> job.plan()["rows"]
+    130
+    >>> job.run()
+    >>> job.outputs().num_rows
+    130
+    >>> job.status()["activity"]
+    'finished'
+    >>> job.report()["output_tokens"] <= 260
+    True
+
+    Args:
+        table: the parts with their keys, as in TOML.
+
+    Raises:
+        ConfigError: a key is missing, not known, or has a value that it cannot have.
+    """
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.config: JobConfig = job_of_table(plain(table), Path("Job"), Path.cwd())
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Job:
+        """The job of a job file; relative paths count from its folder.
+
+        Raises:
+            ConfigError: as of a table; or the file cannot be read.
+        """
+        return cls.of(load_job(path))
+
+    @classmethod
+    def of(cls, config: JobConfig) -> Job:
+        """The job of keys that are checked already."""
+        job = cls.__new__(cls)
+        job.config = config
+        return job
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, which the commands take as well: `batchinfer report FOLDER`."""
+        return Path(self.config.output.dir)
+
+    def plan(self, *, progress: Progress | None = None) -> dict[str, Any]:
+        """Check and tokenise every row and order the requests: `batchinfer plan`; a plan that is there stays.
+
+        Returns:
+            What the plan counts and predicts: plan/summary in `batchinfer schema --stats`.
+
+        Raises:
+            BatchinferError: the job, its input or its model cannot work; see records.py for the classes.
+        """
+        self._run("plan", progress)
+        return dict(read_state(self._run_dir())["counts"])
+
+    def run(self, *, progress: Progress | None = None) -> None:
+        """Plan, compute and finish: `batchinfer run`. After an interrupt, a call with the same folder goes on.
+
+        Rows that cannot be computed are rows with status 'error' and raise nothing.
+
+        Args:
+            progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+
+        Raises:
+            BatchinferError: the job, its input or its model cannot work, or its ranks fail.
+            KeyboardInterrupt: what is finished is kept.
+            InterruptedRunError: somebody has sent SIGTERM or SIGINT to the job's process; what is finished is kept.
+        """
+        self._run("run", progress)
+
+    def rows(self, *, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+        """Run, and give each output row once, in any order, as soon as it is durable (cluster.commit_seconds).
+
+        With several shards rows are told apart by their ids. An iterator that is closed or forgotten stops the job.
+
+        Raises:
+            BatchinferError, KeyboardInterrupt, InterruptedRunError: as `run`.
+        """
+        given: set[tuple[int, int, int]] = set()  # (shard, row, sample)
+        early = EarlyRows(RunDir(self.folder), self.config)
+        with CommandProcess("run", self.config, progress) as process:
+            while not process.ended(within_s=0.1):
+                for shard, table in early.new():
+                    yield from _not_given(table, shard, given)
+        for shard, file in self._output_files():
+            for batch in file.iter_batches():
+                yield from _not_given(batch, shard, given)
+
+    def status(self) -> dict[str, Any]:
+        """How far it is, also while another process runs it: `batchinfer status --json`.
+
+        Raises:
+            ConfigError, RunMismatchError: the folder holds no plan, or another job's.
+        """
+        from batchinfer.slurm.status import StatusReader
+        from batchinfer.slurm.status_text import as_document
+
+        return as_document(StatusReader(self._run_dir(may_be_planning=True)).read())
+
+    def outputs(self) -> pa.Table:
+        """All output rows in input order, shard by shard.
+
+        Raises:
+            IncompleteRunError: the job is not finished.
+            ConfigError, RunMismatchError: the folder holds no plan, or another job's; or an output file is damaged.
+        """
+        return pa.concat_tables([file.read() for _, file in self._output_files()])
+
+    def report(self) -> dict[str, Any]:
+        """The figures of the finished job: `batchinfer report --json`.
+
+        Raises:
+            ConfigError, RunMismatchError: the folder holds no finished run, or another job's.
+        """
+        from batchinfer.report.read import as_document, read_report
+
+        return as_document(read_report(self._run_dir().root))
+
+    def _run(self, command: str, progress: Progress | None) -> None:
+        with CommandProcess(command, self.config, progress) as process:
+            while not process.ended():
+                pass
+
+    def _run_dir(self, *, may_be_planning: bool = False) -> RunDir:
+        return run_of(self.config, self.folder, may_be_planning=may_be_planning)
+
+    def _output_files(self) -> Iterator[tuple[int, pq.ParquetFile]]:
+        """(shard, its output file, compared with what was written as it is read)."""
+        run = self._run_dir()
+        state = read_state(run)
+        if "finished" not in state:
+            raise IncompleteRunError(f"{run.root} is not finished; call run(), which goes on where it stopped")
+        manifest = Manifest(run.root, state["files"])
+        for shard in state["shards"]:
+            if shard["problem"] is None:
+                path = run.output(shard["name"])
+                with own_file(path), pa.PythonFile(manifest.open(path), mode="r") as file:
+                    yield shard["index"], pq.ParquetFile(file)
+
+
+def plain(value: Any) -> Any:
+    """A value as TOML would have it: paths are texts, tuples lists, all mappings dicts."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _not_given(
+    table: pa.Table | pa.RecordBatch, shard: int, given: set[tuple[int, int, int]]
+) -> Iterator[dict[str, Any]]:
+    for row in table.to_pylist():
+        key = (shard, row["row"], row["sample"])
+        if key not in given:
+            given.add(key)
+            yield row

@@ -1,0 +1,143 @@
+"""Prompts as Python has them, as one Parquet shard: lists, Arrow data, and frames that hand themselves over as such."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from batchinfer.data.columns import is_text, plain_type
+from batchinfer.ownership import group_id, make_folder
+from batchinfer.records import ConfigError, InputError, RunMismatchError
+from batchinfer.rundir import cannot_write, published
+
+KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
+USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"
+BATCH_ROWS = 16384  # of a list, in a row group
+
+
+def reader_of(
+    data: Any, named: Mapping[str, str], others: set[str], kept: Any = None
+) -> tuple[pa.RecordBatchReader, dict[str, str]]:
+    """(the rows, which column holds what: one of KINDS -> its name).
+
+    Args:
+        named: the same as the caller names it, empty: it is to be found.
+        others: columns that hold something else.
+        kept: the list of those that are copied to the outputs, which are taken only if no other fits.
+
+    Raises:
+        InputError: it is nothing that holds prompts, or rows of several kinds.
+        ConfigError: no column fits or several do, or the named one is not there.
+    """
+    try:
+        if isinstance(data, list | tuple):
+            return _of_list(data, named)
+        if isinstance(data, ds.Dataset):
+            reader = data.scanner().to_reader()
+        elif hasattr(data, "__arrow_c_stream__"):
+            reader = pa.RecordBatchReader.from_stream(data)
+        else:
+            raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"data cannot be read as Arrow columns: {str(error).splitlines()[0]}; {USE}") from None
+    return reader, dict(named) or _found(reader.schema, others, kept if isinstance(kept, list) else [])
+
+
+def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shared_group: str | None) -> None:
+    """Write the rows to a file that a job reads.
+
+    Args:
+        run_json: where the job's run is known by; it goes on only with the rows that it was made for.
+
+    Raises:
+        RunMismatchError: there is a run, and it was made for other rows.
+        ConfigError: the folder cannot be written.
+        InputError: the rows cannot be read or written.
+    """
+    try:
+        target.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent, group_id(shared_group, "output.shared_group"))
+    except OSError as error:
+        raise cannot_write(target, error) from None
+    schema = reader.schema.remove_metadata()
+    try:
+        with published(target) as temporary:
+            with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+                for batch in reader:
+                    writer.write_batch(batch.replace_schema_metadata(None))
+            if run_json.exists() and target.exists() and not filecmp.cmp(temporary, target, shallow=False):
+                raise RunMismatchError(
+                    f"the run folder {run_json.parent} was made for other rows than these; choose another output.dir, "
+                    "give the same rows, or delete that folder"
+                )
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise InputError(f"data cannot be written as Parquet: {str(error).splitlines()[0]}; {USE}") from None
+
+
+def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
+    """Rows of one kind as a column, and their numbers as ids."""
+    kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
+    if len(kinds) > 1:
+        raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
+    kind = kinds.pop() if kinds else next(iter(named), "prompt")
+    columns = dict(named) or {kind: kind}
+    # chats may be JSON text, too
+    if kind not in columns and not (kind == "prompt" and "messages" in columns):
+        (asked, name), *_ = columns.items()
+        raise ConfigError(f"{asked} is {name!r}, but data is a list of {kind}; leave {asked} out")
+    values: Sequence[Any] = rows
+    if kind == "messages":
+        values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
+    column_type = pa.list_(pa.int64()) if kind == "token_ids" else pa.string()
+    table = pa.table({"id": range(len(rows)), next(iter(columns.values())): pa.array(values, column_type)})
+    return table.to_reader(BATCH_ROWS), columns
+
+
+def _kind(row: Any, place: int) -> str:
+    """What a row of a list is, as one of KINDS; "" where it may be any."""
+    if row is None or (isinstance(row, list | tuple) and not row):
+        return ""
+    if isinstance(row, str):
+        return "prompt"
+    if isinstance(row, list | tuple):
+        if all(isinstance(item, Mapping) for item in row):
+            return "messages"
+        if all(isinstance(item, int) for item in row):
+            return "token_ids"
+    raise InputError(f"row {place} of data is a {type(row).__name__} that is no prompt; {USE}")
+
+
+def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, str]:
+    """The only column that can hold prompts."""
+    fits = [(kind, field.name) for field in schema if field.name not in others and (kind := _kind_of(field.type))]
+    if len(fits) > 1:
+        fits = [fit for fit in fits if fit[1] not in kept] or fits
+    if len(fits) == 1:
+        return dict(fits)
+    if not fits:
+        raise ConfigError(
+            f"no column of data holds texts, messages or token ids (it has {', '.join(schema.names) or 'none'}); "
+            "name one with prompt=, messages= or token_ids="
+        )
+    names = ", ".join(f"{kind}={name!r}" for kind, name in fits)
+    raise ConfigError(f"several columns of data could hold the prompts; name one: {names}")
+
+
+def _kind_of(column_type: pa.DataType) -> str:
+    """What a column of this type can hold, as one of KINDS; "" for none."""
+    held = plain_type(column_type)
+    if is_text(held):
+        return "prompt"
+    item = plain_type(held.value_type) if hasattr(held, "value_type") else None
+    if item is not None and pa.types.is_integer(item):
+        return "token_ids"
+    if item is not None and pa.types.is_struct(item) and {"role", "content"} <= {field.name for field in item}:
+        return "messages"
+    return ""

@@ -1,0 +1,63 @@
+"""Output rows while the job still runs: of each row as soon as its results are durable."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+from batchinfer.controller.result_files import damage
+from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.finish.join import NOT_COMPUTED, SORT_MEMORY, query
+from batchinfer.finish.outputs import OutputRows
+from batchinfer.records import Shard
+from batchinfer.rundir import RunDir, read_state
+
+LOOK_S = 0.5  # between two looks at the folder
+MOST_SHARE = 0.1  # of the time that looking may take
+
+
+class EarlyRows:
+    """Looks again and again at a run folder in which another process works.
+
+    Rows of a job with choices are not among them: a row is one when all its choices are.
+    """
+
+    def __init__(self, run: RunDir, job: JobConfig) -> None:
+        self._run, self._job = run, job
+        self._seen: set[Path] = set()
+        self._next_look_s = 0.0
+
+    def new(self) -> Iterator[tuple[int, pa.Table]]:
+        """(shard, rows as outputs/ will have them) whose results are new; a row may come twice, bad ones do."""
+        if time.monotonic() < self._next_look_s or self._job.input.choices is not None:
+            return
+        started_s = time.monotonic()
+        yield from self._rows(self._new_files())
+        ended_s = time.monotonic()
+        self._next_look_s = ended_s + max(LOOK_S, (ended_s - started_s) / MOST_SHARE)
+
+    def _new_files(self) -> list[Path]:
+        files = sorted(set(self._run.unit_folders.glob("*/*/part-*.parquet")) - self._seen)
+        self._seen.update(files)
+        return [path for path in files if damage(path) is None]  # the rows of a damaged one are computed again
+
+    def _rows(self, files: list[Path]) -> Iterator[tuple[int, pa.Table]]:
+        if not files:
+            return
+        state = read_state(self._run)
+        shards = [Shard(**shard) for shard in state["shards"] if shard["problem"] is None]
+        with (
+            tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
+            duckdb.connect(config={"memory_limit": SORT_MEMORY, "temp_directory": spill}) as connection,
+        ):
+            connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
+            connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
+            connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
+            rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]))
+            for shard in shards:
+                for table in rows.of(connection, shard, f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"):
+                    yield shard.index, table

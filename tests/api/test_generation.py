@@ -1,0 +1,210 @@
+"""batchinfer.generate: what it takes, what it gives, and that it is `batchinfer run`."""
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+import batchinfer
+from batchinfer.api import generation, job, prompts
+from support.jobs import batchinfer as command
+from support.jobs import output_bytes, question, write_job
+from support.paths import RANDOM_MODEL, ROOT
+
+SETTINGS = {"model": RANDOM_MODEL, "dtype": "float32", "max_tokens": 8}
+TEXTS = [question(number) for number in range(5)]
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+
+
+def table_of(texts=TEXTS, **columns):
+    return pa.table({"id": [f"q{number}" for number in range(len(texts))], "question": texts, **columns})
+
+
+def kinds_of(data, others=("id",), **named):
+    """What `data` is taken for: its column, and its rows."""
+    reader, columns = prompts.reader_of(data, named, set(others))
+    ((kind, name),) = columns.items()
+    return kind, name, reader.read_all().column(name).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """The outputs of `batchinfer run` over the table, and its answers."""
+    (folder / "prompts").mkdir()
+    pq.write_table(table_of(), folder / "prompts" / "prompts.parquet")
+    ended = command("run", write_job(folder, input={"prompt": "question"}, output={"keep_columns": ["question"]}))
+    assert ended.code == 0, ended.err
+    return folder / "run"
+
+
+def test_outputs_are_those_of_the_command_to_the_byte(run, tmp_path):
+    found = batchinfer.generate(
+        table_of(), output={"dir": tmp_path / "run", "keep_columns": ["question"]}, prompt="question", **SETTINGS
+    )
+    assert output_bytes(tmp_path / "run") == output_bytes(run)
+    assert found.equals(pq.read_table(run / "outputs" / "prompts.parquet"))
+    assert found["row"].to_pylist() == [0, 1, 2, 3, 4]
+
+
+def test_a_list_of_texts_has_the_answers_of_a_table(run):
+    found = batchinfer.generate(TEXTS, **SETTINGS)
+    assert found["text"].to_pylist() == pq.read_table(run / "outputs" / "prompts.parquet")["text"].to_pylist()
+    assert found["id"].to_pylist() == [0, 1, 2, 3, 4]
+
+
+def test_chats_of_a_list_and_of_a_table_have_the_same_answers():
+    of_list = batchinfer.generate(CHATS, **SETTINGS)
+    of_table = batchinfer.generate(pa.table({"chat": CHATS, "id": range(5)}), **SETTINGS)
+    assert of_list.equals(of_table)
+    assert set(of_list["status"].to_pylist()) == {"ok"}
+
+
+def test_a_row_that_cannot_be_answered_is_an_error_row_at_its_place():
+    found = batchinfer.generate([[5, 6, 7], [10**9], [8]], stream=True, sampling={"max_tokens": 2, "n": 2}, **{
+        key: SETTINGS[key] for key in ("model", "dtype")
+    })  # fmt: skip
+    rows = {(row["row"], row["sample"]): row for row in found}
+    assert [key for key in sorted(rows) if rows[key]["status"] == "error"] == [(1, 0), (1, 1)]
+    assert len(rows) == 6
+    assert rows[1, 0]["text"] is None
+    assert "token" in rows[1, 0]["error"]
+
+
+def test_nothing_in_is_nothing_out():
+    assert batchinfer.generate([], **SETTINGS).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"), [(TEXTS, "prompt"), (CHATS, "messages"), ([[1, 2], [], None], "token_ids"), ((), "prompt")]
+)
+def test_a_list_is_what_its_rows_are(data, kind):
+    assert kinds_of(data)[:2] == (kind, kind)
+
+
+def test_json_text_may_be_chats():
+    assert kinds_of(['[{"role": "user", "content": "a"}]'], messages="chat")[:2] == ("messages", "chat")
+
+
+@pytest.mark.parametrize("kind", ["table", "reader", "dataset", "pandas", "polars"])
+def test_tables_come_as_anybody_has_them(kind, tmp_path):
+    table = table_of(task=[1] * 5)
+    if kind == "dataset":
+        pq.write_table(table, tmp_path / "a.parquet")
+    data = {
+        "table": lambda: table,
+        "reader": table.to_reader,
+        "dataset": lambda: ds.dataset(tmp_path / "a.parquet"),
+        "pandas": lambda: pytest.importorskip("pandas") and table.to_pandas(),
+        "polars": lambda: pytest.importorskip("polars").from_arrow(table),
+    }[kind]()
+    assert kinds_of(data) == ("prompt", "question", TEXTS)
+    reader, _ = prompts.reader_of({"reader": table.to_reader()}.get(kind, data), {}, {"id"})
+    prompts.write_shard(reader, tmp_path / "in" / "prompts.parquet", tmp_path / "run.json", None)
+    config = write_job(tmp_path, input={"files": ["in/prompts.parquet"], "prompt": "question"})
+    ended = command("plan", config)
+    assert (ended.code, "5 in, 5 out, 0 bad" in ended.out) == (0, True), ended.err
+
+
+def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
+    table = pa.table({"label": ["x"], "text": ["a"]})
+    found = [
+        prompts.reader_of(table.select(names), {}, set(), ["label"])[1] for names in (["label", "text"], ["label"])
+    ]
+    assert found == [{"prompt": "text"}, {"prompt": "label"}]
+
+
+def test_rows_with_choices_come_whole():
+    table = pa.table({"prompt": ["2 plus 3 is", "The ferry"], "choices": [[" 5", " 6"], [" sails", " 7", ""]]})
+    settings = {**SETTINGS, "max_tokens": 0, "input": {"choices": "choices"}}
+    rows = list(batchinfer.generate(table, stream=True, **settings))
+    assert [(row["row"], row["status"]) for row in rows] == [(0, "ok"), (1, "error")]
+    assert len(rows[0]["choice_logprobs"]) == 2
+
+
+def test_columns_of_other_types_are_no_prompts():
+    chats = [[{"role": "user", "content": "a"}]]
+    assert kinds_of(pa.table({"chat": chats, "n": [1], "at": [[0.5]]}))[:2] == ("messages", "chat")
+    assert kinds_of(pa.table({"ids": [[1, 2]], "n": [1]}))[:2] == ("token_ids", "ids")
+
+
+WRONG = [
+    ({"data": ["a"], "max_tokens": None}, "sampling.max_tokens is None"),
+    ({"data": ["a"], "colour": 1}, "colour is no setting of generate()"),
+    ({"data": ["a"], "temperature": "hot"}, "generate(): sampling.temperature is 'hot', but it should be"),
+    ({"data": ["a"], "cluster": 2}, "cluster is 2, not a dict"),
+    ({"data": ["a"], "cluster": {"ranks": 2}}, "cluster.ranks is not a known key"),
+    ({"data": ["a"], "input": {"files": ["x"]}}, "input.files is set, but the rows of generate() are its data"),
+    ({"data": ["a"], "output": {"dir": "s3://a/b"}}, "output.dir is a URI"),
+    ({"data": ["a"], "token_ids": "x"}, "token_ids is 'x', but data is a list of prompt"),
+    ({"data": ["a", [1]]}, "data holds rows of several kinds (prompt and token_ids)"),
+    ({"data": ["a", 1.5]}, "row 1 of data is a float that is no prompt"),
+    ({"data": [{"prompt": "a"}]}, "row 0 of data is a dict that is no prompt"),
+    ({"data": [["a"]]}, "row 0 of data is a list that is no prompt"),
+    ({"data": [[{"role": "user", "content": {1}}]]}, "data cannot be read as Arrow columns: Object of type set"),
+    ({"data": ["\ud800"]}, "data cannot be read as Arrow columns"),
+    ({"data": [[2**70]]}, "data cannot be read as Arrow columns"),
+    ({"data": "a"}, "data is a str, which holds no prompts"),
+    ({"data": iter(["a"])}, "which holds no prompts"),
+    ({"data": pa.table({"n": [1]})}, "no column of data holds texts, messages or token ids (it has n)"),
+    ({"data": pa.table({"a": ["x"], "b": ["y"]})}, "several columns of data could hold the prompts; name one:"),
+    ({"data": pa.table({"a": ["x"]}), "prompt": "b"}, "b"),
+    ({"data": pa.table({"a": ["x"]}), "prompt": "a", "messages": "a"}, "exactly one must be set"),
+    ({"data": ["a"], "model": "/nowhere"}, "/nowhere/config.json does not exist"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG, ids=[sentence[:30] for _, sentence in WRONG])
+def test_a_wrong_use_is_one_sentence(arguments, sentence, tmp_path):
+    with pytest.raises((batchinfer.ConfigError, batchinfer.InputError, batchinfer.ModelError)) as raised:
+        batchinfer.generate(**{**SETTINGS, **arguments})
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_other_rows_or_settings_is_refused(tmp_path):
+    batchinfer.generate(["a", "b"], output=tmp_path / "run", **SETTINGS)
+    before = output_bytes(tmp_path / "run")
+    with pytest.raises(batchinfer.RunMismatchError, match="was made for other rows than these"):
+        batchinfer.generate(["a", "c"], output=tmp_path / "run", **SETTINGS)
+    with pytest.raises(batchinfer.RunMismatchError, match=r"sampling\.top_k was 0 and is now 3"):
+        batchinfer.generate(["a", "b"], output=tmp_path / "run", top_k=3, **SETTINGS)
+    again = list(batchinfer.generate(["a", "b"], output=tmp_path / "run", stream=True, **SETTINGS))
+    assert sorted(row["row"] for row in again) == [0, 1]
+    assert output_bytes(tmp_path / "run") == before
+
+
+def test_examples_of_the_documentation_are_true(monkeypatch, tmp_path):
+    for name in ("sample_data", "jobs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for module in (generation, job):
+        found = doctest.testmod(module, extraglobs={"batchinfer": batchinfer})
+        assert (found.failed, found.attempted > 0) == (0, True)
+    page = ROOT / "docs" / "python.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert (found.failed, found.attempted > 0) == (0, True)
+
+
+def test_importing_the_package_loads_nothing_large():
+    code = "import sys; before = set(sys.modules); import batchinfer; print(*set(sys.modules) - before)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in ended.stdout.split()}
+    assert loaded <= {"batchinfer", "typing", "_typing", "collections"}
+
+
+def test_the_package_says_what_it_has():
+    assert {"generate", "Job", "BatchinferError", "__version__"} <= set(dir(batchinfer))
+    assert batchinfer.ConfigError.__module__ == "batchinfer.records"
+    assert (Path(batchinfer.__file__).parent / "py.typed").exists()
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        _ = batchinfer.generat

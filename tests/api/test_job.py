@@ -1,0 +1,67 @@
+"""batchinfer.Job: the commands as methods, and what they refuse."""
+
+import json
+import os
+import tomllib
+
+import pyarrow.parquet as pq
+import pytest
+
+import batchinfer
+from support.jobs import batchinfer as command
+from support.jobs import write_job, write_questions
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_questions(tmp_path / "prompts")
+    return write_job(tmp_path, sampling={"n": 2, "temperature": 1.0})
+
+
+def test_a_job_is_planned_run_and_read(path):
+    job = batchinfer.Job.from_toml(path)
+    with pytest.raises(batchinfer.ConfigError, match="has no complete plan yet"):
+        job.status()
+    assert job.plan()["rows"] == 40
+    assert (job.status()["activity"], job.status()["rows"]) == ("planned", 40)
+    with pytest.raises(batchinfer.IncompleteRunError, match=r"is not finished; call run\(\)"):
+        job.outputs()
+    job.run()
+    assert job.status()["activity"] == "finished"
+    files = [pq.read_table(job.folder / "outputs" / f"part-{shard}.parquet") for shard in range(3)]
+    assert job.outputs().to_pylist() == [row for file in files for row in file.to_pylist()]
+    assert job.report() == json.loads(command("report", job.folder, "--json").out)
+    rows = list(job.rows())
+    assert sorted((row["id"], row["sample"]) for row in rows) == sorted(
+        (row["id"], row["sample"]) for file in files for row in file.to_pylist()
+    )
+
+
+def test_a_dict_is_a_job_file(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    table = tomllib.loads(path.read_text())
+    assert batchinfer.Job(table).config == batchinfer.Job.from_toml(path).config
+    table["output"]["dir"] = path.parent / "run"
+    assert batchinfer.Job(table).folder == path.parent / "run"
+    del table["sampling"]["max_tokens"]
+    with pytest.raises(batchinfer.ConfigError, match=r"Job: the key sampling\.max_tokens is missing; add it"):
+        batchinfer.Job(table)
+
+
+def test_the_folder_of_another_job_is_not_read(path):
+    batchinfer.Job.from_toml(path).plan()
+    write_job(path.parent, sampling={"n": 3})
+    other = batchinfer.Job.from_toml(path)
+    for use in (other.status, other.outputs, other.report, other.run):
+        with pytest.raises(batchinfer.RunMismatchError, match="belongs to another job"):
+            use()
+
+
+def test_errors_come_with_their_class_and_what_they_know(path):
+    job = batchinfer.Job.from_toml(path)
+    job.plan()
+    os.truncate(job.folder / "plan" / "units.parquet", 10)
+    with pytest.raises(batchinfer.DamagedFileError, match=r"units\.parquet is damaged") as raised:
+        job.run()
+    assert raised.value.path == job.folder / "plan" / "units.parquet"
+    assert raised.value.exit_code == 2

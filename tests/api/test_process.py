@@ -1,0 +1,208 @@
+"""Where jobs are called from: scripts, threads, notebooks; interrupts, progress, and what is left of the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import batchinfer
+from batchinfer.api.process import CommandProcess
+from support.jobs import output_bytes, write_job, write_questions
+from support.paths import RANDOM_MODEL
+
+TEXTS = [f"Question {number}: what is {number} times {number + 1}?" for number in range(40)]
+LONG = {
+    "model": RANDOM_MODEL,
+    "dtype": "float32",
+    "max_tokens": 300,
+    "ignore_eos": True,
+    "cluster": {"commit_seconds": 0.2, "decode_requests": 4},
+}
+SHORT = {"model": RANDOM_MODEL, "dtype": "float32", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run folder of a job that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    batchinfer.generate(TEXTS, output=folder, **LONG)
+    return folder
+
+
+@pytest.fixture
+def own_interrupts():
+    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_once_some_are_done(folder: Path) -> None:
+    while not list(folder.glob("units/*/*/part-*.parquet")):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def test_an_interrupted_call_goes_on_in_its_folder(whole, own_interrupts, tmp_path):
+    folder, before = tmp_path / "run", children()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    threading.Thread(target=interrupt_once_some_are_done, args=(folder,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        batchinfer.generate(TEXTS, output=folder, **LONG)
+    assert children() == before
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert not (folder / "outputs").exists()
+    kept = {path.name: path.read_bytes() for path in folder.glob("units/*/*/part-*.parquet")}
+    found = batchinfer.generate(TEXTS, output=folder, **LONG)
+    assert kept.items() <= {path.name: path.read_bytes() for path in folder.glob("units/*/*/part-*.parquet")}.items()
+    assert found.num_rows == len(TEXTS)
+    assert output_bytes(folder) == output_bytes(whole)
+
+
+def test_rows_come_while_the_job_runs_each_once(whole, tmp_path):
+    folder = tmp_path / "run"
+    rows, early = [], 0
+    for row in batchinfer.generate([*TEXTS, TEXTS[0], None], output=folder, stream=True, **LONG):
+        rows.append(row)
+        early += not (folder / "outputs").exists()
+    assert early > 1
+    rows.sort(key=lambda row: row["row"])
+    assert rows == batchinfer.generate([*TEXTS, TEXTS[0], None], output=folder, **LONG).to_pylist()
+    assert (rows[40]["text"], rows[41]["status"]) == (rows[0]["text"], "error")
+
+
+def test_an_iterator_that_is_closed_stops_the_job(tmp_path):
+    before = children()
+    rows = batchinfer.generate(TEXTS, output=tmp_path / "run", stream=True, **LONG)
+    next(rows)
+    assert children() != before
+    rows.close()
+    assert children() == before
+    assert not (tmp_path / "run" / "outputs").exists()
+
+
+def test_a_job_ends_with_its_caller(tmp_path):
+    script = tmp_path / "script.py"
+    settings = {**LONG, "model": str(RANDOM_MODEL), "output": str(tmp_path / "run"), "max_tokens": 2000}
+    script.write_text(f"import batchinfer\nbatchinfer.generate({TEXTS!r}, **{settings!r})")
+    caller = subprocess.Popen([sys.executable, str(script)])
+    parts = tmp_path / "run" / "units"
+    while not list(parts.glob("*/*/lease.json")):
+        time.sleep(0.05)
+        assert caller.poll() is None
+    caller.kill()
+    caller.wait()
+    while '"released": true' not in next(parts.glob("*/*/lease.json")).read_text():
+        time.sleep(0.05)
+    assert not list((tmp_path / "run" / "done").glob("*"))
+
+
+def test_a_plain_script_needs_no_guard_and_its_working_folder_no_care(tmp_path):
+    """A file there has the name of a module that commands import."""
+    script = tmp_path / "script.py"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "click.py").write_text("raise SystemExit('the wrong module')")
+    script.write_text(
+        "import sys, batchinfer\n"
+        "assert not {'torch', 'pyarrow', 'duckdb'} & set(sys.modules)\n"
+        f"found = batchinfer.generate(['a', 'b'], model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3)\n"
+        "print(found['status'].to_pylist())\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path / "work", capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("['ok', 'ok']\n", "")
+
+
+def test_a_thread_may_call_and_progress_is_told_in_it():
+    told, found = [], []
+
+    def call() -> None:
+        tell = lambda *now: told.append((threading.current_thread(), *now))  # noqa: E731
+        found.append(batchinfer.generate(["a", "b"], progress=tell, **SHORT))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert found[0].num_rows == 2
+    assert {who for who, *_ in told} == {thread}
+    last = {title: (done, total) for _, title, done, total in told}
+    assert last == {"tokenise": (2, 2), "work": (2, 2), "finish": (2, 2)}
+
+
+def test_a_listener_that_raises_stops_the_job(tmp_path):
+    def refuse(title, done, total):
+        raise RuntimeError("enough")
+
+    before = children()
+    with pytest.raises(RuntimeError, match="enough"):
+        batchinfer.generate(["a", "b"], progress=refuse, output=tmp_path / "run", **SHORT)
+    assert children() == before
+
+
+def test_lines_of_the_command_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="batchinfer"):
+        batchinfer.generate(["a", None], **SHORT)
+    assert [record.levelname for record in caplog.records if "1 bad rows" in record.message] == ["WARNING"]
+    assert any(record.message.startswith("work: 1 of 1 requests") for record in caplog.records)
+
+
+def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    code = f"import batchinfer; batchinfer.generate(['a'], model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3)"
+    caller = subprocess.Popen([sys.executable, "-c", code], stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # how a terminal ends
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    assert caller.wait() == 0
+    assert b"work: 100%|" in shown
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "sentence"),
+    [
+        (signal.SIGKILL, batchinfer.BatchinferError, "batchinfer run ended by SIGKILL"),
+        (signal.SIGTERM, batchinfer.InterruptedRunError, "batchinfer run was stopped: stopped by SIGTERM"),
+    ],
+)
+def test_a_command_that_somebody_else_ends_says_so(tmp_path, number, error, sentence):
+    write_questions(tmp_path / "prompts")
+    job = batchinfer.Job.from_toml(write_job(tmp_path))
+
+    def end_it(title, done, total):
+        process._process.send_signal(number)
+
+    with CommandProcess("run", job.config, end_it) as process, pytest.raises(error, match=sentence):
+        any(iter(process.ended, None))
+
+
+def test_a_notebook_may_call():
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [
+        "import asyncio, signal, threading, batchinfer\nassert asyncio.get_running_loop().is_running()",
+        "before = signal.getsignal(signal.SIGINT)",
+        f"found = batchinfer.generate(['a', 'b'], model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3)",
+        "assert signal.getsignal(signal.SIGINT) == before\nprint(found['status'].to_pylist())",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    assert [output.text for cell in book.cells for output in cell.outputs] == ["['ok', 'ok']\n"]
