@@ -16,7 +16,8 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import is_id_type, python_values
-from batchinfer.data.inputs import column_type, read_batches, shard_schema, table_writer
+from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.parquet import table_writer
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
