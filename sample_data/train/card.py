@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accuracy import Verdict, evaluate
 from batches import BatchMaker
-from evaluate import Verdict, evaluate
 from tasks import GENERATORS, HELD_OUT_ONE_IN
 
 from model import SampleModel

@@ -1,4 +1,4 @@
-"""The model to be trained: DeepSeek-V3 in small, in plain torch; called by train.py and evaluate.py.
+"""The model to be trained: DeepSeek-V3 in small, in plain torch; called by train.py and accuracy.py.
 
 Parameters carry the published names, so export.py has little to do (only the experts of a layer are kept in one tensor
 here). Multi-token prediction follows the DeepSeek-V3 report section 2.2.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accuracy import Verdict, evaluate
 from batches import Batch, BatchMaker
 from chat import train_tokenizer
-from evaluate import Verdict, evaluate
 from export import export_model
 from optimizer import Optimizer
 from shape import ModelShape

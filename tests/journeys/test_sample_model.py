@@ -25,9 +25,9 @@ sys.path.append(str(ROOT / "sample_data" / "train"))  # scripts, which import ea
 
 import make_prompts
 import train
+from accuracy import evaluate
 from batches import BatchMaker
 from chat import ASSISTANT_ID, EOS_ID, USER_ID, train_tokenizer
-from evaluate import evaluate
 from export import config_json, published_weights, read_published
 from shape import ModelShape
 from tasks import GENERATORS, Example, draw_example, is_held_out
