@@ -164,7 +164,7 @@ class TokenizerProcess:
     def _start_again(self) -> None:
         """With what it had loaded."""
         ended = self._ended()
-        if ended.from_outside and self._num_starts < MOST_STARTS:
+        while ended.from_outside and self._num_starts < MOST_STARTS:
             self._start()
             if self._send_settings():
                 return

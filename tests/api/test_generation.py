@@ -159,7 +159,7 @@ WRONG = [
     ({"data": pa.table({"a": ["x"], "b": ["y"]})}, "several columns of data could hold the prompts; name one:"),
     ({"data": pa.table({"a": ["x"]}), "prompt": "b"}, "b"),
     ({"data": pa.table({"a": ["x"]}), "prompt": "a", "messages": "a"}, "exactly one must be set"),
-    ({"data": ["a"], "model": "/nowhere"}, "/nowhere/config.json does not exist"),
+    ({"data": ["a"], "model": "/nowhere"}, "there is no model folder /nowhere"),
 ]  # fmt: skip
 
 

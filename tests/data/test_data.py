@@ -608,7 +608,7 @@ def test_a_row_overrides_the_jobs_sampling(tmp_path):
         ({"max_tokens": 2.0}, "s.max_tokens is 2.0, but"),
         ({"n": "3"}, "s.n is '3', but"),
         ({"ignore_eos": 1}, "s.ignore_eos is 1, but"),
-        ({"stop": "x"}, "s.stop is 'x', but"),
+        ({"stop": 5}, "s.stop is 5, but"),
         ({"stop": ["x", None]}, "s.stop.1 is None, but"),
         ({"stop_token_ids": [-1]}, "s.stop_token_ids.0 is -1, but"),
         ({"top_p": b"1"}, "s.top_p is b'1', but"),

@@ -50,6 +50,22 @@ def test_a_process_that_is_killed_starts_again(tmp_path, process, when):
         assert all(found)
 
 
+def test_a_process_that_is_killed_while_it_starts_again_starts_once_more(tmp_path, process, monkeypatch):
+    start, num_started = TokenizerProcess._start, []
+
+    def start_and_kill_the_first(started):
+        start(started)
+        num_started.append(started)
+        if len(num_started) == 1:
+            kill(started)
+
+    with Encoders(load_job(write_job(tmp_path)), window=512, process=process) as encoders:
+        monkeypatch.setattr(TokenizerProcess, "_start", start_and_kill_the_first)
+        kill(process)
+        assert all(encoded(encoders))
+    assert len(num_started) == 2
+
+
 def test_a_process_that_always_ends_is_told(tmp_path, process, monkeypatch):
     monkeypatch.setattr(tokenizer_process, "MOST_STARTS", 1)
     job = load_job(write_job(tmp_path))

@@ -49,7 +49,7 @@ def test_a_dict_is_a_job_file(path, monkeypatch):
 
 
 def test_the_folder_of_another_job_is_not_read(path):
-    batchinfer.Job.from_toml(path).plan()
+    batchinfer.Job.from_toml(path).run()
     write_job(path.parent, sampling={"n": 3})
     other = batchinfer.Job.from_toml(path)
     for use in (other.status, other.outputs, other.report, other.run):
