@@ -13,6 +13,7 @@ from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.parquet import DAMAGE, first_line
 from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.data.stores import StoreFile
+from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 
 
@@ -75,7 +76,11 @@ def read_batches(
             batches = line_rows.batches(shard, source, columns, batch_rows)
         for batch in _damage_named(shard, batches):
             num_rows += batch.num_rows
+            is_large = batch.nbytes >= BATCH_BYTES // 2
             yield _with_constants(batch, asked, constants) if constants else batch
+            if is_large:
+                # Arrow's allocator would keep what large batches took, three times as much as is ever in use
+                pa.default_memory_pool().release_unused()
     if is_uri(shard.path):
         with _opened(shard, s3):
             pass  # it is still the same

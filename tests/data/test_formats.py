@@ -559,6 +559,9 @@ def test_a_run_refuses_other_lines_and_goes_on_with_its_own(tmp_path):
     rows = outputs(tmp_path / "run")["prompts.parquet"]
     assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, None]
     assert rows[5]["error"].startswith("line 6 is not valid JSON")
+    with open(tmp_path / "prompts.jsonl", "ab") as file:
+        file.write(GOOD)
+    assert "belongs to another job: input shards was" in batchinfer("run", job).err
 
 
 # ---- many files

@@ -125,7 +125,7 @@ def test_a_plan_killed_at_its_very_start_can_be_run_again(tmp_path):
     assert batchinfer("plan", write_job(tmp_path)).code == 0
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.5])
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
 def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path, delay):
     rows = [[{"role": "user", "content": f"word{row} " * 150}] for row in range(40_000)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
