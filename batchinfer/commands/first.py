@@ -31,7 +31,7 @@ _model_option = click.option(
     help="The job file to write; one that is there is left alone.",
 )
 def init(data: str, model: Path, target: Path) -> None:
-    """Write a job file for DATA (a Parquet file, a folder of them or a glob) that runs as it is.
+    """Write a job file for DATA (a file, a folder of them or a glob) that runs as it is.
 
     Which columns hold prompts and ids is told by their types and names, model.dtype by the checkpoint. The file has
     comments and what else is often set.

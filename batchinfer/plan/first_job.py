@@ -45,7 +45,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     """The job file to be written at `target`, checked by the schema.
 
     Args:
-        data: a Parquet file, a folder of them, a glob, or a URI of these.
+        data: a file of any format, a folder of them, a glob, or a URI of these.
         model: the model folder.
 
     Raises:
@@ -56,7 +56,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     folder = target.absolute().parent
     window = load_model_config(model.absolute()).max_positions
     files = _pattern(data)
-    shards = find_shards([files])
+    shards = _typed_shards(files)
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
@@ -127,6 +127,13 @@ def usual_dtype(model: Path) -> str:
     headers = read_headers(model)
     stored = Counter(headers.info(name).dtype for name in headers if len(headers.info(name).shape) > 1)
     return {"F32": "float32", "F8_E4M3": "fp8"}.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")
+
+
+def _typed_shards(files: str) -> list[Shard]:
+    """The shards; those of lines are read twice, for the names of their columns and then for the types of all."""
+    shards = find_shards([files])
+    names = {name for shard in shards if shard.schema for name in shard_schema(shard).names}
+    return find_shards([files], roles=dict.fromkeys(names, "kept")) if names else shards
 
 
 class _Columns:
@@ -201,8 +208,10 @@ def _pattern(data: str) -> str:
     path = Path(data).absolute()
     if not path.is_dir():
         return str(path)
-    inside = "*.parquet" if any(path.glob("*.parquet")) else "**/*.parquet"
-    return f"{glob.escape(str(path))}/{inside}"
+    for inside in ("*.parquet", "**/*.parquet"):
+        if any(path.glob(inside)):
+            return f"{glob.escape(str(path))}/{inside}"
+    return glob.escape(str(path))  # whatever files of other formats it holds
 
 
 def _from(folder: Path, path: str) -> str:

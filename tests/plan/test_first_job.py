@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from batchinfer.config import load_job
 from batchinfer.plan.first_job import first_job, usual_dtype
 from batchinfer.records import ConfigError, InputError
-from support.jobs import write_shard
+from support.jobs import batchinfer, write_shard
 from support.paths import RANDOM_MODEL
 
 CHAT = [[{"role": "user", "content": "Hello"}]]
@@ -53,6 +53,27 @@ def made(tmp_path):
 def test_columns_are_chosen_by_type_and_name(made, columns, keys):
     chosen = made(columns).input.model_dump()
     assert {key: chosen[key] for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys"),
+    [
+        ("a.jsonl", '{"id": 1, "prompt": "Hello"}\n{"id": 2, "prompt": 7}\nbroken\n', {"prompt": "prompt", "id": "id"}),
+        ("a.jsonl", json.dumps({"chat": CHAT[0]}), {"messages": "chat", "id": "none"}),
+        ("a.jsonl", json.dumps({"conversations": SHAREGPT[0]}), {"messages": "conversations", "format": "sharegpt"}),
+        ("a.jsonl", json.dumps({"input_ids": [1, 2], "n": 3}), {"token_ids": "input_ids"}),
+        ("a.csv", "uuid,question\nx,Hello\n", {"prompt": "question", "id": "uuid"}),
+    ],
+)
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_columns_of_lines_are_chosen_by_what_is_in_them(tmp_path, name, content, keys, as_folder):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text(content)
+    target, data = tmp_path / "job.toml", tmp_path / "data"
+    target.write_text(first_job(str(data if as_folder else data / name), RANDOM_MODEL, target).text)
+    chosen = load_job(target).input.model_dump()
+    assert {key: chosen[key] for key in keys} == keys
+    assert batchinfer("plan", target).code == 0
 
 
 def test_data_without_prompts_is_refused_with_its_columns(made):
