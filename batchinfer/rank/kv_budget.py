@@ -24,6 +24,7 @@ from batchinfer.records import ConfigError
 # steps in which this rank's experts get more rows than in the measured ones.
 RESERVE_SHARE = 0.08
 MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
+_ALTERNATIVES = 20  # that rows want beside a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 
 
@@ -56,7 +57,10 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     else:
         # no more than two full decode batches of the largest request, which leaves room for shared prefixes
         useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * start.largest_tokens)
-        num_bytes = host_share if on_cpu else measured_budget(model, cluster, place, start.largest_tokens)
+        scores = any(item is not None for item in (job.input.choices, job.input.sampling, job.sampling.prompt_logprobs))
+        num_bytes = (
+            host_share if on_cpu else measured_budget(model, cluster, place, start.largest_tokens, scores=scores)
+        )
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
     pages_of_host = num_pages * page_bytes * num_local_ranks
     if on_cpu and pages_of_host > free_bytes:
@@ -75,15 +79,18 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     return KvBudget(num_pages, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
 
 
-def measured_budget(model: Transformer, cluster: ClusterConfig, place: RankPlace, largest_tokens: int) -> int:
+def measured_budget(
+    model: Transformer, cluster: ClusterConfig, place: RankPlace, largest_tokens: int, *, scores: bool = False
+) -> int:
     """Run the largest steps once on the model's GPU, and say how many bytes are left for KV pages.
 
     Args:
         largest_tokens: of the largest request, prompt and output.
+        scores: whether prompts may be scored.
     """
     device = model.device
     steps, num_pages = largest_steps(
-        cluster.prefill_tokens, cluster.decode_requests, largest_tokens, model.config.vocab_size
+        cluster.prefill_tokens, cluster.decode_requests, largest_tokens, model.config.vocab_size, scores=scores
     )
     pages = model.new_pages(num_pages)
     torch.cuda.reset_peak_memory_stats(device)
@@ -112,23 +119,27 @@ def bytes_for_pages(*, total: int, free: int, working: int) -> int:
 
 
 def largest_steps(
-    prefill_tokens: int, decode_requests: int, largest_tokens: int, vocab_size: int
+    prefill_tokens: int, decode_requests: int, largest_tokens: int, vocab_size: int, *, scores: bool = False
 ) -> tuple[tuple[StepInput, StepInput], int]:
     """A prefill step and a decode step as large as they get, and how many pages they need.
 
     In prefill the last tokens of a prompt that is as long as possible, with logits of as many as could be the last ones
-    of short prompts; in decode requests that all are that long. What they attend to is garbage: the pages of their own
-    tokens, again and again.
+    of short prompts, and the others scored if `scores`; in decode requests that all are that long. What they attend to
+    is garbage: the pages of their own tokens, again and again.
     """
     num_pages = pages_for(max(prefill_tokens, decode_requests))
     context = max(largest_tokens, prefill_tokens)
     page_ids = torch.arange(pages_for(context)) % num_pages
+    num_scored = max(0, prefill_tokens - decode_requests)
+    sampled = torch.arange(num_scored, prefill_tokens)
     prefill = StepInput(
         tokens=_tokens(prefill_tokens, vocab_size),
         positions=torch.arange(context - prefill_tokens, context),
         slots=torch.arange(prefill_tokens),
-        logit_rows=torch.arange(max(0, prefill_tokens - decode_requests), prefill_tokens),
+        logit_rows=torch.cat([sampled, torch.arange(num_scored)]) if scores else sampled,
         prefill=(PrefillSpan(0, prefill_tokens, context, page_ids),),
+        scored=_tokens(num_scored, vocab_size) if scores else None,
+        num_alternatives=_ALTERNATIVES if scores else 0,
     )
     decode = StepInput(
         tokens=_tokens(decode_requests, vocab_size),
@@ -149,7 +160,7 @@ def _drawn_rows(count: int) -> SamplingRows:
         top_p=np.full(count, 0.9),
         min_p=np.full(count, 0.01),
         key=np.zeros(count, dtype=np.uint64),
-        num_logprobs=np.full(count, 20),
+        num_logprobs=np.full(count, _ALTERNATIVES),
     )
 
 

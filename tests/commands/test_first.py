@@ -39,7 +39,7 @@ def test_init_leaves_a_file_alone_that_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "told"),
     [
-        ("nowhere", RANDOM_MODEL, "which holds no "),
+        ("nowhere", RANDOM_MODEL, "no file matches"),
         ("empty", RANDOM_MODEL, "which holds no "),
         ("prompts", "nowhere", "there is no model folder"),
         ("prompts", "deepseek-ai/DeepSeek-V3", "`hf download deepseek-ai/DeepSeek-V3 --local-dir "),

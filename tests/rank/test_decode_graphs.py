@@ -128,10 +128,11 @@ def test_a_rank_on_a_cpu_has_no_graphs_and_no_filler_page(model):
     assert context.schedule.decode is plain
 
 
+@pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 3, 10), (100, 70, 200), (5, 2, 1000), (300, 1, 64)])
-def test_the_largest_steps_run_within_their_pages(model, sizes):
+def test_the_largest_steps_run_within_their_pages(model, sizes, scores):
     prefill_tokens, decode_requests, largest_tokens = sizes
-    steps, num_pages = largest_steps(*sizes, model.config.vocab_size)
+    steps, num_pages = largest_steps(*sizes, model.config.vocab_size, scores=scores)
     prefill, decode = steps
     assert (len(prefill.tokens), len(decode.tokens)) == (prefill_tokens, decode_requests)
     assert prefill.prefill[0].context_tokens == max(prefill_tokens, largest_tokens)
@@ -143,6 +144,9 @@ def test_the_largest_steps_run_within_their_pages(model, sizes):
         assert int(step.slots.max()) < num_pages * PAGE_TOKENS
         outputs.append(model.forward(step, pages))
         assert torch.isfinite(outputs[-1].logits).all()
+    assert (outputs[0].scores is not None) == scores
+    if outputs[0].scores is not None:
+        assert len(outputs[0].logits) + len(outputs[0].scores.logprobs) == prefill_tokens
     # a measured step must not send all its rows to the same experts
     assert (outputs[0].expert_counts[0] > 0).sum() > model.config.num_experts_per_tok
 
