@@ -16,6 +16,7 @@ from batchinfer.kv_store.reader import Reader
 from batchinfer.kv_store.writer import Writer
 from support.kv_stores import BIG, IDENTITY, block_files, chain_of, content_of, open_store, read_intact, write_chain
 from support.other_user import NOBODY, as_user, give_away
+from support.small_disks import remount
 
 
 @contextmanager
@@ -31,10 +32,6 @@ def mounted(folder, options):
         yield folder
     finally:
         subprocess.run(["umount", folder], check=True)
-
-
-def remount(folder, options):
-    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
 
 
 def sentence(store, *words):

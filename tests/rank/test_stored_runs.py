@@ -21,6 +21,7 @@ from batchinfer.report.read import read_report
 from support.faults import run_while_killing
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
+from support.small_disks import remount
 
 NUM_ROWS = 24
 LAYOUTS = {
@@ -269,7 +270,7 @@ def test_a_full_disk_is_told_once_and_the_job_goes_on(job_folder, small_disk, la
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(job_folder, small_disk):
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    remount(small_disk, "ro")
     ended, run = run_job(job_folder.path, "readonly", store=small_disk / "store", layout="2", persist="all")
     assert ended.code == 0, ended.err
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+def remount(folder: Path, mode: str, *, seconds: float = 30) -> None:
+    """Make a mounted file system "ro" or "rw"; it is busy while a thread has a file open for writing."""
+    command = ["mount", "-o", f"remount,{mode}", str(folder)]
+    deadline = time.monotonic() + seconds
+    while (done := subprocess.run(command, check=False, capture_output=True, text=True)).returncode:
+        if "busy" not in done.stderr or time.monotonic() > deadline:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        time.sleep(0.05)
 
 
 class SmallDisk:
@@ -31,8 +42,7 @@ class SmallDisk:
 
     def set_read_only(self, read_only: bool) -> None:
         """What root cannot write either."""
-        mode = "ro" if read_only else "rw"
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.folder)], check=True)
+        remount(self.folder, "ro" if read_only else "rw")
 
 
 @pytest.fixture
