@@ -127,3 +127,19 @@ def test_a_run_of_an_earlier_version_is_read_and_what_it_does_not_say_is_not_kno
     assert together.values["structured_outputs.rows"] is None
     _, rows = run_query([earlier, run], "SELECT run, count(structured_valid) FROM requests GROUP BY run ORDER BY run")
     assert list(rows) == [("earlier", 0), ("run", 5)]
+
+
+def test_rows_with_choices_count_once_each_and_are_bad_if_one_choice_is(tmp_path):
+    def of_row(row, *statuses):
+        return [
+            request(row, 5, 0, choice=choice, status=status, finish_reason="length" if status == "ok" else "error")
+            for choice, status in enumerate(statuses)
+        ]
+
+    requests = [*of_row(0, "ok", "error", "error"), *of_row(1, "ok", "ok"), *of_row(2, "error", "ok")]
+    requests.append(request(3, 0, 0, status="error", finish_reason="error"))  # bad before it had choices
+    runs = [write_run(tmp_path / name, requests=requests) for name in ("one", "two")]
+    found = [read_report(run) for run in runs]
+    for report, times in ((found[0], 1), (read_together(runs, found), 2)):
+        values = report.values
+        assert [values[name] for name in ("rows", "rows_ok", "rows_error")] == [4 * times, times, 3 * times]

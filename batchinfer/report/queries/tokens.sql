@@ -10,11 +10,14 @@
 WITH ok AS (
     SELECT *, cached_memory_tokens + cached_disk_tokens AS found_tokens FROM requests WHERE status = 'ok'
 ),
-counted AS (  -- of a row with choices requests has one row for each
+bad_choices AS (  -- of a row with choices requests has one row for each; with several runs there is a column run
+    SELECT DISTINCT COLUMNS(lambda name: name IN ('run', 'shard', 'row'))
+    FROM requests WHERE status <> 'ok' AND choice IS NOT NULL
+),
+counted AS (
     SELECT
         count(*) FILTER (coalesce(choice, 0) = 0) AS rows,
-        count(*) FILTER (status <> 'ok' AND choice IS NULL)
-            + count(DISTINCT (shard, row)) FILTER (status <> 'ok' AND choice IS NOT NULL) AS rows_error
+        count(*) FILTER (status <> 'ok' AND choice IS NULL) + (SELECT count(*) FROM bad_choices) AS rows_error
     FROM requests
 ),
 sums AS (
