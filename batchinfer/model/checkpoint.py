@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from batchinfer.model.families import Carrier
 from batchinfer.model.headers import TensorHeaders, read_headers
 from batchinfer.records import ModelError
 
@@ -27,11 +28,12 @@ class Checkpoint(TensorHeaders):
         Raises:
             ModelError: the file cannot be read any more.
         """
-        path = self.info(name).path
+        info = self.info(name)
+        path = info.path
         try:
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
-            return self._files[path].get_tensor(name)
+            return self._files[path].get_tensor(info.stored_name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
 
@@ -40,10 +42,13 @@ class Checkpoint(TensorHeaders):
         self._files.clear()
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, carrier: Carrier | None = None) -> Checkpoint:
     """Read the headers of the folder's files, and no more until a tensor is asked for.
+
+    Args:
+        carrier: as for headers.read_headers.
 
     Raises:
         ModelError: see headers.read_headers.
     """
-    return Checkpoint(read_headers(folder))
+    return Checkpoint(read_headers(folder, carrier))

@@ -116,7 +116,7 @@ def load_weights(
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, config.carrier)
     check_tensors(checkpoint, config)
     if expert_ids is None:
         expert_ids = [range(config.n_routed_experts)] * config.num_moe_layers
@@ -153,7 +153,7 @@ def exchange_experts(
     Raises:
         ModelError: a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, config.carrier)
     device = weights.embedding.device
     loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
     for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):

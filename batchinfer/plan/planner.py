@@ -206,6 +206,8 @@ def _plan(
     job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
     if model.unknown_keys:
         note(_unknown_keys_warning(job, model))
+    if model.carrier is not None:
+        note(f"only the language model of {job.model.path} runs; not read: {', '.join(model.carrier.skipped)}…")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
