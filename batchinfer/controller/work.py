@@ -25,6 +25,7 @@ from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import slurm_task
 from batchinfer.launch.agent import serve_node
+from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.launch.rank_process import SpareRank
@@ -71,6 +72,8 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
+    if ranks_ahead is None:
+        refuse_too_large(job, node.ranks)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(run, session, stop, node)

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
+from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_process import SpareRank
@@ -164,8 +165,14 @@ def open_ranks(
 
 
 def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) -> RankLoader:
-    """The ranks of a job of which all run on this host, none of them started yet."""
-    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, stop, spare=spare)
+    """The ranks of a job of which all run on this host, none of them started yet.
+
+    Raises:
+        ConfigError: their weights do not fit into its memory.
+    """
+    ranks = this_node(job.cluster.num_ranks).ranks
+    refuse_too_large(job, ranks)
+    return open_ranks(job, ranks, stop, spare=spare)
 
 
 @contextmanager
