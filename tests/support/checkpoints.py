@@ -160,7 +160,7 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
     fields = _BASES.get(family, BASE) | fields | overrides
     torch.manual_seed(seed)
     if family == "kimi_k25":
-        parts = {"text_config": {"model_type": "kimi_k2", **fields}, "vision_config": _VISION}
+        parts: dict[str, Any] = {"text_config": {"model_type": "kimi_k2", **fields}, "vision_config": _VISION}
         model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
             Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
         )
