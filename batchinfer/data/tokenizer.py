@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +91,14 @@ class PromptTokenizer:
         self.template_text = template
         self.named_tokens = named_tokens
         self._template: ChatTemplate | None = None
-        self._encoder = TextEncoder(tokenizer)
         self._control: ControlTokens | None = None
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids, self.digest = eos_token_ids, digest
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        """Who only decodes, or wants the digest, does without."""
+        return TextEncoder(self._tokenizer)
 
     @property
     def control(self) -> ControlTokens:
