@@ -106,16 +106,22 @@ def test_calls_give_what_runs_of_their_own_give_with_the_same_ranks(tmp_path, cl
 
 
 def test_experts_that_a_call_has_moved_are_back_for_the_next(tmp_path):
-    """Ranks that calibrate move their experts; what the next call counts is of experts in order."""
+    """The first call calibrates and moves; in the next, with one token, there is nothing to calibrate with."""
     cluster = {"prefill_ranks": 2, "redundant_experts": 2}
+    made, own = tmp_path / "call", tmp_path / "own"
     with batchinfer.Model(RANDOM_MODEL, dtype="float32", cluster=cluster) as model:
-        for number in range(2):
-            model.generate(MANY, max_tokens=40, output=tmp_path / f"call-{number}")
-    files = [file for number in range(2) for file in (tmp_path / f"call-{number}").glob("stats/placements/*.parquet")]
-    first, second = (pq.read_table(file).drop_columns("session") for file in files)
-    assert first.equals(second)
-    assert max(first["placement"].to_pylist()) > 0
-    same_as_generate(tmp_path / "call-1", MANY, tmp_path / "own", cluster=cluster, max_tokens=40)
+        model.generate(MANY, max_tokens=40, output=tmp_path / "first")
+        model.generate([[5]], max_tokens=40, ignore_eos=True, output=made)
+    assert max(statistics(tmp_path / "first", "placements")["placement"].to_pylist()) > 0
+    same_as_generate(made, [[5]], own, cluster=cluster, max_tokens=40, ignore_eos=True)
+    for table in ("placements", "expert_rows"):
+        assert statistics(made, table).equals(statistics(own, table))
+    assert set(statistics(made, "placements")["placement"].to_pylist()) == {0}
+
+
+def statistics(run: Path, table: str) -> pa.Table:
+    (file,) = (run / "stats" / table).glob("*.parquet")
+    return pq.read_table(file).drop_columns("session")
 
 
 WRONG = [
