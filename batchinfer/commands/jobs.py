@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,7 +177,12 @@ def run(
     stop, spare = process.stop, process.spare
     config = job_of(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
-    with ranks_ahead(config, stop, spare, know_experts=know_experts) as ranks, alone("run", stop) as session:
+    ahead: AbstractContextManager[RankLoader | None]
+    if process.kept is None:
+        ahead = ranks_ahead(config, stop, spare, know_experts=know_experts)
+    else:
+        ahead = nullcontext(process.kept.of_job(config, stop))
+    with ahead as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = plan_here(
             config,
@@ -193,7 +199,8 @@ def run(
             import batchinfer.report.panel  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks, spare)
         code = _finish(run_dir, config, allow_partial=False)
-    print_report([run_dir.root], as_json=False)
+    if process.kept is None:
+        print_report([run_dir.root], as_json=False)
     sys.exit(code)
 
 

@@ -53,7 +53,7 @@ def work_on(
     """Compute all units of a planned run that nobody else holds.
 
     Args:
-        ranks_ahead: the job's ranks, if they were started already.
+        ranks_ahead: the job's ranks, if they were started already; whoever did it closes them.
         spare: for a lone rank, if they were not.
 
     Raises:
@@ -105,6 +105,7 @@ def _ranks(
     """The job's ranks, of which this process starts its own share; those of other processes call."""
     host = None if node.count == 1 else "127.0.0.1" if node.is_one_host else own_address()
     ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host, spare=spare)
+    is_ours = ranks_ahead is None
     connections, announced = ranks.group.connections, None
     if connections.listener is not None:
         called_at, port = connections.listener.host, connections.listener.port
@@ -113,7 +114,8 @@ def _ranks(
         yield ranks
     finally:
         stop.graceful = False
-        ranks.close()
+        if is_ours:
+            ranks.close()
         if announced is not None:
             announced.unlink(missing_ok=True)
         remove_folder(run.kv_transfers(session.name))

@@ -41,20 +41,27 @@ class RankLoader:
         self.group = group
         self.started_s = 0.0  # Unix time when the ranks' processes were started
         self.loaded_s = 0.0  # and when all of them had loaded
-        self._stop = stop
+        self.stop = stop
         self._deadline = 0.0
         self._is_closed = False
         self._loading: Future[list[Ready]] | None = None  # of ranks that were started ahead
         self._can_run = threading.Event()  # all of them have said so
+        self._loaded: tuple[Join, list[Ready]] | None = None  # the latest of all
 
     def load_ahead(self, join: Join) -> None:
-        """Begin to start all ranks in another thread; the next call of `load` only waits for them."""
+        """Begin to start all ranks in another thread; the next call of `load` only waits for them.
+
+        Those that rest or are loading or loaded are left alone.
+        """
+        loading = self._loading
+        if self.group.is_resting or (loading is not None and not (loading.done() and loading.exception())):
+            return
         thread = ThreadPoolExecutor(1, "load ranks")
         self._loading = thread.submit(self._load, join)
         thread.shutdown(wait=False)
 
     def load(self, join: Join) -> list[Ready]:
-        """Start all ranks, bring them together and have them load their models.
+        """Start all ranks, bring them together and have them load their models; or wake those that rest with it loaded.
 
         Returns:
             What each rank said when it had loaded.
@@ -65,7 +72,15 @@ class RankLoader:
             InterruptedRunError: a signal came.
         """
         loading, self._loading = self._loading, None
-        return self._load(join) if loading is None else loading.result()
+        if loading is not None:
+            loading.result()
+        elif self.group.wake():
+            self.started_s = self.loaded_s = time.time()
+        else:
+            return self._load(join)
+        assert self._loaded is not None
+        held, ready = self._loaded
+        return ready if _placed(held) == _placed(join) else self._load(join)
 
     def refuse_if_unable(self) -> None:
         """Wait until all ranks, started ahead, know that backend, exchange and dtype run here.
@@ -76,6 +91,8 @@ class RankLoader:
             BatchinferError: the job cannot run (a rank said so).
             InterruptedRunError: a signal came.
         """
+        if self.group.is_resting:
+            return
         assert self._loading is not None
         while not self._can_run.wait(POLL_S):
             if self._loading.done():
@@ -95,6 +112,7 @@ class RankLoader:
 
     def _load(self, join: Join) -> list[Ready]:
         group, places = self.group, self.group.places
+        group.end()  # any that rest with another placement of the experts, or that did not get as far as this
         self._deadline = time.monotonic() + START_S
         self.started_s = group.start()
         while len(group.connections.hosts) < len(places):
@@ -104,10 +122,11 @@ class RankLoader:
             group.send(place.rank, self._joining(join, place))
         ready = self._ready()
         self.loaded_s = time.time()
-        return [ready[place.rank] for place in places]
+        self._loaded = join, [ready[place.rank] for place in places]
+        return self._loaded[1]
 
     def _check_start(self) -> None:
-        if self._stop.requested or self._is_closed:
+        if self.stop.requested or self._is_closed:
             raise InterruptedRunError("stopped by a signal; run the same command to go on")
         if time.monotonic() > self._deadline:
             self.group.give_up(f"the ranks were not ready within {START_S:,.0f} s")
@@ -202,6 +221,11 @@ def ranks_ahead(
 def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
     """What ranks have to know to load their models; which of them share a host is added when they have called."""
     return Join(job.model_dump_json(), slots_of_role)
+
+
+def _placed(join: Join) -> dict[str, ExpertSlots]:
+    """Where experts are of groups that do not have them in order."""
+    return {role: slots for role, slots in join.slots_of_role.items() if slots is not None}
 
 
 def _weight_bytes(job: JobConfig) -> int:

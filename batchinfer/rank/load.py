@@ -10,7 +10,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.model.config import load_model_config
+from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
@@ -59,13 +59,7 @@ def load_model(
         if before_weights is not None:
             before_weights()
         return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
-    if config.n_routed_experts == 0:
-        placements = []
-    elif slots is None:
-        placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
-        placements = [placement] * config.num_moe_layers
-    else:
-        placements = _placements(slots, config.n_routed_experts, mesh)
+    placements = first_placements(job, config, slots, mesh)
     dispatchers = mesh.dispatchers(
         placements,
         _row_format(job, mesh, device),
@@ -84,6 +78,20 @@ def load_model(
         device=device,
         backend=backend,
     )
+
+
+def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | None, mesh: Mesh) -> list[Placement]:
+    """Where experts are when a job begins, per MoE layer.
+
+    Args:
+        slots: None: in order.
+    """
+    if config.n_routed_experts == 0:
+        return []
+    if slots is None:
+        placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
+        return [placement] * config.num_moe_layers
+    return _placements(slots, config.n_routed_experts, mesh)
 
 
 def _check_ops(job: JobConfig, device: torch.device) -> None:

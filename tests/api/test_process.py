@@ -188,7 +188,7 @@ def test_a_command_that_somebody_else_ends_says_so(tmp_path, number, error, sent
     job = batchinfer.Job.from_toml(write_job(tmp_path))
 
     def end_it(title, done, total):
-        process._process.send_signal(number)
+        process.process._process.send_signal(number)
 
     with CommandProcess("run", job.config, end_it) as process, pytest.raises(error, match=sentence):
         any(iter(process.ended, None))
