@@ -169,6 +169,5 @@ class WorkProgress(Meter):
 
     def __exit__(self, *error: Any) -> None:
         self.requests.tell()
-        self._tell()
         self.tokens.tell()
         super().__exit__(*error)
