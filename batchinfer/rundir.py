@@ -34,6 +34,7 @@ class RunDir:
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
+    work/sessions/<session>.json
     slurm/<submission>.json  slurm/goal.json  slurm/*.log
     """
 
@@ -112,6 +113,10 @@ class RunDir:
     def goal(self) -> Path:
         """When a submitted run is to end and what it may cost."""
         return self.slurm / "goal.json"
+
+    def heartbeat(self, session: str) -> Path:
+        """A session's sign of life; gone when it has ended."""
+        return self.root / "work" / "sessions" / f"{session}.json"
 
     def kv_transfers(self, session: str) -> Path:
         """KV on its way between hosts; gone with the command that sends it."""

@@ -84,7 +84,8 @@ def generate(
         messages, prompt, token_ids: the column that holds them; unset: for a list what its rows are, for a table the
             only column that can hold one of these.
         stream: give the rows as they become durable, in any order, each once; the job runs while they are asked for.
-        progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+        progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
+            done, of how many; "load" counts bytes of weights, "work" requests.
         settings: keys of [sampling] (max_tokens is required), dtype, and the other parts of a job file as dicts:
             cluster={"prefill_ranks": 2}. output: the run folder, or a dict; unset: a temporary one, which is gone
             afterwards, also when the call is interrupted. With a folder the same call goes on where it stopped.

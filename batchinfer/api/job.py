@@ -93,7 +93,8 @@ class Job:
         Rows that cannot be computed are rows with status 'error' and raise nothing.
 
         Args:
-            progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+            progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
+                done, of how many; "load" counts bytes of weights, "work" requests.
 
         Raises:
             BatchinferError: the job, its input or its model cannot work, or its ranks fail.

@@ -18,7 +18,7 @@ from batchinfer import records
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
-Progress = Callable[[str, int, int], object]  # called with a title ("tokenise", "work", "finish"), done, total
+Progress = Callable[[str, int, int], object]  # called with a title ("work", for example), done, total
 WORDS_BYTES = 4096  # of what the process wrote last, for an error that it could not tell
 STOP_AGAIN_S = 0.2  # a wish to stop may come while the job does not listen yet
 _log = logging.getLogger("batchinfer")

@@ -219,6 +219,7 @@ def plan_here(
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import format_summary, read_summary
+    from batchinfer.progress import note
 
     with tracer.span("plan", "controller"):
         run_dir = plan_job(
@@ -232,7 +233,11 @@ def plan_here(
             tokenizer=tokenizer,
         )
     tracer.write(run_dir.trace)
-    click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")
+    summary = format_summary(read_summary(run_dir), config.cluster.num_ranks)
+    if session.command == "run":
+        note(summary)  # ranks that load may have a bar
+    else:
+        click.echo(summary)
     return run_dir
 
 

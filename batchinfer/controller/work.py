@@ -19,6 +19,7 @@ from batchinfer.controller.rank_start import RankStart, remove_folder
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
@@ -31,7 +32,7 @@ from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
-from batchinfer.progress import Progress, note
+from batchinfer.progress import note
 from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.probe import check_file_system
@@ -78,16 +79,16 @@ def work_on(
     if node.index > 0:
         serve_node(run, session, stop, node)
         return
-    total = sum(row["num_requests"] for row in units.rows)
+    open_units = [row["unit"] for row in units.rows]
     with (
         UnitClaims(run) as claims,
-        Progress("work", total, "requests") as progress,
+        WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
         _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
-            f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
+            f"stopped; {progress.requests.count:,} of {progress.requests.total:,} requests are done and kept; "
             "run the same command to go on"
         )
 
@@ -131,7 +132,7 @@ def _controller(
     ranks: RankLoader,
     claims: UnitClaims,
     units: OpenUnits,
-    progress: Progress,
+    progress: WorkProgress,
 ) -> Controller:
     """The controller and its parts."""
     group, cluster = ranks.group, job.cluster
@@ -152,7 +153,7 @@ def _controller(
     results = Results(run, session, claims)
     history = ExpertHistory(run, cluster, model, may_keep=run.experts not in manifest)
     job_tokens = sum(row["new_tokens"] for row in units.all_rows)
-    experts = ExpertPlacer(history, job, model, progress, job_tokens=job_tokens)
+    experts = ExpertPlacer(history, job, model, progress.requests, job_tokens=job_tokens)
     statistics = ExpertStatistics(run, session.name, history, group.ranks_of_role, model.moe_layers)
     queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress)
     return Controller(

@@ -22,7 +22,8 @@ from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
-from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Ready
+from batchinfer.progress import Progress
+from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError, ModelError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -114,13 +115,14 @@ class RankLoader:
         group, places = self.group, self.group.places
         group.end()  # any that rest with another placement of the experts, or that did not get as far as this
         self._deadline = time.monotonic() + START_S
-        self.started_s = group.start()
-        while len(group.connections.hosts) < len(places):
-            self._check_start()
-            group.let_in()
-        for place in places:
-            group.send(place.rank, self._joining(join, place))
-        ready = self._ready()
+        with Progress("load", 0, "B", phase="loading") as progress:
+            self.started_s = group.start()
+            while len(group.connections.hosts) < len(places):
+                self._check_start()
+                group.let_in()
+            for place in places:
+                group.send(place.rank, self._joining(join, place))
+            ready = self._ready(progress)
         self.loaded_s = time.time()
         self._loaded = join, [ready[place.rank] for place in places]
         return self._loaded[1]
@@ -145,9 +147,10 @@ class RankLoader:
             all_on_one_host=len(set(hosts.values())) == 1,
         )
 
-    def _ready(self) -> dict[int, Ready]:
-        """What each rank says when it has loaded; nothing else but CanRun can come before."""
+    def _ready(self, progress: Progress) -> dict[int, Ready]:
+        """What each rank says when it has loaded; nothing else but CanRun and Loading can come before."""
         ready: dict[int, Ready] = {}
+        loading: dict[int, Loading] = {}
         unable = {place.rank for place in self.group.places}
         while len(ready) < len(self.group.places):
             self._check_start()
@@ -156,6 +159,11 @@ class RankLoader:
                     unable.discard(rank)
                     if not unable:
                         self._can_run.set()
+                    continue
+                if isinstance(message, Loading):
+                    loading[rank] = message
+                    told = loading.values()
+                    progress.set(sum(one.num_bytes for one in told), sum(one.total_bytes for one in told))
                     continue
                 assert isinstance(message, Ready), f"rank {rank} sent {message}"
                 ready[rank] = message

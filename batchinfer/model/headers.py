@@ -4,6 +4,8 @@ No torch here and no weight is read: plans ask as well as ranks. Formats that ru
 are never opened.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,11 @@ class TensorInfo:
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # all formats that are read say them: BF16, F8_E4M3
+        return math.prod(self.shape) * int(bits[0]) // 8 if bits else 0
 
 
 class TensorHeaders:

@@ -121,6 +121,13 @@ class CanRun(Message, frozen=True):
     """Backend, exchange and dtype run here; nothing but weights is missing."""
 
 
+class Loading(Message, frozen=True):
+    """Bytes of weights that were read, and that this rank reads in all."""
+
+    num_bytes: int
+    total_bytes: int
+
+
 class Ready(Message, frozen=True):
     """The model is loaded; Start may come. moe_layers: the decoder layers that mix experts."""
 
@@ -292,7 +299,7 @@ class Leave(Message, frozen=True):
 
 FromRank = (
     Hello | SharedValue | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertCounts | StoreCounts
-) | (Calibrated | ExpertsPlaced | Failed | Bye)
+) | (Loading | Calibrated | ExpertsPlaced | Failed | Bye)
 FromController = (SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | Calibrate | CountExperts) | (
     PlaceExperts | Wake | Leave
 )

@@ -38,6 +38,7 @@ def load_model(
     memory: FreshMemory | None = None,
     *,
     before_weights: Callable[[], None] | None = None,
+    told: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
@@ -46,6 +47,7 @@ def load_model(
         slots: where the experts are; None: in order.
         memory: for weights, where this rank holds all of them (else None).
         before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
+        told: called with the bytes of weights that were read so far, and that are to be read.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.
@@ -58,7 +60,9 @@ def load_model(
     if mesh.size == 1:
         if before_weights is not None:
             before_weights()
-        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
+        return Transformer.load(
+            folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory, told=told
+        )
     placements = first_placements(job, config, slots, mesh)
     dispatchers = mesh.dispatchers(
         placements,
@@ -77,6 +81,7 @@ def load_model(
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
         device=device,
         backend=backend,
+        told=told,
     )
 
 

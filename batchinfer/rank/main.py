@@ -23,7 +23,9 @@ import os
 import queue
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
+LOADING_S = 0.5  # between reports of the weights read
 
 RankChannel = Channel[FromController]
 
@@ -156,6 +159,7 @@ def _work(
         device,
         memory,
         before_weights=lambda: channel.send(messages.CanRun()),
+        told=_load_reports(channel),
     )
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
         warm_up(model, place.most_tokens(job.cluster))
@@ -206,6 +210,20 @@ def _run_job(
     if leave.stay and worker.telemetry.placement != placement:
         model.place_experts(Path(job.model.path), first_placements(job, model.config, slots, mesh), mesh.rank)
     return leave
+
+
+def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
+    """Tells the controller now and then, and at the end, how much of the weights has been read."""
+    told_s = -LOADING_S
+
+    def tell(num_bytes: int, total_bytes: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if num_bytes == total_bytes or now_s - told_s >= LOADING_S:
+            told_s = now_s
+            channel.send(messages.Loading(num_bytes, total_bytes))
+
+    return tell
 
 
 def _say_last(channel: RankChannel, message: Failed) -> None:
