@@ -264,11 +264,9 @@ def _read_family(reader: ConfigReader) -> str:
     model_type = reader.text("model_type", default="")
     architectures = reader.texts("architectures")
     known = {known for family in FAMILIES.values() for known in family.architectures}
-    if not model_type:
-        by_name = [name for name, family in FAMILIES.items() if set(architectures) & set(family.architectures)]
-        if len(by_name) > 1:  # the first one is whose architecture the others took over
-            by_name = [name for name in by_name if set(architectures) & known <= set(FAMILIES[name].architectures)]
-        model_type = by_name[0] if by_name else ""
+    if not model_type:  # the first family of an architecture is whose the later ones took over
+        by_name = (name for name, family in FAMILIES.items() if set(architectures) & set(family.architectures))
+        model_type = next(by_name, "")
     if model_type not in FAMILIES:
         reason = f"; {NOT_IMPLEMENTED[model_type]}" if model_type in NOT_IMPLEMENTED else ""
         raise reader.unsupported(

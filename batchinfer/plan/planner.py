@@ -205,7 +205,8 @@ def _plan(
     if model.unknown_keys:
         note(_unknown_keys_warning(job, model))
     if model.carrier is not None:
-        note(f"only the language model of {job.model.path} runs; not read: {', '.join(model.carrier.skipped)}…")
+        others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
+        note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
