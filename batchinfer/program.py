@@ -1,11 +1,11 @@
 """The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from batchinfer import own_process
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import BatchinferError, ExitCode
@@ -17,10 +17,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     Args:
         tell: is told what went wrong, in place of the person at stderr.
     """
-    # a command makes many small things that stay until its end: looking through them all the time finds little
-    gc.set_threshold(50_000, 20, 20)
-    # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    own_process.settle()
     # before the imports of the command
     spare = SpareRank() if sys.argv[1:2] == ["run"] else None
     tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None

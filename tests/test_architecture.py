@@ -11,7 +11,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "batchinfer"
 
 # Files in the package root: what every room may import, and the doors through which people come in.
-GROUND = ("records", "sanitize", "host_info", "ownership", "config", "rundir", "manifest", "stop", "progress")
+GROUND = (
+    "records",
+    "sanitize",
+    "host_info",
+    "ownership",
+    "config",
+    "rundir",
+    "manifest",
+    "stop",
+    "progress",
+    "own_process",
+)
 DOORS = ("schema", "cli", "program", "__main__", "lm_eval", "api")
 # Rooms from the bottom to the top, each with the rooms below that it may import; the ground is open to all.
 ROOMS: dict[str, set[str]] = {
@@ -37,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
 }
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS
-STANDARD_LIBRARY_ONLY = ("records", "sanitize", "host_info")
+STANDARD_LIBRARY_ONLY = ("records", "sanitize", "host_info", "own_process")
 
 
 def modules():

@@ -8,7 +8,6 @@ Without a command the process runs one job after the other (a job file's path on
 ranks and tokenizer that stay, and says {"ended": exit code} of each. The line "stop" stops the job, as by SIGTERM.
 """
 
-import gc
 import json
 import os
 import queue
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from batchinfer import progress
+from batchinfer import own_process, progress
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.kept_ranks import KeptRanks
 from batchinfer.launch.rank_process import SpareRank
@@ -76,8 +75,7 @@ def main() -> None:
 def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
     """Run one job after the other until there is none any more."""
     leave_signals_to_controller()  # the caller's, between jobs
-    gc.set_threshold(50_000, 20, 20)  # see program.py
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    own_process.settle()
     kept, tokenizer = KeptRanks(SpareRank()), TokenizerProcess(stays=True)
     from batchinfer import cli
 

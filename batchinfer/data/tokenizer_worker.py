@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from batchinfer import own_process
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
@@ -160,4 +161,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    own_process.settle()
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -234,6 +234,20 @@ def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
 
 
+def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
+    """Arrow would, wherever it is installed: half of the time that a small run takes."""
+    library, seen = tmp_path / "library", tmp_path / "seen"
+    library.mkdir()
+    seen.mkdir()
+    (library / "pandas.py").write_text(f"import os\nopen(f'{seen}/{{os.getpid()}}', 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(library), os.environ.get("PYTHONPATH")])))
+    write_questions(tmp_path / "prompts", (3,))
+    process = start("run", write_job(tmp_path))
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert not list(seen.iterdir())
+
+
 def test_an_interrupt_before_the_command_has_begun_is_one_sentence():
     text = "from batchinfer import cli, program; cli.main = lambda *processes: exec('raise KeyboardInterrupt')"
     done = subprocess.run(
