@@ -12,11 +12,14 @@ import os
 import runpy
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+import pytest
 
 from batchinfer.data import tokenizer_process, tokenizer_worker
 from batchinfer.launch import rank_process
@@ -25,6 +28,8 @@ from batchinfer.rank.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
 READ_LATE = ("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES")
+TESTS = Path(__file__).parents[1]
+WARM = "support.warm_tokenizer"
 TRAP = "sitecustomize.py"  # what a test sets up in ranks
 _start_rank = rank_process.start_rank
 _environment: dict[str, str] = {}  # of the server
@@ -34,13 +39,15 @@ def open_forge() -> None:
     """Start the server, in the environment of now."""
     _environment.update(_early(os.environ))
     fork_server()
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:  # it passes over modules that it does not find
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
+        forkserver.ensure_running()
 
 
 def fork_server() -> ForkServerContext:
     """What processes of tests are forked with."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["batchinfer.rank.main", "batchinfer.data.tokenizer_worker"])
+    context.set_forkserver_preload(["batchinfer.rank.main", WARM])
     return context
 
 
@@ -86,6 +93,7 @@ def _early(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run_tokenizer(control: socket.socket, stderr: Connection) -> None:
+    assert WARM in sys.modules
     os.environ.update(tokenizer_process.ENVIRONMENT)
     os.dup2(stderr.fileno(), 1)
     os.dup2(stderr.fileno(), 2)

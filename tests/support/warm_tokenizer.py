@@ -1,0 +1,9 @@
+"""Imported by the server that processes of tests are forked from: what a first tokenizer has to learn."""
+
+from pathlib import Path
+
+from batchinfer import own_process
+from batchinfer.data.tokenizer import load_tokenizer
+
+own_process.settle()
+load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model")
