@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import JobConfig, ModelPart
-from batchinfer.data.encoders import Encoders
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
@@ -15,6 +14,7 @@ from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from support.hostile import SAMPLE_MODEL, model_folder
 from support.jobs import batchinfer, write_job, write_shard
+from support.open_encoders import close_all, encoders_of
 
 TEXTS = pa.list_(pa.string())
 IDS = pa.list_(pa.list_(pa.int64()))
@@ -36,14 +36,19 @@ def make_job(sampling: dict | None = None, /, **columns) -> JobConfig:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_end():
+    yield
+    close_all()
+
+
 def check(folder, columns: dict, job: JobConfig | None = None, window: int = 2048) -> list[dict]:
     """The rows of tokens/<shard>.parquet for a shard of these columns."""
     job = job or make_job()
     pq.write_table(pa.table(columns), folder / "in.parquet")
     (shard,) = find_shards([str(folder / "in.parquet")])
-    with Encoders(job, window=window) as encoders:
-        limits = PromptLimits(window, vocab_size=1024)
-        tokenize_shard(shard, job, encoders, limits, folder / "tokens.parquet", lambda num_rows: None)
+    limits = PromptLimits(window, vocab_size=1024)
+    tokenize_shard(shard, job, encoders_of(job, window=window), limits, folder / "tokens.parquet", lambda rows: None)
     return pq.read_table(folder / "tokens.parquet").to_pylist()
 
 

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import JobConfig, ModelPart
-from batchinfer.data.encoders import Encoders
 from batchinfer.data.inputs import id_type, kept_fields, read_batches, shard_schema
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.prompts import PromptLimits
@@ -24,10 +23,17 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.validate import ShardRows, tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
+from support.open_encoders import close_all, encoders_of
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 LIMITS = PromptLimits(window=2048, vocab_size=1024)
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_end():
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +63,7 @@ def make_job(sampling: dict | None = None, /, **columns: str) -> JobConfig:
 
 
 def tokenize(shard: Shard, target: Path, job: JobConfig, limits=LIMITS, progress=lambda rows: None) -> ShardRows:
-    with Encoders(job, window=limits.window) as encoders:
-        return tokenize_shard(shard, job, encoders, limits, target, progress)
+    return tokenize_shard(shard, job, encoders_of(job, window=limits.window), limits, target, progress)
 
 
 def copy_with(tmp_path: Path, tokenizer_parts: dict) -> Path:
@@ -238,8 +243,8 @@ MEMORY_PROGRAM = """
 import re, sys
 from pathlib import Path
 from batchinfer.config import JobConfig
-from batchinfer.data.shards import find_shards
 from batchinfer.data.encoders import Encoders
+from batchinfer.data.shards import find_shards
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import tokenize_shard
 path, model = sys.argv[1:]
@@ -271,9 +276,9 @@ def test_a_large_row_group_is_read_in_bounded_memory(tmp_path, repeated):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_dictionary_of_large_values_is_read_in_bounded_memory(tmp_path, nested):
-    """Two rows of 50 MB, then 300 that repeat them: a file of some kilobytes that holds 15 GB."""
+    """Two rows of 50 MB, then 90 that repeat them: a file of some kilobytes that holds 3 GB."""
     values = pa.array(["short", "x" * 50_000_000, "y" * 50_000_000])
-    texts = pa.DictionaryArray.from_arrays(pa.array([1, 2, None] + [0, 1, 2] * 100, pa.int32()), values)
+    texts = pa.DictionaryArray.from_arrays(pa.array([1, 2, None] + [0, 1, 2] * 30, pa.int32()), values)
     column = texts
     if nested:
         role = pa.array(["user"] * len(texts))
@@ -289,7 +294,7 @@ def test_a_dictionary_of_large_values_is_read_in_bounded_memory(tmp_path, nested
         assert batch.nbytes < 70e6
         texts = batch["prompt"].flatten().field("content") if nested else batch["prompt"]
         found += pc.utf8_slice_codeunits(texts, 0, 5).to_pylist()
-    assert found == [*("xxxxx", "yyyyy", None), *["short", "xxxxx", "yyyyy"] * 100]
+    assert found == [*("xxxxx", "yyyyy", None), *["short", "xxxxx", "yyyyy"] * 30]
 
 
 def test_a_row_that_no_memory_holds_makes_its_shard_unreadable(tmp_path):

@@ -17,7 +17,6 @@ import pytest
 from pyarrow import feather
 
 from batchinfer.config import DEFAULT_S3, JobConfig
-from batchinfer.data.encoders import Encoders
 from batchinfer.data.formats import lines
 from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.formats.values import column_roles
@@ -28,6 +27,7 @@ from batchinfer.data.validate import tokenize_shard
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard, sampling_from_json
 from batchinfer.run.fingerprint import settings_fingerprint
 from support.jobs import batchinfer, output_bytes, outputs, write_job
+from support.open_encoders import close_all, encoders_of
 from support.paths import RANDOM_MODEL
 
 LIMITS = PromptLimits(window=2048, vocab_size=1024)
@@ -100,14 +100,20 @@ def make_job(files: Path | str, *, keep: list[str] | None = None, of_job: dict |
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_end():
+    yield
+    close_all()
+
+
 def checked(path: Path, job: JobConfig | None = None) -> tuple[Shard, list[dict]]:
     """(the shard, rows of tokens/<shard>.parquet)."""
     job = job or make_job(path)
-    with Encoders(job, window=LIMITS.window) as encoders:
-        roles = column_roles(job, encoders.columns)
-        (shard,) = find_shards(job.input.files, format=job.input.format, roles=roles)
-        assert shard.problem is None, shard.problem
-        tokenize_shard(shard, job, encoders, LIMITS, path.parent / "tokens.parquet", lambda rows: None)
+    encoders = encoders_of(job, window=LIMITS.window)
+    roles = column_roles(job, encoders.columns)
+    (shard,) = find_shards(job.input.files, format=job.input.format, roles=roles)
+    assert shard.problem is None, shard.problem
+    tokenize_shard(shard, job, encoders, LIMITS, path.parent / "tokens.parquet", lambda rows: None)
     rows = pq.read_table(path.parent / "tokens.parquet").to_pylist()
     assert [row["row"] for row in rows] == list(range(shard.num_rows))
     return shard, rows

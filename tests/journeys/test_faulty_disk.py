@@ -1,4 +1,4 @@
-"""A quick share of tests/chaos/faulty_disk.py: every deed, at some operations in plan, work and finish."""
+"""A quick share of tests/chaos/faulty_disk.py: every deed twice, at some operation in plan, work or finish."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from support.faulty_disk import DEEDS, disturb, lose_unsynced, make_faulty_disk
 
 SHARES = (0.15, 0.55, 0.85)  # of all operations of the job
+CASES = [(deed, SHARES[(number + turn) % 3], number) for number, deed in enumerate(DEEDS) for turn in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +15,9 @@ def disk(tmp_path_factory):
     return make_faulty_disk(tmp_path_factory.mktemp("disk"))
 
 
-@pytest.mark.parametrize("number", range(len(DEEDS) * len(SHARES)))
-def test_a_job_survives_a_disk_that_fails(disk, tmp_path, number):
-    deed, share = DEEDS[number % len(DEEDS)], SHARES[number // len(DEEDS)]
-    print(disturb(disk, tmp_path, deed, int(share * disk.num_operations) + number % len(DEEDS)))
+@pytest.mark.parametrize(("deed", "share", "number"), CASES)
+def test_a_job_survives_a_disk_that_fails(disk, tmp_path, deed, share, number):
+    print(disturb(disk, tmp_path, deed, int(share * disk.num_operations) + number))
 
 
 def test_what_was_not_synced_is_lost(tmp_path):
