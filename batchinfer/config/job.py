@@ -162,7 +162,7 @@ class OutputConfig(Part):
 class ModelPart(Part):
     """The model folder, as Hugging Face lays it out."""
 
-    path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json, tokenizer_config.json")
+    path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json (or tiktoken.model), tokenizer_config.json")
     dtype: Literal["float32", "bfloat16", "fp8"] = Field(
         "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from batchinfer.data import tiktoken_model
 from batchinfer.data.control_tokens import ControlTokenError, ControlTokens
 from batchinfer.data.text_encoder import TextEncoder
 from batchinfer.records import ModelError
@@ -24,20 +25,24 @@ UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole char
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
-    """Read tokenizer.json and the files beside it, in the layouts that Hugging Face writes.
+    """Read tokenizer.json, or tiktoken.model, and the files beside it, in the layouts that Hugging Face writes.
 
     Raises:
-        ModelError: tokenizer.json is missing, or a file is broken; the message names it.
+        ModelError: both are missing, or a file is broken; the message names it.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(f"there is no {file}; the model folder needs the tokenizer in this (fast) format")
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    file = _vocabulary_file(folder, config)
     try:
         text = file.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(text)
+        if file.name == tiktoken_model.FILE:
+            tokenizer = tiktoken_model.tokenizer_of(file, text)
+            config["added_tokens_decoder"] = tiktoken_model.named_tokens(config, tokenizer.get_vocab_size())
+        else:
+            tokenizer = Tokenizer.from_str(text)
         named = _named_tokens(config)
         _add_special_tokens(tokenizer, config, named)
+    except ModelError:
+        raise
     except Exception as error:
         # the tokenizers library raises plain Exception for whatever is wrong in the file
         raise ModelError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; restore the file") from None
@@ -252,6 +257,21 @@ def _render(template: ChatTemplate, continues: bool, chat: list[Any]) -> str:
 
 def _holds(token: str) -> str:
     return f"the text holds the control token {token}, which input.control_tokens = 'error' refuses"
+
+
+def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:
+    file, other = folder / "tokenizer.json", folder / tiktoken_model.FILE
+    if not file.exists() and other.is_file():
+        if config.get("tokenizer_class") == tiktoken_model.TOKENIZER_CLASS:
+            return other
+        raise ModelError(
+            f"{other} says nothing of how texts are split, and tokenizer_class beside it is "
+            f"{config.get('tokenizer_class')!r}, not {tiktoken_model.TOKENIZER_CLASS!r}, whose rule is known here; "
+            "add a tokenizer.json"
+        )
+    if not file.is_file():
+        raise ModelError(f"there is no {file}; the model folder needs the tokenizer in this (fast) format")
+    return file
 
 
 def _read_json(file: Path) -> dict[str, Any]:

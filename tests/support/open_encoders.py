@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import ExitStack
 
+from batchinfer.config import JobConfig
 from batchinfer.data.encoders import Encoders
 
 MOST_OPEN = 4
 _open: OrderedDict[str, tuple[Encoders, ExitStack]] = OrderedDict()
 
 
-def encoders_of(job, *, window):
+def encoders_of(job: JobConfig, *, window: int) -> Encoders:
     """Those that were opened for this model folder and these input columns before, or new ones."""
     key = f"{window} {job.model.path} {job.input.model_dump_json(exclude={'files'})}"
     if key not in _open:
@@ -23,6 +24,6 @@ def encoders_of(job, *, window):
     return _open[key][0]
 
 
-def close_all():
+def close_all() -> None:
     while _open:
         _open.popitem()[1][1].close()

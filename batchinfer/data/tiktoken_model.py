@@ -1,0 +1,108 @@
+"""tiktoken.model, the vocabulary file of Moonshot's checkpoints (Moonlight, Kimi-K2, K2.5), as a tokenizer.
+
+Such a folder has no tokenizer.json: its splitting rule stands in code of its own, which is never run here, so it stands
+in PATTERN, too. Source: tokenization_kimi.py of moonshotai/Kimi-K2-Instruct.
+"""
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from batchinfer.records import ModelError
+
+FILE = "tiktoken.model"
+TOKENIZER_CLASS = "TikTokenTokenizer"  # in tokenizer_config.json, of those who split by PATTERN
+NUM_RESERVED = 256  # ids after the vocabulary, for tokens with names
+_UPPER, _LOWER = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        f"{_BEFORE}{_UPPER}*{_LOWER}+{_AFTER}",
+        f"{_BEFORE}{_UPPER}+{_LOWER}*{_AFTER}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def tokenizer_of(file: Path, text: str) -> Tokenizer:
+    """The tokenizer without its named tokens.
+
+    Args:
+        file: its name, for messages.
+        text: what it holds: a token's bytes in base64 and its rank on each line.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    ranks = _read_ranks(file, text)
+    chars = _chars_of_bytes()
+    names = {token: "".join(chars[byte] for byte in token) for token in ranks}
+    merges = [pair for token in ranks for pair in _pairs(token, ranks)]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {names[token]: rank for token, rank in ranks.items()},
+            [(names[left], names[right]) for left, right in merges],
+            ignore_merges=True,  # what is a token whole is not looked at further
+        )
+    )
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def named_tokens(config: dict[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
+    """`added_tokens_decoder` with the ids that have no name in tokenizer_config.json.
+
+    Args:
+        num_ranks: tokens of the vocabulary file.
+    """
+    ids = range(num_ranks, num_ranks + NUM_RESERVED)
+    reserved = {str(id): {"content": f"<|reserved_token_{id}|>", "special": True} for id in ids}
+    return reserved | (config.get("added_tokens_decoder") or {})
+
+
+def _read_ranks(file: Path, text: str) -> dict[bytes, int]:
+    """The tokens in the order of their ranks."""
+    tokens = []
+    for number, line in enumerate(text.splitlines()):
+        token, _, rank = line.partition(" ")
+        if rank != str(number):
+            raise ModelError(f"line {number + 1} of {file} does not hold a token and its rank {number}; {_RESTORE}")
+        try:
+            tokens.append(base64.b64decode(token, validate=True))
+        except binascii.Error:
+            raise ModelError(f"the token in line {number + 1} of {file} is not base64; {_RESTORE}") from None
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if len(ranks) < len(tokens) or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ModelError(f"{file} holds a token twice, or lacks one of the 256 single bytes; {_RESTORE}")
+    return ranks
+
+
+_RESTORE = "restore the file"
+
+
+def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pairs of tokens that become this one, which are merged before others exactly as its rank says."""
+    cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
+    return sorted(
+        ((left, right) for left, right in cuts if left in ranks and right in ranks),
+        key=lambda pair: (ranks[pair[0]], ranks[pair[1]]),
+    )
+
+
+def _chars_of_bytes() -> list[str]:
+    """The characters that stand for bytes in a byte-level vocabulary: printable ones for themselves (GPT-2)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
