@@ -1,7 +1,7 @@
 """tiktoken.model, the vocabulary file of Moonshot's checkpoints (Moonlight, Kimi-K2, K2.5), as a tokenizer.
 
 Such a folder has no tokenizer.json: its splitting rule stands in code of its own, which is never run here, so it stands
-in PATTERN, too. Source: tokenization_kimi.py of moonshotai/Kimi-K2-Instruct.
+in PATTERN, too. Source: class TikTokenTokenizer of moonshotai/Kimi-K2-Instruct.
 """
 
 import base64
