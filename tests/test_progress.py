@@ -53,7 +53,7 @@ class Terminal:
         self._controller, self._terminal = os.openpty()
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         os.set_blocking(self._controller, False)
-        self._stderr = open(self._terminal, "w", buffering=1)
+        self._stderr = os.fdopen(self._terminal, "w", buffering=1)
         monkeypatch.setattr(sys, "stderr", self._stderr)
 
     def shown(self):
