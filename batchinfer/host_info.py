@@ -1,4 +1,4 @@
-"""This host: its name in a cluster, its free memory, its processor, and the settings of MKL that follow from it.
+"""This host: its name in a cluster, its free memory, its processor, its GPUs, and the settings of MKL that it needs.
 
 On Intel's processors, rows of plain PyTorch depend on their batch unless MKL is strict: it sums in another order for a
 product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and the same setting would take that away.
@@ -94,6 +94,11 @@ def free_memory_bytes() -> int:
     except (OSError, ValueError):
         return free  # no control group, or one without a limit ("max")
     return min(free, max(limit - used + _file_bytes(), 0))
+
+
+def has_gpu() -> bool:
+    """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 def _file_bytes() -> int:

@@ -110,19 +110,28 @@ class Progress(Count, Meter):
     Args:
         title: for listeners.
         phase: for people; None: the title.
+        clock: seconds from some moment.
     """
 
-    def __init__(self, title: str, total: int, unit: str, *, phase: str | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        unit: str,
+        *,
+        phase: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(title, total)
         self._phase, self._unit = phase or title, unit
-        self._start_s = time.monotonic()
+        self._clock, self._start_s = clock, clock()
 
     @property
     def has_counted(self) -> bool:  # type: ignore[override]
         return self.count > 0
 
     def line(self) -> str:
-        took = duration(time.monotonic() - self._start_s)
+        took = duration(self._clock() - self._start_s)
         if not self.total:  # nobody has said yet how many there are
             return f"{self._phase}: for {took}"
         when = f" in {took}" if self.count >= self.total else _left(self.left_s())
@@ -130,7 +139,7 @@ class Progress(Count, Meter):
 
     def left_s(self) -> float | None:
         """Seconds until all are done, at the speed so far."""
-        seconds = time.monotonic() - self._start_s
+        seconds = self._clock() - self._start_s
         return seconds * (self.total - self.count) / self.count if self.count else None
 
     def bars(self) -> list[Bar]:
@@ -162,11 +171,16 @@ class Stage(Meter):
         return {"phase": self._phase, "doing": self._doing}
 
 
-class _Board:
-    """The meters of this process, drawn by a thread that lives as long as there are any."""
+class Board:
+    """Meters, drawn by a thread that lives as long as there are any; a process has one.
 
-    def __init__(self) -> None:
+    Args:
+        wait: until an event, as Event.wait.
+    """
+
+    def __init__(self, wait: Callable[[threading.Event, float], bool] = threading.Event.wait) -> None:
         self.meters: list[Meter] = []
+        self._wait = wait
         self._lock = threading.Lock()
         self._bars: list[tqdm[Any]] = []
         self._changed = threading.Event()  # there are no meters any more
@@ -192,7 +206,7 @@ class _Board:
     def _draw(self, ended: threading.Event) -> None:
         is_terminal = _is_terminal()
         wait_s = BAR_SECONDS if is_terminal else LINE_SECONDS if self._has_spoken else FIRST_SECONDS
-        while not ended.wait(wait_s):
+        while not self._wait(ended, wait_s):
             with self._lock:
                 if is_terminal:
                     self._draw_bars()
@@ -228,7 +242,7 @@ def _draw_bar(shown: tqdm[Any], bar: Bar) -> None:
     shown.refresh()
 
 
-_board = _Board()
+_board = Board()
 
 
 def under_way() -> list[dict[str, Any]]:

@@ -142,14 +142,14 @@ class Job:
         return pa.concat_tables([file.read() for _, file in self._output_files()])
 
     def report(self) -> dict[str, Any]:
-        """The figures of the finished job: `batchinfer report --json`.
+        """The figures: `batchinfer report --json`; "unfinished" says how much is done, and is None when all is.
 
         Raises:
-            ConfigError, RunMismatchError: the folder holds no finished run, or another job's.
+            ConfigError, RunMismatchError: the folder holds no run, or another job's.
         """
-        from batchinfer.report.read import as_document, read_report
+        from batchinfer.commands.so_far import report_document
 
-        return as_document(read_report(self._run_dir().root))
+        return report_document(self._run_dir(may_be_planning=True).root)
 
     def _run(self, command: str, progress: Progress | None) -> None:
         with self._start(command, self.config, progress) as process:

@@ -33,8 +33,8 @@ _model_option = click.option(
 def init(data: str, model: Path, target: Path) -> None:
     """Write a job file for DATA (a file, a folder of them or a glob) that runs as it is.
 
-    Which columns hold prompts and ids is told by their types and names, model.dtype by the checkpoint. The file has
-    comments and what else is often set.
+    Which columns hold prompts and ids is told by their types and names, model.dtype by the checkpoint and what fits
+    into this machine. The file has comments and what else is often set.
     """
     from batchinfer.plan.first_job import first_job
     from batchinfer.rundir import create_exclusively

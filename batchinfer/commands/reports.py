@@ -42,10 +42,10 @@ def report(
     html: Path | None,
     parquet: Path | None,
 ) -> None:
-    """What one or several finished RUNs (run folders or .toml files) did: tokens, cache hits, speed, cost and margin.
+    """What one or several RUNs (run folders or .toml files) did: tokens, cache hits, speed, cost and margin.
 
-    Several runs come side by side, with a column for all of them together. Of a run that is not finished comes what
-    `status` prints; `peek` shows its answers so far.
+    Several runs come side by side, with a column for all of them together. Of a run that is not finished the report
+    says how much is done, and its figures are of that; --sql and --parquet want its end, `peek` shows answers so far.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run. For example:
@@ -65,8 +65,6 @@ def report(
         _write_page(folders, html)
     elif parquet is not None:
         _export(folders, parquet)
-    elif len(folders) == 1 and not (as_json or together or compare) and _is_unfinished(folders[0]):
-        _print_status(folders[0])
     else:
         print_report(folders, as_json=as_json, together=together, compare=compare)
 
@@ -146,29 +144,39 @@ def simulate(spec: Path, as_json: bool) -> None:
 
 
 def print_report(runs: list[Path], *, as_json: bool, together: bool = False, compare: bool = False) -> None:
-    """The report of one or several finished runs on stdout: one after the other, together, or two compared."""
+    """The report of one or several runs on stdout: one after the other, together, or two compared."""
+    from batchinfer.commands.so_far import is_unfinished, readable
     from batchinfer.report.compare import Column, changed, run_names, side_by_side
-    from batchinfer.report.figures import changes
     from batchinfer.report.panel import panel
-    from batchinfer.report.read import as_document, read_report, read_together
-    from batchinfer.report.terminal import show
+    from batchinfer.report.read import as_document, changes_between, read_report, read_together
+    from batchinfer.report.terminal import WARNING, show, text
 
     if compare and len(runs) != 2:
         raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
-    found = [read_report(folder) for folder in runs]
+    with readable(runs) as folders:
+        found = [read_report(folder) for folder in folders]
+        is_summed = together or (len(found) > 1 and not (compare or as_json))
+        summed = [read_together(folders, found)] if is_summed else []
     if together:
-        found = [read_together(runs, found)]
+        found = summed
     columns = [Column(name, one.values) for name, one in zip(run_names(runs), found, strict=False)]
     if as_json:
         documents = [as_document(one) for one in found]
-        shown = changes(*(one.values for one in found)) if compare else documents if len(found) > 1 else documents[0]
+        shown = changes_between(*found) if compare else documents if len(found) > 1 else documents[0]
         click.echo(json.dumps(shown, indent=1))
-    elif compare:
-        show(changed(*columns))
     elif len(found) == 1:
         show(*panel(found[0]))
     else:
-        show(*side_by_side([*columns, Column("together", read_together(runs, found).values)]))
+        for column, one in zip(columns, found, strict=True):
+            if one.unfinished is not None:
+                show(text(f"{column.name} is {one.unfinished.sentence()}", WARNING))
+        both = [changed(*columns)] if compare else side_by_side([*columns, Column("together", summed[0].values)])
+        show(*both)
+    for folder in filter(is_unfinished, () if as_json else runs):
+        click.echo(
+            f"not finished: `batchinfer status {folder}` says who works on it, `batchinfer run {folder}` goes on with "
+            f"it, `batchinfer peek {folder}` shows the answers so far"
+        )
 
 
 def _run_folders(targets: Sequence[Path]) -> list[Path]:
@@ -177,29 +185,14 @@ def _run_folders(targets: Sequence[Path]) -> list[Path]:
     return [run_folder(target) for target in targets]
 
 
-def _is_unfinished(folder: Path) -> bool:
-    from batchinfer.rundir import RunDir
-
-    run = RunDir(folder)
-    return run.run_json.is_file() and not run.stats_file("run").exists()
-
-
-def _print_status(folder: Path) -> None:
-    from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.status import StatusReader
-    from batchinfer.slurm.status_text import format_status
-
-    run, _ = planned_run(folder, (), may_be_planning=True)
-    found = StatusReader(run).read()
-    click.echo(format_status(found))
-    how = "wait for its end" if found.activity == "running" else f"run `batchinfer run {folder}` to go on"
-    click.echo(f"not finished: {how}; `batchinfer peek {folder}` shows the answers so far")
-
-
 def _write_page(runs: list[Path], file: Path) -> None:
+    from batchinfer.commands.so_far import readable
+    from batchinfer.report.export import refuse_inside_runs
     from batchinfer.report.page.page import write_page
 
-    write_page(runs, file)
+    refuse_inside_runs(runs, file)
+    with readable(runs) as folders:
+        write_page(folders, file)
     click.echo(file)
 
 

@@ -3,10 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from urllib.parse import unquote
 
+from batchinfer.config import S3Config
 from batchinfer.data.formats.names import is_data_file
+from batchinfer.data.stores import StoreFile, objects_below
 from batchinfer.records import ConfigError
 
 _PARTITION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
@@ -20,13 +23,45 @@ def files_in_folder(folder: str) -> list[str]:
     Raises:
         ConfigError: there are none, or the list of a saved dataset cannot be read.
     """
-    files = sorted(_files(folder))
+    names = _data_files(folder, _names_below(folder), lambda name: Path(folder, name).read_bytes())
+    return [os.path.join(folder, name) for name in names]
+
+
+def objects_in_folder(uri: str, s3: S3Config) -> list[str]:
+    """The same of a folder in an object store: the URIs of its objects.
+
+    Raises:
+        ConfigError: as `files_in_folder`.
+        StoreError: the store does not answer, or refuses to.
+    """
+    uri_of = objects_below(uri, s3)
+    return [uri_of[name] for name in _data_files(uri, uri_of, lambda name: _read_object(uri_of[name], s3))]
+
+
+def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:
+    """Of the files in and below a folder those that are shards.
+
+    Args:
+        names: from the folder on.
+        read: the content of one of them.
+    """
+    names_in: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split("/")
+        if not any(map(_is_hidden, parts[:-1])):
+            names_in.setdefault("/".join(parts[:-1]), []).append(parts[-1])
+    files: list[str] = []
+    for place, found in names_in.items():
+        below = f"{place}/" if place else ""
+        is_saved = _SAVED in found
+        shards = _saved_files(folder, f"{below}{_SAVED}", read) if is_saved else filter(is_data_file, found)
+        files += (f"{below}{name}" for name in shards)
     if not files:
         raise ConfigError(
             f"input.files names the folder {folder}, which holds no *.parquet, *.jsonl, *.csv, *.tsv or *.arrow; "
             f"write the files' names, as in {folder.rstrip('/')}/*.parquet"
         )
-    return files
+    return sorted(files)
 
 
 def partition_values(path: str) -> dict[str, str | None]:
@@ -35,20 +70,26 @@ def partition_values(path: str) -> dict[str, str | None]:
     return {match[1]: None if match[2] == _NULL else unquote(match[2]) for match in found if match is not None}
 
 
-def _files(folder: str) -> Iterator[str]:
+def _names_below(folder: str) -> Iterator[str]:
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        if _SAVED in names:
-            yield from (os.path.join(place, name) for name in _saved_files(os.path.join(place, _SAVED)))
-        else:
-            yield from (os.path.join(place, name) for name in names if is_data_file(name))
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 
-def _saved_files(path: str) -> list[str]:
+def _is_hidden(folder: str) -> bool:
+    return folder.startswith((".", "_"))
+
+
+def _saved_files(folder: str, name: str, read: Callable[[str], bytes]) -> list[str]:
     try:
-        with open(path, "rb") as file:
-            return [os.path.basename(entry["filename"]) for entry in json.load(file)["_data_files"]]
+        return [os.path.basename(entry["filename"]) for entry in json.loads(read(name))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read {path}, the list of a saved dataset's files: {error}; name the files themselves"
+            f"cannot read {folder.rstrip('/')}/{name}, the list of a saved dataset's files: {error}; name the files "
+            "themselves"
         ) from None
+
+
+def _read_object(uri: str, s3: S3Config) -> bytes:
+    with StoreFile(uri, s3) as file:
+        return file.read()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
-from batchinfer.data.folders import files_in_folder
+from batchinfer.data.folders import files_in_folder, objects_in_folder
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
@@ -101,7 +101,7 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
     path_of_file: dict[str, str] = {}
     again: dict[str, None] = {}
     for pattern in patterns:
-        files = matching_objects(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, outside)
+        files = _matching_uris(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, outside)
         if not files:
             raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
         for file in sorted(files):
@@ -115,6 +115,11 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
         )
         note(f"warning: input.files lists these more than once, and each counts once: {named}")
     return sorted(path_of_file.values())
+
+
+def _matching_uris(pattern: str, s3: S3Config) -> list[str]:
+    matches = matching_objects(pattern, s3)
+    return [uri for match in matches for uri in (objects_in_folder(match, s3) if match.endswith("/") else [match])]
 
 
 def _matching_paths(pattern: str, outside: str | None) -> list[str]:

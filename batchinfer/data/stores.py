@@ -82,26 +82,43 @@ def locate(uri: str, s3: S3Config) -> Place:
 def matching_objects(pattern: str, s3: S3Config) -> list[str]:
     """URIs of the objects that a URI with wildcards stands for, `**` crosses folders; or the URI itself.
 
+    Of folders, where it stands for nothing else: URIs that end with a slash.
+
     Raises:
-        ConfigError: it stands for a folder or for nothing.
         StoreError: the store does not answer, or refuses to.
     """
     head, folders, tail = _cut(pattern)
+    while len(folders) > 1 and not folders[-1]:
+        folders.pop()
     num_plain = next((i for i, part in enumerate(folders) if WILDCARDS.search(part)), None)
     if num_plain is None:
         place = locate(pattern, s3)
         with store_errors(f"read {pattern}"):
             kind = place.files.get_file_info(place.path).type
-        if kind == fs.FileType.Directory:
-            raise ConfigError(f"input.files names the folder {pattern}; write {_below(pattern, '*.parquet')}")
-        return [pattern] if kind == fs.FileType.File else []
+        return {fs.FileType.File: [pattern], fs.FileType.Directory: [_below(place.uri, "")]}.get(kind, [])
     wanted = folders[num_plain:]
     base = locate(f"{head}{'/'.join(folders[:num_plain])}{tail}", s3)
     is_deep = len(wanted) > 1 or "**" in wanted
     with store_errors(f"list {base.uri}"):
         found = base.files.get_file_info(fs.FileSelector(base.path, recursive=is_deep))
+    for kind, end in ((fs.FileType.File, ""), (fs.FileType.Directory, "/")):
+        names = [info.path[len(base.path) :].strip("/") for info in found if info.type == kind]
+        if matches := sorted(base.below(name + end).uri for name in names if _fits(name.split("/"), wanted)):
+            return matches
+    return []
+
+
+def objects_below(uri: str, s3: S3Config) -> dict[str, str]:
+    """The objects in a folder and those below: URIs by their names from the folder on.
+
+    Raises:
+        StoreError: the store does not answer, or refuses to.
+    """
+    base = locate(uri, s3)
+    with store_errors(f"list {base.uri}"):
+        found = base.files.get_file_info(fs.FileSelector(base.path, recursive=True))
     names = [info.path[len(base.path) :].lstrip("/") for info in found if info.type == fs.FileType.File]
-    return sorted(base.below(name).uri for name in names if _fits(name.split("/"), wanted))
+    return {name: base.below(name).uri for name in names}
 
 
 class StoreFile(io.RawIOBase):

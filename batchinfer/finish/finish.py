@@ -12,7 +12,7 @@ from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.outputs import write_outputs
-from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
+from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
@@ -77,7 +77,8 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         num_missing = join_results(connection, run, units, allow_partial=allow_partial)
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
-        write_request_stats(connection, run, shards, units)
+        write_request_stats(connection, run, shards)
+        write_unit_stats(connection, run, units)
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)

@@ -104,12 +104,7 @@ def join_results(
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    files = [path for unit in units.values() for path in unit.files]
-    if files:
-        connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
-    else:
-        connection.register("no_results", RESULTS.schema.empty_table())
-        connection.execute("CREATE VIEW results AS SELECT * FROM no_results")
+    create_results(connection, [path for unit in units.values() for path in unit.files])
     connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
     connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
@@ -127,6 +122,15 @@ def join_results(
             f"{missing} results are not in {run.root}, although their units are marked done; {plan_again(run.root)}"
         )
     return missing
+
+
+def create_results(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
+    """Make the view `results` of result files."""
+    if files:
+        connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
+    else:
+        connection.register("no_results", RESULTS.schema.empty_table())
+        connection.execute("CREATE VIEW results AS SELECT * FROM no_results")
 
 
 def output_rows(run: RunDir, shards: list[Shard]) -> str:

@@ -23,16 +23,25 @@ from batchinfer.rundir import RunDir, published
 
 
 def write_request_stats(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], counted: dict[int, CountedUnit]
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], where: str = "true"
 ) -> None:
-    """Write stats/{requests,units}.parquet."""
+    """Write stats/requests.parquet.
+
+    Args:
+        connection: with the view `delivered`.
+        where: SQL that says which of the rows.
+    """
     readable = [shard for shard in shards if shard.problem is None]
     names = ", ".join(STATS_REQUESTS.schema.names)
     with published(run.stats_file("requests"), scratch=run.finish_scratch) as temporary:
         connection.execute(
-            f"COPY (SELECT {names} FROM ({output_rows(run, readable)}) ORDER BY shard, row, sample) "
+            f"COPY (SELECT {names} FROM ({output_rows(run, readable)}) WHERE {where} ORDER BY shard, row, sample) "
             f"TO {literal(temporary)} (FORMAT parquet)"
         )
+
+
+def write_unit_stats(connection: duckdb.DuckDBPyConnection, run: RunDir, counted: dict[int, CountedUnit]) -> None:
+    """Write stats/units.parquet."""
     claim_rows = [
         {"unit": number, "claim": unit.claim.name, "num_claims": num_claims(run, number)}
         for number, unit in counted.items()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from batchinfer.config import JobConfig
+from batchinfer.host_info import has_gpu
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
-from batchinfer.launch.rank_process import SpareRank, has_gpu
+from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal

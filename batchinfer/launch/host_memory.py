@@ -7,15 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchinfer.config import JobConfig
-from batchinfer.host_info import free_memory_bytes
-from batchinfer.launch.rank_process import has_gpu
+from batchinfer.host_info import free_memory_bytes, has_gpu
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.records import ConfigError
 
-# At least what a rank's process takes for itself beside weights and KV pages (of 8 ranks of a tiny model, 167-220 MB).
-_PROCESS_BYTES = 150 << 20
 _DTYPES = ("bfloat16", "fp8")  # which take less
 
 
@@ -46,7 +43,7 @@ def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
 def _bytes_of(job: JobConfig, model: ModelConfig, places: list[RankPlace], dtype: str) -> int:
     slots = model.n_routed_experts + job.cluster.redundant_experts
     held = [-(-slots // place.group_size) if place.group_size > 1 else model.n_routed_experts for place in places]
-    return sum(weight_bytes(model, dtype, num_experts=count) + _PROCESS_BYTES for count in held)
+    return sum(rank_bytes(model, dtype, num_experts=count) for count in held)
 
 
 def _gb(num_bytes: int) -> str:

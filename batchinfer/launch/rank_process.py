@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from batchinfer.host_info import matrix_library_settings
 from batchinfer.net.stream import Stream
@@ -180,8 +179,3 @@ def thread_settings(num_threads: int) -> dict[str, str]:
     of the threads of the C++ operations, and of other processes.
     """
     return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000"}
-
-
-def has_gpu() -> bool:
-    """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
-    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -6,6 +6,13 @@ from batchinfer.model.config import ModelConfig
 _PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
+# At least what a rank's process takes for itself beside weights and KV pages (of 8 ranks of a tiny model, 167-220 MB).
+_PROCESS_BYTES = 150 << 20
+
+
+def rank_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> int:
+    """Of a rank at least, its KV pages left out; see `weight_bytes`."""
+    return weight_bytes(model, dtype, num_experts=num_experts) + _PROCESS_BYTES
 
 
 def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> int:

@@ -6,7 +6,6 @@ import glob
 import json
 import os
 import tomllib
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
-from batchinfer.model.headers import read_headers
+from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.rundir import publish_text
 
@@ -64,7 +63,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     keys, name, words = columns.prompts()
     ids = columns.ids(name)
     run = _free_folder(folder, target.stem)
-    dtype, max_tokens = usual_dtype(model), min(MAX_TOKENS, max(1, window // 2))
+    (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
         files=_toml(files if is_uri(files) else _from(folder, files)),
         prompts="\n".join(f"{key} = {_toml(value)}" for key, value in keys.items()),
@@ -74,6 +73,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         run=_toml(run),
         model=_toml(_from(folder, str(model.absolute()))),
         dtype=dtype,
+        why=why,
         max_tokens=max_tokens,
         window=window,
     )
@@ -83,7 +83,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
         ("prompts", f"column {name!r}, {words}"),
         ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
-        ("model", f"{model}, {dtype}"),
+        ("model", f"{model}, {dtype}: {why}"),
         ("answers", f"at most {max_tokens} tokens, greedy"),
         ("run folder", run),
     ]
@@ -110,23 +110,12 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int) ->
     parts = {
         "input": {"files": ["question.parquet"], key: key, "id": NO_IDS},
         "output": {"dir": "run"},
-        "model": {"path": str(model), "dtype": usual_dtype(model)},
+        "model": {"path": str(model), "dtype": choose_dtype(model, this_machine())[0]},
         "sampling": {"max_tokens": max_tokens},
     }
     job = folder / "job.toml"
     publish_text(job, dump_job(checked(JobConfig, parts, job)))
     return job
-
-
-def usual_dtype(model: Path) -> str:
-    """model.dtype for a checkpoint: what it is stored in, and bfloat16 for what is none of these.
-
-    Raises:
-        ModelError: its files cannot be read.
-    """
-    headers = read_headers(model)
-    stored = Counter(headers.info(name).dtype for name in headers if len(headers.info(name).shape) > 1)
-    return {"F32": "float32", "F8_E4M3": "fp8"}.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")
 
 
 def _typed_shards(files: str) -> list[Shard]:
@@ -251,7 +240,8 @@ dir = {run}    # the run folder: outputs/*.parquet and stats/ come here
 
 [model]
 path = {model}
-dtype = "{dtype}"    # float32, bfloat16 or fp8
+# of float32, bfloat16 and fp8: {why}
+dtype = "{dtype}"
 
 [sampling]
 max_tokens = {max_tokens}    # most new tokens per answer; the model's window is {window}, prompt included

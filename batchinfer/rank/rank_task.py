@@ -6,8 +6,8 @@ A spare rank gets its task when the command has read the job, half a second befo
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from batchinfer.host_info import free_memory_bytes
-from batchinfer.launch.rank_process import RankEnvironment, has_gpu
+from batchinfer.host_info import free_memory_bytes, has_gpu
+from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
 
 RankTask = tuple[RankEnvironment, FreshMemory | None]

@@ -1,4 +1,4 @@
-"""The panel of a finished run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
+"""The panel of a run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,6 +33,8 @@ MAX_SHARDS = 10  # unreadable ones that are named
 def panel(report: Report) -> Iterator[RenderableType]:
     """Everything a person wants to know of a run, as lines and tables."""
     yield text(fit(f"{report.run}   ({report.model}, {report.dtype})", WIDTH), HEADING)
+    if report.unfinished is not None:
+        yield text(report.unfinished.sentence(), WARNING)
     if report.bit_equal is False:  # answers may depend on what rows were batched with
         yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
     first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, EXPERTS, STORE))
@@ -64,9 +66,9 @@ def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> Re
 def _part_lines(report: Report) -> Iterator[Cells]:
     """Where each second of each rank went, and what it cost."""
     total = sum(report.seconds.values())
-    for part, label in PARTS.items():
+    for part, part_s in report.seconds.items():
         cost = forms.dollars(report.values[f"{part}_cost_usd"])
-        yield [f"  {label}", forms.rate(report.seconds[part]), f"{report.seconds[part] / total:.1%}", cost]
+        yield [f"  {PARTS[part]}", forms.rate(part_s), f"{part_s / total:.1%}", cost]
 
 
 def _plan_lines(report: Report) -> Iterator[Cells]:

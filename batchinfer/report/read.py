@@ -1,16 +1,17 @@
-"""The report of finished runs, read by queries/*.sql over their views."""
+"""The report of runs, read by queries/*.sql over their views."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from batchinfer.report.computed import Computed
-from batchinfer.report.figures import FIGURES, Values, document
+from batchinfer.report.figures import FIGURES, Values, changes, document
 from batchinfer.report.forms import Value
 from batchinfer.report.price import margin
 from batchinfer.report.time_axis import time_axis
+from batchinfer.report.unfinished import KEY, OF_THE_WHOLE, Unfinished, known_so_far, read_unfinished, together
 from batchinfer.report.views import query_text
 from batchinfer.rundir import RunDir, read_json
 
@@ -64,6 +65,7 @@ class Report:
     bit_equal: bool | None  # whether a row has the same bits whatever it is batched with; None: not known
     bit_equal_reason: str | None  # why it is false or not known
     processor: str | None  # what ranks computed on, with vector units; None: nothing was computed
+    unfinished: Unfinished | None = None  # None: it is finished
 
 
 def is_worth_showing(found: Prediction) -> bool:
@@ -72,17 +74,24 @@ def is_worth_showing(found: Prediction) -> bool:
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """The report as a JSON document: the published figures, equal rows, the plan."""
+    """The report as a JSON document: the published figures, equal rows, the plan, and how much of it is done."""
     equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor")}
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in report.predictions}  # fmt: skip
     over_time = [{key: value for key, value in stretch.items() if key != "bin"} for stretch in report.decode_over_time]
     lists = {"output_lengths": list(report.lengths), "decode_over_time": over_time}
-    return {**document(report.values), **equality, "predictions": predictions, **lists}
+    how_far = {KEY: report.unfinished and asdict(report.unfinished)}
+    return {**how_far, **document(report.values), **equality, "predictions": predictions, **lists}
+
+
+def changes_between(before: Report, after: Report) -> dict[str, Any]:
+    """What became of each published figure, as a JSON document; and which of the two runs are not finished."""
+    how_far = {name: one.unfinished and asdict(one.unfinished) for name, one in (("before", before), ("after", after))}
+    return {KEY: how_far, **changes(before.values, after.values)}
 
 
 def read_report(run_folder: Path) -> Report:
-    """The report of a finished run; its values are never NaN or infinity.
+    """The report of a finished run, or of statistics so far; its values are never NaN or infinity.
 
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
@@ -111,6 +120,9 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
     run = computed.one_row("run")
     seconds = computed.one_row("rank_seconds")
     prefill_share = seconds.pop("prefill_share")
+    unfinished = together([one for folder in computed.folders if (one := read_unfinished(RunDir(folder)))])
+    if unfinished is not None:
+        seconds = _without_waste(seconds)
     values: dict[str, Any] = {}
     for table in ONE_ROW_TABLES:
         values |= computed.one_row(table)
@@ -120,6 +132,8 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         values |= {key: _total([one[key] for one in each]) for key in added_up}
     values |= margin.money(values["cost_usd"], values["revenue_usd"], values["output_tokens"])
     values |= _shares_of_cost(values, seconds, prefill_share)
+    if unfinished is not None:
+        values = known_so_far(values)
     errors = computed.rows(f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {MAX_ERRORS}")
     return Report(
         run=str(run["run"]),
@@ -127,10 +141,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         dtype=str(run["dtype"]),
         values={key: _finite(value) for key, value in values.items()},
         seconds=seconds,
-        predictions=tuple(
-            Prediction(*row)
-            for row in computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
-        ),
+        predictions=_predictions(computed, is_whole=unfinished is None),
         lengths=tuple(computed.records(query_text("lengths"))),
         decode_over_time=_decode_over_time(computed),
         ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
@@ -140,6 +151,15 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         bit_equal=run["bit_equal"],
         bit_equal_reason=run["bit_equal_reason"],
         processor=run["processor"],
+        unfinished=unfinished,
+    )
+
+
+def _predictions(computed: Computed, *, is_whole: bool) -> tuple[Prediction, ...]:
+    rows = computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
+    found = (Prediction(*row) for row in rows)
+    return tuple(
+        one if is_whole or one.name not in OF_THE_WHOLE else replace(one, happened=None, at_best=None) for one in found
     )
 
 
@@ -174,6 +194,14 @@ def _shares_of_cost(values: Values, seconds: Mapping[str, float], prefill_share:
         **{f"{part}_cost_usd": cost * part_s / total if cost is not None and total else None
            for part, part_s in seconds.items()},
     }  # fmt: skip
+
+
+def _without_waste(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Steps with what may be wasted in them: what no row has been delivered of may still be under way."""
+    steps = ("prefill", "decode", "exchange")
+    useful = sum(seconds[part] for part in steps)
+    grown = 1 + seconds["waste"] / useful if useful else 1.0
+    return {part: part_s * grown if part in steps else part_s for part, part_s in seconds.items() if part != "waste"}
 
 
 def _total(values: list[Value]) -> Value:

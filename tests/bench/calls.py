@@ -3,7 +3,7 @@
     python tests/bench/calls.py [--sizes sample small] [--rows 20000] [--rounds 3]
 
 Seconds of a call: until its first prefill step began, and until the caller has the rows. The long job is on the sample
-model, with output tokens to the limit; memory is the largest sum of what all processes of the job hold.
+model, with output tokens to the limit; memory is the largest sum of what all processes of the job hold, shared once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,6 @@ from support.jobs import output_bytes, write_job, write_shard  # noqa: E402
 
 SAMPLE_MODEL = TESTS.parent / "sample_data" / "model"
 SHORT = ["The ferry", "The baker"]
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 LONG = {"max_tokens": 48, "ignore_eos": True}
 
 
@@ -59,12 +59,13 @@ def compare_calls(name: str, path: Path, dtype: str, scratch: Path) -> None:
 
 
 def held_bytes(pid: int) -> int:
-    """Memory of a process's descendants."""
+    """Memory of a process's descendants; what several of them share counts once (PSS)."""
     total = 0
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
             try:
-                total += int(Path(f"/proc/{child}/statm").read_text().split()[1]) * PAGE_BYTES + held_bytes(int(child))
+                found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{child}/smaps_rollup").read_text(), re.M)
+                total += (int(found[1]) * 1024 if found else 0) + held_bytes(int(child))
             except OSError:  # it has just ended
                 continue
     return total

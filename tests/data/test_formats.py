@@ -6,18 +6,20 @@ import csv
 import gzip
 import io
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
 from batchinfer.config import DEFAULT_S3, JobConfig
-from batchinfer.data.formats import lines
+from batchinfer.data.formats import jsonl, lines
 from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import kept_fields, read_batches, shard_schema
@@ -404,6 +406,46 @@ def test_sharegpt_comes_as_lines_too(tmp_path):
 def test_token_ids_of_a_wrong_kind_are_bad_rows(tmp_path, value, told):
     (tmp_path / "in.jsonl").write_bytes(json_lines([{"ids": [1]}, {"ids": value}, {"ids": [2]}]))
     assert errors(tmp_path / "in.jsonl", make_job(tmp_path / "in.jsonl", token_ids="ids")) == [None, told, None]
+
+
+# values of a column of token ids, and what else may stand in its line
+IDS = [
+    "[1, 2, 3]", "[]", "[ ]", "[0]", "[-1]", "[-0]", "[ 7 ,\t8]", "[9223372036854775807]",
+    "[-9223372036854775808, 5]", "[9223372036854775808]", "[1, 99999999999999999999]", "[1.0]", "[1e3]", "[1, 2.5]",
+    "[1e999]", "[true]", "[null]",
+    "[1, null, 2]", "[1, [2]]", "[[1]]", "null", "true", "3", '"[4, 5]"', '"text"', '{"a": 1}', "[01]", "[1,]", "[,1]",
+    "[1 2]", "[1-2]", "[-]", "[0x1]", "[NaN]", "[1", "1]", "", '"\\ud800"', '["1"]',
+]  # fmt: skip
+ENDS = ["", "}", ",", ', "other": [1, 2]', ', "ids": [5, 6]', ', "other": 1e999', ', "\\u0069ds": [7]', ', "q\\"": 1']
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lists_of_integers_are_read_at_once_as_if_each_were_read_alone(tmp_path, monkeypatch, seed):
+    choose = random.Random(seed)
+    lines_of = [
+        f'{{"id": {row}, "ids": {choose.choice(IDS)}{choose.choice(ENDS) if choose.random() < 0.3 else ""}}}'
+        for row in range(4000)
+    ]
+    lines_of[2000:3000] = [f'{{"ids": [{row}, {row}], "id": "{row}"}}' for row in range(1000)]
+    lines_of[2500] = '{"ids": ["\xff"]}'
+    path = tmp_path / "in.jsonl"
+    path.write_bytes("\n".join(lines_of).encode("latin-1"))
+    job = make_job(path, token_ids="ids")
+    roles = column_roles(job, [])
+    (shard,) = find_shards([str(path)], roles=roles)
+    found = list(read_batches(shard, ["ids", "id"], 100))
+    monkeypatch.setattr(jsonl._Rows, "learn", lambda rows, names: None)
+    assert find_shards([str(path)], roles=roles) == [shard]
+    assert list(read_batches(shard, ["ids", "id"], 100)) == found
+    assert sum(map(len, found)) == 4000
+
+
+def test_lists_of_integers_stay_text_until_they_are_read_whatever_other_columns_there_are():
+    text = b'{"ids": [1]}\n{"ids": [1], "q\\"": 1}\n{"new": 1, "ids": [2, 3]}\n{"new": 2, "ids": [4]}\n{"ids": [5]}\n'
+    found = [values["ids"] for _, _, values in jsonl.json_records(io.BufferedReader(io.BytesIO(text)), "ids")]
+    assert [isinstance(value, msgspec.Raw) for value in found] == [False, False, False, True, True]
+    assert jsonl.integer_lists([*found[3:], None]).to_pylist() == [[4], [5], None]
+    assert jsonl.integer_lists(found) is None, "a list that is one already"
 
 
 def test_each_line_has_its_own_sampling(tmp_path):

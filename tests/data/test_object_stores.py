@@ -277,7 +277,8 @@ BAD = [
     ({"input.files": '["s3://no-such-bucket/a/*.parquet"]'}, "NO_SUCH_BUCKET"),
     ({"input.files": '["s3://data/job/none.parquet"]'}, "no file matches s3://data/job/none.parquet"),
     ({"input.files": '["s3://data/job/*.csv"]'}, "no file matches s3://data/job/*.csv"),
-    ({"input.files": '["s3://data/job"]'}, "names the folder s3://data/job; write s3://data/job/*.parquet"),
+    ({"input.files": '["s3://data/notes"]'}, "names the folder s3://data/notes/, which holds no *.parquet"),
+    ({"input.files": '["s3://data/no folder/"]'}, "no file matches s3://data/no folder/"),
     ({"input.files": '["s3://"]'}, "names no bucket"),
     ({"input.files": '["s3://dat*/job"]'}, "names no bucket"),
     ({"input.files": '["nosuch://data/job/a.parquet"]'}, "cannot use nosuch://data/job/a.parquet"),
@@ -297,6 +298,7 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "expected"), BAD, ids=[expected for _, expected in BAD])
 def test_bad_places_are_one_sentence_before_anything_is_done(local, server, changes, expected):
+    server.put("data", "notes/README.md", b"Read me.")
     job = remote_job(local, server, "bad")
     options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     sentence = refused("plan", job, *options)
@@ -420,6 +422,50 @@ def test_globs_over_objects_match_like_globs_over_files(tmp_path, server):
         ]
         assert objects == files
         assert objects
+
+
+@pytest.mark.parametrize("folder", ["s3://data/hub", "s3://data/hub/", "s3://data/h?b", "s3://data/h?b/"])
+def test_a_folder_of_objects_stands_for_its_data_files(local, server, folder):
+    shard = (local / "prompts" / "part-1.parquet").read_bytes()
+    listed = json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}).encode()
+    for name, data in {
+        "lang=pt%2DBR/a.parquet": shard,
+        "lang=de/b.jsonl": b'{"id": "x", "prompt": "Hello"}\n',
+        "README.md": b"Read me.",
+        ".cache/c.parquet": shard,
+        "_tmp/d/e.parquet": shard,
+        "saved/state.json": listed,
+        "saved/data-0.arrow": b"damaged",
+        "saved/cache-1.arrow": b"damaged",
+    }.items():
+        server.put("data", f"hub/{name}", data)
+    shards = find_shards([folder], s3=S3Config(endpoint=server.endpoint))
+    names = ["lang=de/b.jsonl", "lang=pt%2DBR/a.parquet", "saved/data-0.arrow"]
+    assert [shard.path for shard in shards] == [f"s3://data/hub/{name}" for name in names]
+    assert [shard.num_rows for shard in shards] == [1, 4, 0]
+
+
+def test_folders_of_objects_that_name_a_value_give_every_row_a_column(local, server):
+    for index, lang in enumerate(("pt%2DBR", "de", "de")):
+        path = local / "hive" / f"lang={lang}" / f"part-{index}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((local / "prompts" / path.name).read_bytes())
+    server.upload(local / "hive", "data", "hive")
+    written = {}
+    for name, files in (("local hive", "hive"), ("remote hive", "s3://data/hive/")):
+        keys = {"files": [files], "template": "In {{ lang }}: {{ prompt }}", "prompt": None}
+        output = {"dir": name, "keep_columns": ["lang"]}
+        s3 = {"endpoint": server.endpoint}
+        job = write_job(local, name=f"{name}.toml", input=keys, output=output, s3=s3, sampling={"max_tokens": 2})
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+        written[name] = output_bytes(local / name)
+    assert written["remote hive"] == written["local hive"]
+    assert {name: {row["lang"] for row in rows} for name, rows in outputs(local / "remote hive").items()} == {
+        "lang=de/part-1.parquet": {"de"},
+        "lang=de/part-2.parquet": {"de"},
+        "lang=pt%2DBR/part-0.parquet": {"pt-BR"},
+    }
 
 
 def test_objects_whose_names_no_output_file_can_have_are_refused(server):

@@ -280,6 +280,26 @@ def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fp8", "experts"),
+    [({}, False, None), (RAGGED, True, None), ({}, False, [0, 3, 3]), ({"tie_word_embeddings": True}, False, [])],
+    ids=["all", "fp8", "some, one of them twice", "tied"],
+)
+def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, fp8, experts):
+    make_checkpoint(tmp_path, "v3", **sizes)
+    if fp8:
+        quantise(tmp_path)
+    config, told = load_model_config(tmp_path), []
+    held = None if experts is None else [experts] * config.num_moe_layers
+    load(tmp_path, expert_ids=held, told=lambda done, total: told.append((done, total)))
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == {done[-1]}, "the last tensor makes it all"
+    if experts is None:  # each stored tensor that is not for training only
+        stored = read_tensors(tmp_path)
+        assert done[-1] == sum(tensor.nbytes for tensor in stored.values())
+
+
 def test_a_tied_head_is_the_embedding(tmp_path):
     make_checkpoint(tmp_path, "v3-odd-sizes")
     assert "lm_head.weight" not in read_tensors(tmp_path)

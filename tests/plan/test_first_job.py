@@ -1,14 +1,12 @@
 """A job file for data that somebody has: the columns that are chosen, and that the file runs as it is."""
 
 import json
-import shutil
 
 import pyarrow as pa
 import pytest
-from safetensors.numpy import save_file
 
 from batchinfer.config import load_job
-from batchinfer.plan.first_job import first_job, usual_dtype
+from batchinfer.plan.first_job import first_job
 from batchinfer.records import ConfigError, InputError
 from support.jobs import batchinfer, write_shard
 from support.paths import RANDOM_MODEL
@@ -104,11 +102,8 @@ def test_a_folder_with_glob_characters_is_meant_as_it_stands(tmp_path):
     assert ("data", "1 rows in 1 of 1 files that can be read") in found.choices
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("float16", "bfloat16")])
-def test_the_dtype_is_what_most_matrices_are_stored_in(tmp_path, stored, dtype):
-    import numpy as np
-
-    tensors = {"a": np.zeros((2, 2), stored), "b": np.zeros((2, 2), stored), "bias": np.zeros(2, "float32")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    shutil.copy(RANDOM_MODEL / "config.json", tmp_path)
-    assert usual_dtype(tmp_path) == dtype
+def test_the_file_says_why_it_has_its_dtype(tmp_path, made):
+    job = made({"prompt": ["Hello"]})
+    text = (tmp_path / "job.toml").read_text()
+    assert job.model.dtype == "bfloat16"
+    assert "# of float32, bfloat16 and fp8: what keeps the checkpoint's values and fits: it takes 0." in text

@@ -9,7 +9,7 @@ from pathlib import Path
 from batchinfer.model.config import load_model_config
 from batchinfer.model.tensor_names import expected_tensors
 
-BYTES = {"BF16": 2, "F32": 4, "I32": 4}
+BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 
 
 def write_hollow_weights(folder: Path, dtype: str = "BF16") -> Path:

@@ -1,25 +1,108 @@
-"""JSONL: each line that is not blank is one row, an object; whatever else it is, is said of the row."""
+"""JSONL: each line that is not blank is one row, an object; whatever else it is, is said of the row.
+
+Lists of token ids are most of a file that has them. In the column of these, a list of integers stays the JSON that it
+is written as (msgspec.Raw) until `integer_lists` reads those of many rows at once.
+"""
 
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
 from batchinfer.data.formats.lines import Record, numbered_lines, too_long
-from batchinfer.data.formats.values import in_words
+from batchinfer.data.formats.values import INT64, MOST_NAMES, in_words
 
 _DECODER = msgspec.json.Decoder()
 _SPACE = b" \t\r\n"
+_ODD = re.compile(r'["\\\x00-\x1f]')  # in names of columns, which msgspec does not rename to
+_INTEGERS = b"0123456789-," + _SPACE  # of JSON nothing but integers is made of these
 
 
-def json_records(content: io.BufferedReader) -> Iterator[Record]:
-    """The objects in a file of JSON lines."""
+def json_records(content: io.BufferedReader, integers: str | None = None) -> Iterator[Record]:
+    """The objects in a file of JSON lines.
+
+    Args:
+        integers: the column in which lists of integers come as msgspec.Raw; other values come as they are.
+    """
+    rows = None if integers is None else _Rows(integers)
     for number, line in numbered_lines(content):
         if line is None:
             yield number, 0, too_long(number)
         elif text := line.strip(_SPACE):
-            yield number, len(line), _object(number, text)
+            values = None if rows is None else rows.decode(text)
+            if values is None:
+                found = _object(number, text)
+                if rows is not None and not isinstance(found, str):
+                    rows.learn(found)
+                yield number, len(line), found
+            else:
+                yield number, len(line), values
+
+
+def integer_lists(values: Sequence[object]) -> pa.Array | None:
+    """Lists of integers as `json_records` gives them, and nulls, as list<int64>; None: there is something else."""
+    if not all(value is None or isinstance(value, msgspec.Raw) for value in values):
+        return None
+    texts = [bytes(value)[1:-1].strip(_SPACE) if isinstance(value, msgspec.Raw) else b"" for value in values]
+    items = np.fromstring(b",".join(filter(None, texts)), dtype=np.int64, sep=",")
+    if items.size and not INT64[0] < items.min() <= items.max() < INT64[-1]:
+        return None  # NumPy makes those beyond 64 bits the largest or smallest
+    offsets = [0, *accumulate(text.count(b",") + 1 if text else 0 for text in texts)]
+    is_null = pa.array([value is None for value in values])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(items), mask=is_null)
+
+
+class _Rows:
+    """Decodes objects that have the columns of objects before them.
+
+    Args:
+        integers: see `json_records`.
+    """
+
+    def __init__(self, integers: str) -> None:
+        self._names: dict[str, None] = {} if _ODD.search(integers) else {integers: None}
+        self._key = msgspec.json.encode(integers)
+        self._decoder: msgspec.json.Decoder[Any] | None = None
+
+    def decode(self, text: bytes) -> dict[str, Any] | None:
+        """The object's values; None: it is no such object, or not what JSON may be."""
+        if self._decoder is None:
+            return None
+        try:
+            values = msgspec.structs.astuple(self._decoder.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if values[0] is msgspec.UNSET or not self._is_only_list(bytes(values[0]), text):
+            return None
+        return {name: value for name, value in zip(self._names, values, strict=True) if value is not msgspec.UNSET}
+
+    def _is_only_list(self, value: bytes, text: bytes) -> bool:
+        """Whether it is a list of integers, and no other value of that name is there that it hides."""
+        if value.translate(None, _INTEGERS) != b"[]":
+            return False
+        start = text.find(b"[", text.find(self._key))
+        end = start + len(value)
+        rest = text[:start] + text[end:]
+        return text[start:end] == value and rest.count(self._key) == 1 and b"\\u" not in rest
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Know these columns, too, as long as there are not too many; odd names are left to others."""
+        new = [name for name in names if name not in self._names and not _ODD.search(name)]
+        if self._names and (new or self._decoder is None) and len(self._names) + len(new) <= MOST_NAMES:
+            self._names |= dict.fromkeys(new)
+            self._decoder = _decoder_of(list(self._names))
+
+
+def _decoder_of(names: list[str]) -> msgspec.json.Decoder[Any]:
+    """Of objects with no other names than these; the first one's value stays JSON."""
+    fields = {f"field_{place}": name for place, name in enumerate(names)}
+    types = [(field, Any if place else msgspec.Raw, msgspec.UNSET) for place, field in enumerate(fields)]
+    return msgspec.json.Decoder(msgspec.defstruct("Row", types, rename=fields, forbid_unknown_fields=True))
 
 
 def _object(number: int, text: bytes) -> dict[str, Any] | str:

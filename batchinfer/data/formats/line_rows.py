@@ -8,10 +8,10 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchinfer.data.formats.delimited import csv_records
-from batchinfer.data.formats.jsonl import json_records
+from batchinfer.data.formats.jsonl import integer_lists, json_records
 from batchinfer.data.formats.lines import Bytes, HashedBytes, Record, decompressed
 from batchinfer.data.formats.names import compression_of, delimiter_of
-from batchinfer.data.formats.values import Columns, WrongValueError, fitting
+from batchinfer.data.formats.values import Columns, WrongValueError, fitting, role_of
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import RunMismatchError, Shard
 from batchinfer.sanitize import clip
@@ -27,7 +27,8 @@ def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
     """
     hashed = HashedBytes(source)
     columns, num_rows = Columns(roles, is_text=shard.format == "csv"), 0
-    for _, _, values in _records(shard, hashed):
+    integers = next((name for name, role in roles.items() if role == "token_ids"), None)
+    for _, _, values in _records(shard, hashed, integers):
         num_rows += 1
         if not isinstance(values, str):
             columns.see(values)
@@ -53,7 +54,8 @@ def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) ->
     fields = [schema.field(name) for name in columns]
     group: list[Record] = []
     num_bytes = 0
-    for record in _records(shard, hashed):
+    integers = next((field.name for field in fields if role_of(field) == "token_ids"), None)
+    for record in _records(shard, hashed, integers):
         group.append(record)
         num_bytes += record[1]
         if len(group) >= batch_rows or num_bytes >= BATCH_BYTES:
@@ -74,25 +76,30 @@ def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
     return {row: clip(sentence) for row, sentence in enumerate(batch[ROW_ERROR].to_pylist()) if sentence is not None}
 
 
-def _records(shard: Shard, source: HashedBytes) -> Iterator[Record]:
+def _records(shard: Shard, source: HashedBytes, integers: str | None) -> Iterator[Record]:
     content: io.BufferedReader = decompressed(source, compression_of(shard.path))
-    return json_records(content) if shard.format == "jsonl" else csv_records(content, delimiter_of(shard.path))
+    if shard.format == "jsonl":
+        return json_records(content, integers)
+    return csv_records(content, delimiter_of(shard.path))
 
 
 def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:
     errors = [values if isinstance(values, str) else None for _, _, values in records]
     arrays = []
     for field in fields:
-        fit, found = fitting(field), []
-        for row, (line, _, values) in enumerate(records):
-            value = None if isinstance(values, str) else values.get(field.name)
-            if fit is not None and value is not None:
+        found = [None if isinstance(values, str) else values.get(field.name) for _, _, values in records]
+        lists = integer_lists(found) if role_of(field) == "token_ids" else None
+        if lists is not None:
+            arrays.append(lists)
+            continue
+        fit = fitting(field)
+        for row, (line, _, _) in enumerate(records):
+            if fit is not None and found[row] is not None:
                 try:
-                    value = fit(value)
+                    found[row] = fit(found[row])
                 except WrongValueError as error:
                     errors[row] = errors[row] or f"line {line}: {field.name} {error}"
-                    value = None
-            found.append(value)
+                    found[row] = None
         arrays.append(pa.array(found, field.type))
     names = [*(field.name for field in fields), ROW_ERROR]
     return pa.RecordBatch.from_arrays([*arrays, pa.array(errors, pa.string())], names=names)

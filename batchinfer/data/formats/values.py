@@ -189,8 +189,13 @@ def fitting(field: pa.Field) -> Callable[[Any], Any] | None:
 
     What is given raises a WrongValueError.
     """
-    how = (field.metadata or {}).get(b"fitting", b"").decode()
+    how = role_of(field)
     return _FITTINGS[how] if how else None
+
+
+def role_of(field: pa.Field) -> str:
+    """How values get into a field of `Columns.schema`: a name in _FITTINGS, "" for as they are."""
+    return (field.metadata or {}).get(b"fitting", b"").decode()
 
 
 def json_text(value: Any) -> str:
@@ -234,7 +239,7 @@ def _id_lists(value: Any) -> list[list[int] | None]:
 
 def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
     """The list, which a text may hold as JSON (CSV has nothing but text); nulls may be among its items."""
-    if isinstance(value, str):
+    if isinstance(value, str | msgspec.Raw):
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError):

@@ -105,7 +105,7 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
     if not total:
         return []
     parts = [(PARTS[part], PART_COLOURS[part], part_s) for part, part_s in report.seconds.items()]
-    costs = {part: values[f"{part}_cost_usd"] for part in PARTS}
+    costs = {part: values[f"{part}_cost_usd"] for part in report.seconds}
     cards = [
         Card(
             "Where each second went",

@@ -29,7 +29,7 @@ class RunPart:
 
     name: str
     about: str
-    warning: str
+    warnings: Sequence[str]
     tiles: Sequence[tuple[str, str, str]]  # label, value, note
     hint: str  # what to do so that there are more of them
     sections: Sequence[Section]
@@ -63,7 +63,7 @@ def _run(key: str, data: PageData) -> RunPart:
     return RunPart(
         name=report.run,
         about=_about(data),
-        warning=f"Warning: {UNEQUAL}: {report.bit_equal_reason}" if report.bit_equal is False else "",
+        warnings=_warnings(report),
         tiles=_tiles(values) + (_money_tiles(values) if is_priced else []),
         hint="" if is_priced else MONEY.why_empty or "",
         sections=[
@@ -79,6 +79,11 @@ def _run(key: str, data: PageData) -> RunPart:
             _section("All figures", _figures(values)),
         ],
     )
+
+
+def _warnings(report: Report) -> list[str]:
+    found = [] if report.unfinished is None else [f"This run is {report.unfinished.sentence()}"]
+    return found + ([f"Warning: {UNEQUAL}: {report.bit_equal_reason}"] if report.bit_equal is False else [])
 
 
 def _about(data: PageData) -> str:
@@ -178,7 +183,7 @@ def _figures(values: Values) -> Table:
 
 def _comparison(runs: Sequence[PageData], together: Report) -> Section:
     reports = [*(data.report for data in runs), together]
-    names = [*(data.report.run for data in runs), "together"]
+    names = [data.report.run + " (unfinished)" * (data.report.unfinished is not None) for data in runs] + ["together"]
     rows = [
         [f"{group.title}: {figure.label.strip()}{f', {figure.unit}' if figure.unit else ''}",
          *(figure.form(report.values[figure.key]) for report in reports)]

@@ -1,0 +1,66 @@
+"""Run folders as the report reads them: a finished one itself, of an unfinished one its statistics so far."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from batchinfer.finish.so_far import write_so_far
+from batchinfer.report.read import as_document, read_report
+from batchinfer.report.unfinished import KEY, Unfinished
+from batchinfer.run.planned import job_of
+from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.slurm.status import StatusReader
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether it is a run folder in which rows are still to be computed or outputs to be written."""
+    run = RunDir(folder)
+    return run.run_json.is_file() and (not run.stats_file("run").exists() or read_state(run)["state"] == "partial")
+
+
+@contextmanager
+def readable(folders: Sequence[Path]) -> Iterator[list[Path]]:
+    """For each run folder the one to read, gone at the end if it was made for this.
+
+    Raises:
+        ConfigError: an unfinished run is damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
+        made: dict[Path, Path] = {}  # a folder that is given twice is one run
+        for folder in (folder.resolve() for folder in folders):
+            if folder not in made:
+                made[folder] = _so_far(folder, Path(scratch, str(len(made)))) if is_unfinished(folder) else folder
+        yield [made[folder.resolve()] for folder in folders]
+
+
+def report_document(folder: Path) -> dict[str, Any]:
+    """What `report --json` prints of a run folder.
+
+    Raises:
+        ConfigError: it holds no run, or a damaged one.
+    """
+    with readable([folder]) as (found,):
+        return as_document(read_report(found))
+
+
+def _so_far(folder: Path, scratch: Path) -> Path:
+    run, target = RunDir(folder), scratch / folder.name
+    reader = StatusReader(run)
+    status = reader.read()
+    num_rows = write_so_far(run, job_of(run.root, ()), reader.counted, target)
+    is_planned = status.state != "planning"
+    how_far = Unfinished(
+        activity=status.activity,
+        rows_done=num_rows,
+        rows_planned=status.rows if is_planned else None,
+        tokens_done=status.prompt_tokens_done + status.output_tokens_done,
+        tokens_planned=status.prompt_tokens + status.output_tokens if is_planned else None,
+    )
+    shards = read_state(run)["shards"]
+    publish_json(RunDir(target).run_json, {"state": status.state, "shards": shards, KEY: asdict(how_far)})
+    return target

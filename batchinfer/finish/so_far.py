@@ -1,0 +1,71 @@
+"""Statistics of what is durable so far, for the report of a run that is not finished: in a folder of their own."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from batchinfer.config import JobConfig
+from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.data.schemas import STATS_REQUESTS
+from batchinfer.finish.join import NOT_COMPUTED, create_results, open_database, output_rows, query
+from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
+from batchinfer.records import Shard
+from batchinfer.rundir import RunDir, read_state
+
+# of an output row; answers' texts may be large, and `peek` shows them
+COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason"
+HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"
+
+
+def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -> int:
+    """Make statistics and outputs as a finished run has them, of rows that have ended.
+
+    The run folder is only read: others may work in it.
+
+    Steps that a session has not committed yet are not in it.
+
+    Args:
+        files: the result files that count.
+        folder: made by this, with the run's name.
+
+    Returns:
+        The number of output rows that have ended.
+
+    Raises:
+        ConfigError: a file of the run is damaged, or the folder cannot be written.
+    """
+    state, target = read_state(run), RunDir(folder)
+    target.stats.mkdir(parents=True)
+    for table in (path for path in run.stats.glob("*") if path.is_dir()):
+        (target.stats / table.name).symlink_to(table.absolute())
+    for part in (run.requests.parent, run.tokens(0).parent):
+        (target.root / part.name).symlink_to(part.absolute())
+    is_planned = state["state"] != "planning"
+    shards = [Shard(**shard) for shard in state["shards"]] if is_planned else []
+    num_rows = 0
+    if is_planned:
+        num_rows = _write_rows(run, job, target, shards, files)
+    else:
+        pq.write_table(STATS_REQUESTS.schema.empty_table(), target.stats_file("requests"))
+    counts = state["counts"] if is_planned else defaultdict(lambda: None)
+    write_run_stats(target, job, shards, counts, run_equality(run))
+    return num_rows
+
+
+def _write_rows(run: RunDir, job: JobConfig, target: RunDir, shards: list[Shard], files: list[Path]) -> int:
+    """stats/requests.parquet and outputs/, of the rows that have ended; returns their number."""
+    num_rows = 0
+    rows = "samples" if job.input.choices is None else "choices"
+    with open_database(target) as connection:
+        create_results(connection, files)
+        connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
+        connection.execute(f"CREATE VIEW delivered AS {query('delivered')}")
+        write_request_stats(connection, target, shards, HAS_ENDED)
+        for shard in (shard for shard in shards if shard.problem is None):
+            path = target.output(shard.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ended = f"SELECT {COLUMNS} FROM ({query(rows, output_rows=output_rows(target, [shard]))}) WHERE {HAS_ENDED}"
+            copied = connection.execute(f"COPY ({ended}) TO {literal(path)} (FORMAT parquet)").fetchall()
+            num_rows += copied[0][0]
+    return num_rows

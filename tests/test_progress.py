@@ -1,0 +1,187 @@
+"""What people see of progress: two bars at most on a terminal, else a line every 30 s that says the same."""
+
+import fcntl
+import os
+import queue
+import re
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+
+from batchinfer.config import ClusterConfig
+from batchinfer.controller.work_progress import WorkProgress
+from batchinfer.progress import FIRST_SECONDS, LINE_SECONDS, Board, Progress, Stage
+from batchinfer.protocol.messages import StepRecord
+
+ROWS = [{"unit": 0, "num_requests": 4, "new_tokens": 1200, "max_output_tokens": 300}]
+COUNTS = {"expected_output_tokens": None, "max_output_tokens": 300, "work_s": None}
+
+
+class Turns:
+    """A wait that ends when the test says so; the board's thread is at its next wait when `next` comes back."""
+
+    def __init__(self):
+        self._asked, self._turns = queue.Queue(), queue.Queue()
+
+    def __call__(self, ended: threading.Event, seconds: float) -> bool:
+        self._asked.put(seconds)
+        while not ended.is_set():
+            try:
+                self._turns.get(timeout=0.01)
+                return False
+            except queue.Empty:
+                continue
+        return True
+
+    def asked(self):
+        """How long the board waits now."""
+        return self._asked.get(timeout=60)
+
+    def next(self):
+        """Its time is over; how long it waits then."""
+        self._turns.put(None)
+        return self.asked()
+
+
+class Terminal:
+    """A real one, as stderr, with as many columns."""
+
+    def __init__(self, monkeypatch, columns):
+        self._controller, self._terminal = os.openpty()
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+        os.set_blocking(self._controller, False)
+        self._stderr = os.fdopen(self._terminal, "w", buffering=1)
+        monkeypatch.setattr(sys, "stderr", self._stderr)
+
+    def shown(self):
+        """What has been written since the last call."""
+        text = b""
+        while True:
+            try:
+                text += os.read(self._controller, 65536)
+            except BlockingIOError:
+                return text.decode()
+
+    def close(self):
+        self._stderr.close()
+        os.close(self._controller)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    made = []
+
+    def make(columns):
+        made.append(Terminal(monkeypatch, columns))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def working():
+    """The work on a job of which 300 of 1,200 prompt tokens and 12 of 300 output tokens are done."""
+    meter = WorkProgress(ROWS, [0], COUNTS, ClusterConfig())
+    numbers = dict.fromkeys(StepRecord.__struct_fields__, 0) | {"duration_s": 1.0}
+    meter.step(StepRecord(**numbers | {"kind": "prefill", "new_tokens": 300, "output_tokens": 2}))
+    meter.step(StepRecord(**numbers | {"kind": "decode", "new_tokens": 10, "output_tokens": 10}))
+    return meter
+
+
+def loading(num_bytes=0, total=0, clock=lambda: 0.0):
+    meter = Progress("load", 0, "B", phase="loading", clock=clock)
+    if total:
+        meter.set(num_bytes, total)
+    return meter
+
+
+def test_a_terminal_shows_two_bars_at_most(terminal):
+    screen, turns = terminal(100), Turns()
+    board = Board(turns)
+    meters = [loading(3_000_000, 12_000_000), working(), Stage("planning", "ordering the requests")]
+    for meter in meters:
+        board.add(meter)
+    turns.asked()
+    turns.next()
+    shown = screen.shown()
+    assert "loading:  25%" in shown
+    assert "300/1200 prompt tokens" in shown
+    assert "decode" not in shown, "it would be the third"
+    assert "ordering" not in shown
+    assert "\n\n" not in shown.replace("\r", ""), "the second bar is in the line below the first"
+    board.remove(meters[0])
+    turns.next()
+    shown = screen.shown()
+    assert re.search(r"prefill:  25%\|.*300/1200 prompt tokens", shown)
+    assert re.search(r"decode:   4%\|.*12/300 output tokens", shown)
+    assert "ordering" not in shown
+    for meter in meters[1:]:
+        board.remove(meter)
+
+
+def test_a_log_gets_a_line_after_a_second_and_then_every_30_s(capsys):
+    turns = Turns()
+    board = Board(turns)
+    load, work = loading(3_000_000, 12_000_000), working()
+    board.add(load)
+    board.add(work)
+    assert turns.asked() == FIRST_SECONDS == 1.0
+    assert capsys.readouterr().err == ""
+    assert turns.next() == LINE_SECONDS == 30.0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{load.line()}; {work.line()}", "all that goes on, in one line"
+    load.set(6_000_000, 12_000_000)
+    assert turns.next() == LINE_SECONDS
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("loading: 50%, 6.00MB of 12.0MB")
+    board.remove(load)
+    board.remove(work)
+    ended = capsys.readouterr().err.splitlines()
+    assert len(ended) == 2, "each ends with a line of its own"
+    stage = Stage("finish", "publishing")
+    board.add(stage)
+    assert turns.asked() == LINE_SECONDS, "the first line comes early once only"
+    board.remove(stage)
+
+
+def test_a_line_says_what_the_bars_say():
+    work = working()
+    for bar in work.bars():
+        assert f"{bar.done:,} of {bar.total:,}" in work.line()
+    assert work.bars()[1].detail in work.line()
+    load = loading(3_000_000, 12_000_000)
+    (bar,) = load.bars()
+    assert (bar.title, bar.done, bar.total) == ("loading", 3_000_000, 12_000_000)
+    assert load.line() == "loading: 25%, 3.00MB of 12.0MB, 0 s left"
+
+
+def test_loading_says_how_long_it_took_and_what_is_left_by_its_clock():
+    now_s = 100.0
+    load = loading(clock=lambda: now_s)
+    assert (load.line(), load.bars()[0].total) == ("loading: for 0 s", 0), "no rank has said yet how much there is"
+    now_s = 130.0
+    load.set(3_000_000, 12_000_000)
+    assert load.left_s() == pytest.approx(90.0)
+    assert load.line() == "loading: 25%, 3.00MB of 12.0MB, 90 s left"
+    now_s = 220.0
+    load.set(12_000_000, 12_000_000)
+    assert load.line() == "loading: 100%, 12.0MB of 12.0MB in 2 min"
+
+
+@pytest.mark.parametrize("columns", [0, 1, 2, 7, 30])
+def test_a_terminal_may_have_no_columns_or_a_few(terminal, columns):
+    screen, turns = terminal(columns), Turns()
+    board = Board(turns)
+    meters = [loading(3_000_000, 12_000_000), working()]
+    for meter in meters:
+        board.add(meter)
+    turns.asked()
+    turns.next()  # the thread that draws lives
+    shown = screen.shown()
+    assert ("loading: 25%, 3.00MB of 12.0MB" in shown) == (columns == 0), "plain lines where there is no room for a bar"
+    for meter in meters:
+        board.remove(meter)
