@@ -13,13 +13,20 @@ _DECODER = msgspec.json.Decoder()
 _SPACE = b" \t\r\n"
 
 
+def filled_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | None]]:
+    """The lines that are not blank, as `numbered_lines` has them."""
+    for number, line in numbered_lines(content):
+        if line is None or line.strip(_SPACE):
+            yield number, line
+
+
 def json_records(content: io.BufferedReader) -> Iterator[Record]:
     """The objects in a file of JSON lines."""
-    for number, line in numbered_lines(content):
+    for number, line in filled_lines(content):
         if line is None:
             yield number, 0, too_long(number)
-        elif text := line.strip(_SPACE):
-            yield number, len(line), _object(number, text)
+        else:
+            yield number, len(line), _object(number, line.strip(_SPACE))
 
 
 def _object(number: int, text: bytes) -> dict[str, Any] | str:
