@@ -32,7 +32,8 @@ class RunDir:
     plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-<number>-<digest>.parquet}   done/<unit>
     quarantine/…   damaged files, by the path that they had
-    outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
+    outputs/<name>.parquet   outputs/<name>.jsonl and .errors.jsonl by output.format
+    stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
     slurm/<submission>.json  slurm/goal.json  slurm/*.log
     """
@@ -153,6 +154,12 @@ class RunDir:
 
     def output(self, shard_name: str) -> Path:
         return self.outputs / shard_name
+
+    def output_files(self, shard_name: str, form: str) -> list[Path]:
+        """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
+        suffixes = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}[form]
+        table = self.output(shard_name)
+        return [table, *(table.with_suffix(suffix) for suffix in suffixes)]
 
     def stats_file(self, table: str) -> Path:
         return self.stats / f"{table}.parquet"

@@ -100,15 +100,19 @@ class InputConfig(Part):
         if len(given) != 1:
             have = " and ".join(given) or "none"
             raise ValueError(f"prompt, messages, token_ids, template: exactly one must be set, but the job sets {have}")
-        makes_chats = self.messages is not None or (self.template is not None and self.system is not None)
         for name in ("system", "chat_template_kwargs", "tools"):
-            if getattr(self, name) is not None and not makes_chats:
+            if getattr(self, name) is not None and not self.makes_chats:
                 raise ValueError(
                     f"{name} is for chats, but {given[0]} alone makes none; use messages, or template with system"
                 )
         if self.continue_final_message and self.messages is None:
             raise ValueError(f"continue_final_message is for chats of input.messages, but the job sets {given[0]}")
         return self
+
+    @property
+    def makes_chats(self) -> bool:
+        """Whether prompts go through the chat template; with format = 'openai' each line says."""
+        return self.messages is not None or (self.template is not None and self.system is not None)
 
     @property
     def prompt_column(self) -> str:

@@ -67,7 +67,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest = Manifest(run.root, state.get("files"))
     shards = [Shard(**shard) for shard in state["shards"]]
     equality = run_equality(run)
-    if state["state"] == "finished" and _is_written(run, manifest, shards):
+    if state["state"] == "finished" and _is_written(run, job, manifest, shards):
         write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
@@ -110,11 +110,11 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
                 run.work.rmdir()
 
 
-def _is_written(run: RunDir, manifest: Manifest, shards: list[Shard]) -> bool:
+def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> bool:
     for shard in shards:
         try:
             if shard.problem is None:
-                manifest.check(run.output(shard.name))
+                manifest.check(*run.output_files(shard.name, job.output.format))
         except DamagedFileError as error:
             note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
             return False

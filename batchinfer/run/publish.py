@@ -82,7 +82,7 @@ def publish_run(run: RunDir, job: JobConfig, finished: dict[str, Any]) -> int:
 
 
 def _files(run: RunDir) -> list[Path]:
-    return sorted([*run.outputs.rglob("*.parquet"), *run.stats.rglob("*.parquet")])
+    return sorted([*run.outputs.rglob("*.parquet"), *run.outputs.rglob("*.jsonl"), *run.stats.rglob("*.parquet")])
 
 
 def _state(path: Path) -> list[int]:
