@@ -49,6 +49,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/kv_rerun.py
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/outside_the_model.py
+	$(BIN)/python tests/bench/calls.py
 	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
 	$(BIN)/python tests/bench/float32.py

@@ -3,14 +3,15 @@
 A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> engine
 (prefill, decode) -> finish (outputs in input order, statistics) -> report.
 
-From Python: `generate` for prompts that a program holds, `Job` for what a job file says. The errors are those of
-records.py.
+From Python: `generate` for prompts that a program holds, `Model` for several calls, `Job` for what a job file says. The
+errors are those of records.py.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchinfer.api import Job as Job
+    from batchinfer.api import Model as Model
     from batchinfer.api import generate as generate
     from batchinfer.records import BatchinferError as BatchinferError
     from batchinfer.records import ConfigError as ConfigError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__: str
 
-_API = ("Job", "generate")
+_API = ("Job", "Model", "generate")
 _ERRORS = (
     "BatchinferError", "ConfigError", "DamagedFileError", "IncompleteRunError", "InputError", "InterruptedRunError",
     "ModelError", "RunMismatchError", "StoreError",

@@ -19,6 +19,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
+    from batchinfer.launch.kept_ranks import KeptRanks
     from batchinfer.launch.rank_process import SpareRank
 
 
@@ -84,25 +85,27 @@ def _print_error(error: BatchinferError) -> None:
 def main(
     spare: SpareRank | None = None,
     tokenizer: TokenizerProcess | None = None,
-    tell: Callable[[BatchinferError], None] = _print_error,
+    tell: Callable[[BatchinferError], None] | None = None,
+    kept: KeptRanks | None = None,
 ) -> None:
     """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
 
     Args:
         spare: for a command that needs a lone rank.
         tokenizer: for a command that plans.
-        tell: is told what went wrong.
+        tell: is told what went wrong, in place of the person at stderr.
+        kept: see Process.
     """
     try:
         # installed first: a signal during the imports below counts too
-        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare, tokenizer))
+        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare, tokenizer, kept))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        tell(error)
+        (tell or _print_error)(error)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)

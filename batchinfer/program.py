@@ -28,7 +28,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     try:
         from batchinfer.cli import main
 
-        main(spare, tokenizer, *([] if tell is None else [tell]))
+        main(spare, tokenizer, tell)
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise

@@ -1,18 +1,32 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere; and for whoever listens in this process."""
+"""Progress on stderr: two bars at most on a terminal, plain lines elsewhere; and for whoever listens in this process.
+
+What goes on in a process is a list of meters: planning and loading at once, then the work, then finish. A line holds
+them all; it comes after FIRST_SECONDS and then every LINE_SECONDS, also while nothing can be counted. A meter that has
+counted something ends with a line of its own.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from batchinfer.sanitize import sanitize
 
-LINE_SECONDS = 10.0  # between plain lines
+FIRST_SECONDS = 1.0  # until the first plain line
+LINE_SECONDS = 30.0  # between plain lines
+BAR_SECONDS = 0.2  # between two pictures on a terminal
 TOLD_SECONDS = 0.1  # between two calls of a listener
+MOST_BARS = 2
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
 Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
 _listeners: list[Listener] = []  # of this process
@@ -23,69 +37,228 @@ def listen(listener: Listener) -> None:
     _listeners.append(listener)
 
 
-class Progress:
-    """One bar, or one plain line every few seconds; `advance` is cheap enough to call per step."""
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a terminal draws of a meter; total 0: nothing can be counted. unit: "B" is written as kB, MB, GB."""
 
-    def __init__(self, title: str, total: int, unit: str, *, done: int = 0) -> None:
-        self._title, self.total, self._unit = title, total, unit
-        self.count = self._first = done
-        self._detail = ""
-        self._start = self._last_line = time.monotonic()
-        self._bar = (
-            tqdm(total=total, initial=done, desc=title, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
-            if sys.stderr.isatty()
-            else None
-        )
-        self._told = -TOLD_SECONDS
-        self._tell()
+    title: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    detail: str = ""
 
-    def advance(self, count: int, detail: str = "") -> None:
-        """Count finished things; `detail` (for example tokens/s) is shown with them."""
-        self.count += count
-        self._detail = detail or self._detail
-        if time.monotonic() - self._told >= TOLD_SECONDS:
-            self._tell()
-        if self._bar is not None:
-            if detail:
-                self._bar.set_postfix_str(detail, refresh=False)
-            self._bar.update(count)
-        elif time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._print_line()
 
-    def extend(self, count: int) -> None:
-        """There is more to do than was thought."""
-        self.total += count
-        if self._bar is not None:
-            self._bar.total = self.total
+class Meter:
+    """Something that goes on as long as its `with` lasts, and is shown meanwhile."""
 
-    def __enter__(self) -> Progress:
+    has_counted = False  # something worth a last line
+
+    def line(self) -> str:
+        """It as text; begins with its phase: planning, loading, prefill, decode, finish."""
+        raise NotImplementedError
+
+    def bars(self) -> list[Bar]:
+        """It for a terminal."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """It for `status`, as JSON has it; `phase` is one of them."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        _board.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell()
-        if self._bar is not None:
-            self._bar.close()
-        else:
-            self._print_line()
+        _board.remove(self)
 
-    def _tell(self) -> None:
+
+class Count:
+    """How many are done, of how many; listeners are told. `advance` is cheap enough to call per step."""
+
+    def __init__(self, title: str, total: int, *, done: int = 0) -> None:
+        self.title, self.total, self.count = title, total, done
+        self._told = -TOLD_SECONDS
+        self.tell()
+
+    def advance(self, count: int) -> None:
+        """Count finished things."""
+        self.set(self.count + count, self.total)
+
+    def extend(self, count: int) -> None:
+        """There is more to do than was thought."""
+        self.total += count
+
+    def set(self, count: int, total: int) -> None:
+        """So many are done now, of so many."""
+        self.count, self.total = count, total
+        if time.monotonic() - self._told >= TOLD_SECONDS:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell listeners now."""
         self._told = time.monotonic()
         for listener in _listeners:
-            listener(self._title, self.count, self.total)
+            listener(self.title, self.count, self.total)
 
-    def _print_line(self) -> None:
-        self._last_line = time.monotonic()
-        seconds = max(self._last_line - self._start, 1e-9)
-        rate = (self.count - self._first) / seconds
-        left = f", {(self.total - self.count) / rate:,.0f} s left" if rate and self.count < self.total else ""
-        detail = f", {self._detail}" if self._detail else ""
-        print(
-            f"{self._title}: {self.count:,} of {self.total:,} {self._unit} ({rate:,.1f}/s{left}){detail}",
-            file=sys.stderr,
-            flush=True,
-        )
+
+class Progress(Count, Meter):
+    """Things counted one after the other: rows, files, bytes.
+
+    Args:
+        title: for listeners.
+        phase: for people; None: the title.
+    """
+
+    def __init__(self, title: str, total: int, unit: str, *, phase: str | None = None) -> None:
+        super().__init__(title, total)
+        self._phase, self._unit = phase or title, unit
+        self._start_s = time.monotonic()
+
+    @property
+    def has_counted(self) -> bool:  # type: ignore[override]
+        return self.count > 0
+
+    def line(self) -> str:
+        took = duration(time.monotonic() - self._start_s)
+        if not self.total:  # nobody has said yet how many there are
+            return f"{self._phase}: for {took}"
+        when = f" in {took}" if self.count >= self.total else _left(self.left_s())
+        return f"{self._phase}: {self.count / self.total:.0%}, {_of(self.count, self.total, self._unit)}{when}"
+
+    def left_s(self) -> float | None:
+        """Seconds until all are done, at the speed so far."""
+        seconds = time.monotonic() - self._start_s
+        return seconds * (self.total - self.count) / self.count if self.count else None
+
+    def bars(self) -> list[Bar]:
+        title = self._phase if self.total else self.line()
+        return [Bar(title, self.count, self.total, self._unit, _left(self.left_s()).removeprefix(", "))]
+
+    def figures(self) -> dict[str, Any]:
+        counts = {"done": self.count, "total": self.total, "unit": self._unit}
+        return {"phase": self._phase, **counts, "left_s": self.left_s()}
+
+    def __exit__(self, *error: Any) -> None:
+        self.tell()
+        super().__exit__(*error)
+
+
+class Stage(Meter):
+    """Something in which nothing is counted: `planning: ordering the requests`."""
+
+    def __init__(self, phase: str, doing: str) -> None:
+        self._phase, self._doing, self._start_s = phase, doing, time.monotonic()
+
+    def line(self) -> str:
+        return f"{self._phase}: {self._doing}, for {duration(time.monotonic() - self._start_s)}"
+
+    def bars(self) -> list[Bar]:
+        return [Bar(self.line())]
+
+    def figures(self) -> dict[str, Any]:
+        return {"phase": self._phase, "doing": self._doing}
+
+
+class _Board:
+    """The meters of this process, drawn by a thread that lives as long as there are any."""
+
+    def __init__(self) -> None:
+        self.meters: list[Meter] = []
+        self._lock = threading.Lock()
+        self._bars: list[tqdm[Any]] = []
+        self._changed = threading.Event()  # there are no meters any more
+        self._has_spoken = False
+
+    def add(self, meter: Meter) -> None:
+        with self._lock:
+            self.meters.append(meter)
+            if len(self.meters) == 1:
+                self._changed = threading.Event()
+                threading.Thread(target=self._draw, args=(self._changed,), name="progress", daemon=True).start()
+
+    def remove(self, meter: Meter) -> None:
+        with self._lock:
+            self._draw_bars()  # as it ends
+            self.meters.remove(meter)
+            if not self.meters:
+                self._changed.set()
+            self._draw_bars()
+        if meter.has_counted:
+            note(meter.line())
+
+    def _draw(self, ended: threading.Event) -> None:
+        is_terminal = _is_terminal()
+        wait_s = BAR_SECONDS if is_terminal else LINE_SECONDS if self._has_spoken else FIRST_SECONDS
+        while not ended.wait(wait_s):
+            with self._lock:
+                if is_terminal:
+                    self._draw_bars()
+                    continue
+                line = "; ".join(meter.line() for meter in self.meters)
+            wait_s, self._has_spoken = LINE_SECONDS, True
+            if line:
+                note(line)
+
+    def _draw_bars(self) -> None:
+        """Have the terminal show what there is now; called with the lock held."""
+        if not _is_terminal():
+            return
+        wanted = [bar for meter in self.meters for bar in meter.bars()][:MOST_BARS]
+        while len(self._bars) > len(wanted):
+            self._bars.pop().close()
+        for place, bar in enumerate(wanted):
+            if place == len(self._bars):
+                self._bars.append(_new_bar(place, bar.title))
+            _draw_bar(self._bars[place], bar)
+
+
+def _new_bar(place: int, title: str) -> tqdm[Any]:
+    return tqdm(file=sys.stderr, position=place, leave=False, dynamic_ncols=True, bar_format="{desc}", desc=title)
+
+
+def _draw_bar(shown: tqdm[Any], bar: Bar) -> None:
+    shown.bar_format = BAR_FORMAT if bar.total else "{desc}"  # the description alone
+    shown.unit, shown.unit_scale = bar.unit, bar.unit == "B"
+    shown.n, shown.total = bar.done, bar.total or None
+    shown.set_description_str(bar.title, refresh=False)
+    shown.set_postfix_str(bar.detail, refresh=False)
+    shown.refresh()
+
+
+_board = _Board()
+
+
+def under_way() -> list[dict[str, Any]]:
+    """The figures of all that goes on in this process."""
+    return [meter.figures() for meter in list(_board.meters)]
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is a terminal with room for a bar; some in containers say that they have no columns."""
+    with suppress(OSError, ValueError):
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return False
+
+
+def _of(done: int, total: int, unit: str) -> str:
+    """ "1,200 of 3,000 rows", "5.62GB of 14.2GB"."""
+    if unit == "B":
+        return f"{tqdm.format_sizeof(done, 'B')} of {tqdm.format_sizeof(total, 'B')}"
+    return f"{done:,} of {total:,} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would take."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f", {duration(seconds)} left"
 
 
 def note(text: str) -> None:

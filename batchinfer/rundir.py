@@ -35,6 +35,7 @@ class RunDir:
     outputs/<name>.parquet   outputs/<name>.jsonl and .errors.jsonl by output.format
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
+    work/sessions/<session>.json
     slurm/<submission>.json  slurm/goal.json  slurm/*.log
     """
 
@@ -113,6 +114,10 @@ class RunDir:
     def goal(self) -> Path:
         """When a submitted run is to end and what it may cost."""
         return self.slurm / "goal.json"
+
+    def heartbeat(self, session: str) -> Path:
+        """A session's sign of life; gone when it has ended."""
+        return self.root / "work" / "sessions" / f"{session}.json"
 
     def kv_transfers(self, session: str) -> Path:
         """KV on its way between hosts; gone with the command that sends it."""

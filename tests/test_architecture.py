@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "slurm": {"balance", "controller", "data", "parallel", "report"},
+    "slurm": {"balance", "controller", "data", "parallel", "report", "run"},
     "doctor": {"launch", "parallel"},
     "commands": {"controller", "data", "finish", "kv_store", "launch", "plan", "report", "run", "sim", "slurm"},
 }

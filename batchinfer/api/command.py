@@ -1,58 +1,125 @@
-"""A command in a process of its own, for a caller in Python: `python -m batchinfer.api.command EVENTS run JOB`.
+"""Commands in a process of their own, for a caller in Python: `python -m batchinfer.api.command EVENTS [run JOB]`.
 
 EVENTS is the number of an inherited pipe, into which go JSON lines: {"progress": [title, done, total]} and
-{"error": {"classes": …, "message": …, "attributes": …}}. Standard input is a pipe, too: when it closes, the caller has
-ended, and the command stops as by SIGTERM.
+{"error": {"classes": …, "message": …, "attributes": …}}. Standard input is a pipe, too: when it closes, or the process
+that started this one is gone, the caller has ended, and the command stops as by SIGTERM.
+
+Without a command the process runs one job after the other (a job file's path on a line of standard input each), with
+ranks and tokenizer that stay, and says {"ended": exit code} of each. The line "stop" stops the job, as by SIGTERM.
 """
 
+import gc
 import json
 import os
+import queue
+import select
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from batchinfer import progress
+from batchinfer.data.tokenizer_process import TokenizerProcess
+from batchinfer.launch.kept_ranks import KeptRanks
+from batchinfer.launch.rank_process import SpareRank
 from batchinfer.program import program
-from batchinfer.records import BatchinferError
-from batchinfer.stop import SIGNALS
+from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.stop import SIGNALS, leave_signals_to_controller
+
+STOP = b"stop"
+LOOK_S = 1.0  # for the process that started this one
+AGAIN_S = 0.2  # between signals, of which one may come while the command does not listen yet
+
+Tell = Callable[[BatchinferError], None]
 
 
 def main() -> None:
-    """Run the command of this process's arguments and end the process."""
+    """Run the command of this process's arguments, or those that standard input brings, and end the process."""
     events = int(sys.argv.pop(1))
     os.set_inheritable(events, False)
     os.set_blocking(events, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the thread that started this process may block them
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs, os.getppid()), daemon=True).start()
 
     def tell_progress(title: str, done: int, total: int) -> None:
         # a caller that does not read now misses it; one that has ended needs none
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(events, _line({"progress": [title, done, total]}))
 
-    def tell_error(error: BatchinferError) -> None:
+    def tell(event: dict[str, object]) -> None:
         os.set_blocking(events, True)
-        told = {
-            "classes": [kind.__name__ for kind in type(error).__mro__],
-            "message": str(error),
-            "attributes": {name: str(value) for name, value in vars(error).items()},
-        }
         with suppress(BrokenPipeError):  # nobody is there who could be told
-            os.write(events, _line({"error": told}))
+            os.write(events, _line(event))
+        os.set_blocking(events, False)
+
+    def tell_error(error: BatchinferError) -> None:
+        tell(
+            {
+                "error": {
+                    "classes": [kind.__name__ for kind in type(error).__mro__],
+                    "message": str(error),
+                    "attributes": {name: str(value) for name, value in vars(error).items()},
+                }
+            }
+        )
 
     progress.listen(tell_progress)
-    program(tell_error)
+    if len(sys.argv) > 1:
+        program(tell_error)
+    _run_all(jobs, tell_error, lambda code: tell({"ended": code}))
+
+
+def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
+    """Run one job after the other until there is none any more."""
+    leave_signals_to_controller()  # the caller's, between jobs
+    gc.set_threshold(50_000, 20, 20)  # see program.py
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    kept, tokenizer = KeptRanks(SpareRank()), TokenizerProcess(stays=True)
+    from batchinfer import cli
+
+    while (job := jobs.get()) is not None:
+        sys.argv[1:] = ["run", os.fsdecode(job)]
+        code: int | str | None = ExitCode.OK
+        try:
+            cli.main(None, tokenizer, tell, kept)
+        except SystemExit as end:
+            code = end.code
+        leave_signals_to_controller()
+        ended(code if isinstance(code, int) else ExitCode.INTERNAL)
+    kept.end()
+    tokenizer.end()
+    os._exit(ExitCode.OK)
 
 
 def _line(event: dict[str, object]) -> bytes:
     return json.dumps(event).encode() + b"\n"
 
 
-def _end_with_caller() -> None:
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
+def _listen(jobs: "queue.SimpleQueue[bytes | None]", starter: int) -> None:
+    """Pass on what standard input brings until the caller has ended; then stop what runs."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    rest = b""
+    while os.getppid() == starter:
+        if not poll.poll(LOOK_S * 1000):
+            continue
+        received = os.read(0, 1 << 16)
+        if not received:
+            break
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            if line == STOP:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                jobs.put(line)
+    jobs.put(None)
+    while True:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(AGAIN_S)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any, Literal, overload
 
 import pyarrow as pa
 
-from batchinfer.api.job import Job, plain
-from batchinfer.api.process import Progress
+from batchinfer.api.job import Job, Start, plain
+from batchinfer.api.process import CommandProcess, Progress
 from batchinfer.api.prompts import KINDS, reader_of, write_shard
 from batchinfer.config import JobConfig, job_of_table
 from batchinfer.config.sampling import JobSampling
@@ -84,7 +84,8 @@ def generate(
         messages, prompt, token_ids: the column that holds them; unset: for a list what its rows are, for a table the
             only column that can hold one of these.
         stream: give the rows as they become durable, in any order, each once; the job runs while they are asked for.
-        progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+        progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
+            done, of how many; "load" counts bytes of weights, "work" requests.
         settings: keys of [sampling] (max_tokens is required), dtype, and the other parts of a job file as dicts:
             cluster={"prefill_ranks": 2}. output: the run folder, or a dict; unset: a temporary one, which is gone
             afterwards, also when the call is interrupted. With a folder the same call goes on where it stopped.
@@ -99,16 +100,35 @@ def generate(
         KeyboardInterrupt: what is finished is kept, in a folder of yours.
     """
     columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+    return answer(data, columns, parts_of({"model": model, **settings}), stream=stream, progress=progress)
+
+
+def answer(
+    data: Any,
+    columns: Mapping[str, str | None],
+    parts: dict[str, dict[str, Any]],
+    *,
+    stream: bool,
+    progress: Progress | None,
+    start: Start = CommandProcess,
+) -> pa.Table | Iterator[dict[str, Any]]:
+    """See `generate`.
+
+    Args:
+        columns: by kind of prompt, the one that holds it; None: not named.
+        parts: of a job file.
+        start: starts the job's command.
+    """
     named = {kind: name for kind, name in columns.items() if name is not None}
     with ExitStack() as stack:
-        job = _job(data, named, _parts(model, settings), stack)
+        job = _job(data, named, parts, stack, start)
         if stream:
             return _rows(job, progress, stack.pop_all())
         job.run(progress=progress)
         return job.outputs()
 
 
-def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack) -> Job:
+def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack, start: Start) -> Job:
     """The job, its rows written to a folder beside its run folder; `stack` removes both unless they are to stay."""
     inputs, outputs = parts["input"], parts["output"]
     named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
@@ -122,7 +142,7 @@ def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], sta
     shard = run.root.with_name(run.root.name + INPUT) / SHARD
     write_shard(reader, shard, run.run_json, config.output.shared_group)
     files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})
-    return Job.of(config.model_copy(update={"input": files}))
+    return Job.of(config.model_copy(update={"input": files}), start)
 
 
 def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dict[str, Any]]:
@@ -130,11 +150,15 @@ def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dic
         yield from job.rows(progress=progress)
 
 
-def _parts(model: str | Path | Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings as the parts of a job file."""
+def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a call as the parts of a job file.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
     parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "sampling": {}}
     shorthands = {"model": "path", "output": "dir"}
-    for key, value in {"model": model, **settings}.items():
+    for key, value in settings.items():
         if key == "dtype":
             parts.setdefault("model", {})["dtype"] = plain(value)
         elif key in JobSampling.model_fields:

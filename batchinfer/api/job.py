@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import IncompleteRunError
 from batchinfer.run.planned import run_of
 from batchinfer.rundir import RunDir, read_state
+
+Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
 
 
 class Job:
@@ -49,6 +52,7 @@ class Job:
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self.config: JobConfig = job_of_table(plain(table), Path("Job"), Path.cwd())
+        self._start: Start = CommandProcess
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Job:
@@ -60,10 +64,10 @@ class Job:
         return cls.of(load_job(path))
 
     @classmethod
-    def of(cls, config: JobConfig) -> Job:
-        """The job of keys that are checked already."""
+    def of(cls, config: JobConfig, start: Start = CommandProcess) -> Job:
+        """The job of keys that are checked already; `start` starts its commands."""
         job = cls.__new__(cls)
-        job.config = config
+        job.config, job._start = config, start
         return job
 
     @property
@@ -89,7 +93,8 @@ class Job:
         Rows that cannot be computed are rows with status 'error' and raise nothing.
 
         Args:
-            progress: called in this thread with a title ("tokenise", "work", "finish"), how many are done, of how many.
+            progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
+                done, of how many; "load" counts bytes of weights, "work" requests.
 
         Raises:
             BatchinferError: the job, its input or its model cannot work, or its ranks fail.
@@ -108,7 +113,7 @@ class Job:
         """
         given: set[tuple[int, int, int]] = set()  # (shard, row, sample)
         early = EarlyRows(RunDir(self.folder), self.config)
-        with CommandProcess("run", self.config, progress) as process:
+        with self._start("run", self.config, progress) as process:
             while not process.ended(within_s=0.1):
                 for shard, table in early.new():
                     yield from _not_given(table, shard, given)
@@ -147,7 +152,7 @@ class Job:
         return as_document(read_report(self._run_dir().root))
 
     def _run(self, command: str, progress: Progress | None) -> None:
-        with CommandProcess(command, self.config, progress) as process:
+        with self._start(command, self.config, progress) as process:
             while not process.ended():
                 pass
 

@@ -1,4 +1,4 @@
-"""The process of a command as its caller sees it: start, progress, errors, and the end that an interrupt brings."""
+"""The process of commands as its caller sees it: start, progress, errors, and the end that an interrupt brings."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,91 +18,77 @@ from batchinfer import records
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
-Progress = Callable[[str, int, int], object]  # called with a title ("tokenise", "work", "finish"), done, total
+Progress = Callable[[str, int, int], object]  # called with a title ("work", for example), done, total
 WORDS_BYTES = 4096  # of what the process wrote last, for an error that it could not tell
+STOP_AGAIN_S = 0.2  # a wish to stop may come while the job does not listen yet
 _log = logging.getLogger("batchinfer")
 
 
-class CommandProcess:
-    """`batchinfer plan` or `run` over a job, from `with` to its end; leaving before that stops it as Ctrl-C does.
-
-    On a terminal it shows what the command shows. Elsewhere its lines go to the logger "batchinfer", warnings as such.
+class OwnProcess:
+    """`python -m batchinfer.api.command` (see there) with these arguments.
 
     Args:
-        progress: called in the caller's thread; nothing is shown then.
+        is_quiet: its lines go to the logger "batchinfer", warnings as such; else they go where this process's go.
     """
 
-    def __init__(self, command: str, job: JobConfig, progress: Progress | None) -> None:
-        self._command, self._job, self._progress = command, job, progress
-        self._error: dict[str, Any] | None = None
+    def __init__(self, *arguments: str, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
         self._rest = b""  # of the pipe, behind its last whole line
-        self._is_quiet = progress is not None or not _is_terminal()
         self._logged = 0  # bytes of stderr
-
-    def __enter__(self) -> "CommandProcess":
-        self._file = tempfile.NamedTemporaryFile("w", prefix="batchinfer-", suffix=".toml", encoding="utf-8")
-        self._file.write(dump_job(self._job))
-        self._file.flush()
-        self._stderr = tempfile.TemporaryFile()
-        self._events, theirs = os.pipe()
-        arguments = [str(theirs), self._command, self._file.name]
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this)
+        ours, theirs = os.pipe()
+        self._events = os.fdopen(ours, "rb", buffering=0)
         # the same modules as here, also in ranks: nothing of the working folder unless this process looks there, too
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         environment["PYTHONSAFEPATH"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "batchinfer.api.command", *arguments],
+            [sys.executable, "-m", "batchinfer.api.command", str(theirs), *arguments],
             env=environment,
             pass_fds=[theirs],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._stderr if self._is_quiet else None,
+            stderr=self._stderr if is_quiet else None,
         )
         os.close(theirs)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._events)
-        try:
-            if self._process.poll() is None:
-                # not SIGINT, which a terminal has sent already: two of them end a command without a commit
-                self._process.send_signal(signal.SIGTERM)
-                self._process.wait()
-        finally:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._stderr.close()
-            self._file.close()
+    def send(self, line: str) -> None:
+        """Write a line to its standard input; one that has ended takes none, as `read` says."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), os.fsencode(line) + b"\n")
 
-    def ended(self, within_s: float | None = None) -> bool:
-        """Wait for something to happen; whether the process has ended.
-
-        Args:
-            within_s: at most so long; None: as long as it takes.
-
-        Raises:
-            BatchinferError, InterruptedRunError: it has not ended well, as the command would have said.
-        """
+    def read(self, within_s: float | None) -> list[dict[str, Any]] | None:
+        """What it has told since the last time, at the latest after so long; None: it will not tell anything more."""
         poll = select.poll()
         poll.register(self._events, select.POLLIN)
         if not poll.poll(None if within_s is None else within_s * 1000):
-            return False
-        received = os.read(self._events, 1 << 16)
+            return []
+        received = self._events.read(1 << 16)
         *lines, self._rest = (self._rest + received).split(b"\n")
-        for line in lines:
-            self._take(json.loads(line))
         if self._is_quiet:
             self._log_lines()
-        if received:
-            return False
-        self._check(self._process.wait())
-        return True
+        return list(map(json.loads, lines)) if received else None
 
-    def _take(self, event: dict[str, Any]) -> None:
-        self._error = event.get("error", self._error)
-        if self._progress is not None and "progress" in event:
-            self._progress(*event["progress"])
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no more jobs."""
+        assert self._process.stdin is not None
+        return self._process.stdin.closed or self._process.poll() is not None
+
+    def wait(self) -> int:
+        """The exit code, or minus the signal that ended it."""
+        return self._process.wait()
+
+    def words(self) -> str:
+        """What it wrote last; "" where that went elsewhere."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        return os.pread(self._stderr.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES)).decode(errors="replace")
+
+    def let_end(self) -> None:
+        """Have it end soon; what runs in it is stopped as by Ctrl-C."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def _log_lines(self) -> None:
         found = os.pread(self._stderr.fileno(), 1 << 20, self._logged)
@@ -110,13 +97,84 @@ class CommandProcess:
         for line in whole.decode(errors="replace").splitlines():
             _log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "%s", line)
 
+
+class CommandProcess:
+    """`batchinfer plan` or `run` over a job, from `with` to its end; leaving before that stops it as Ctrl-C does.
+
+    On a terminal it shows what the command shows.
+
+    Args:
+        progress: called in the caller's thread; nothing is shown then.
+        held: a process without a command, which runs it and goes on; None: it gets one of its own.
+    """
+
+    def __init__(
+        self, command: str, job: JobConfig, progress: Progress | None, *, held: OwnProcess | None = None
+    ) -> None:
+        self._command, self._job, self._progress, self._held = command, job, progress, held
+        self._error: dict[str, Any] | None = None
+        self._code: int | None = None
+
+    def __enter__(self) -> "CommandProcess":
+        self._file = tempfile.NamedTemporaryFile("w", prefix="batchinfer-", suffix=".toml", encoding="utf-8")
+        self._file.write(dump_job(self._job))
+        self._file.flush()
+        if self._held is None:
+            is_quiet = self._progress is not None or not is_terminal()
+            self.process = OwnProcess(self._command, self._file.name, is_quiet=is_quiet)
+        else:
+            self.process = self._held
+            self.process.send(self._file.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress = None
+        try:
+            while self._held is not None and self._code is None:
+                self._held.send("stop")
+                self._read(STOP_AGAIN_S)
+        except BaseException:
+            self.process.let_end()  # it did not end soon enough for somebody
+            raise
+        finally:
+            self._file.close()
+            if self._held is None:
+                self.process.let_end()
+                self.process.wait()
+
+    def ended(self, within_s: float | None = None) -> bool:
+        """Wait for something to happen; whether the command has ended.
+
+        Args:
+            within_s: at most so long; None: as long as it takes.
+
+        Raises:
+            BatchinferError, InterruptedRunError: it has not ended well, as the command would have said.
+        """
+        self._read(within_s)
+        if self._code is None:
+            return False
+        self._check(self._code)
+        return True
+
+    def _read(self, within_s: float | None) -> None:
+        events = self.process.read(within_s)
+        if events is None:
+            self._code = self.process.wait()
+        for event in events or ():
+            self._error = event.get("error", self._error)
+            self._code = event.get("ended", self._code)
+            if self._progress is not None and "progress" in event:
+                self._progress(*event["progress"])
+
     def _check(self, code: int) -> None:
         if code in (ExitCode.OK, ExitCode.ROW_ERRORS):
             return
         if self._error is not None:
             raise _error_of(**self._error)
-        size = os.fstat(self._stderr.fileno()).st_size
-        words = os.pread(self._stderr.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES)).decode(errors="replace")
+        words = self.process.words()
         last = words.strip().rpartition("\n")[2].removeprefix("error: ") or "its words are above"
         if code == ExitCode.INTERRUPTED:
             raise InterruptedRunError(f"batchinfer {self._command} was stopped: {last}")
@@ -127,8 +185,8 @@ class CommandProcess:
         raise failure
 
 
-def _is_terminal() -> bool:
-    """Whether the process would write to the terminal that this one's messages go to."""
+def is_terminal() -> bool:
+    """Whether a process would write to the terminal that this one's messages go to."""
     own = sys.__stderr__
     return own is not None and sys.stderr is own and own.isatty()
 

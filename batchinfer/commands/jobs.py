@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,7 +177,12 @@ def run(
     stop, spare = process.stop, process.spare
     config = job_of(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
-    with ranks_ahead(config, stop, spare, know_experts=know_experts) as ranks, alone("run", stop) as session:
+    ahead: AbstractContextManager[RankLoader | None]
+    if process.kept is None:
+        ahead = ranks_ahead(config, stop, spare, know_experts=know_experts)
+    else:
+        ahead = nullcontext(process.kept.of_job(config, stop))
+    with ahead as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = plan_here(
             config,
@@ -193,7 +199,8 @@ def run(
             import batchinfer.report.panel  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks, spare)
         code = _finish(run_dir, config, allow_partial=False)
-    print_report([run_dir.root], as_json=False)
+    if process.kept is None:
+        print_report([run_dir.root], as_json=False)
     sys.exit(code)
 
 
@@ -212,6 +219,7 @@ def plan_here(
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import format_summary, read_summary
+    from batchinfer.progress import note
 
     with tracer.span("plan", "controller"):
         run_dir = plan_job(
@@ -225,7 +233,11 @@ def plan_here(
             tokenizer=tokenizer,
         )
     tracer.write(run_dir.trace)
-    click.echo(format_summary(read_summary(run_dir), config.cluster.num_ranks), err=session.command == "run")
+    summary = format_summary(read_summary(run_dir), config.cluster.num_ranks)
+    if session.command == "run":
+        note(summary)  # ranks that load may have a bar
+    else:
+        click.echo(summary)
     return run_dir
 
 

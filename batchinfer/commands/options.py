@@ -14,6 +14,7 @@ from batchinfer.stop import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
+    from batchinfer.launch.kept_ranks import KeptRanks
     from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
@@ -36,6 +37,7 @@ class Process:
     stop: StopSignal
     spare: SpareRank | None  # started before the command was read
     tokenizer: TokenizerProcess | None  # as well
+    kept: KeptRanks | None = None  # for one job after the other, by a caller who reads no report
 
 
 def pass_stop(command: Callable[..., None]) -> Callable[..., None]:

@@ -122,7 +122,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     """What goes on in RUN (a run folder or a .toml file) and how far it is.
 
     It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
-    next), finished or partial; then come units, rows, speed, time left, who works on what, and problems.
+    next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
     """
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.status import StatusReader

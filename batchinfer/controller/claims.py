@@ -13,11 +13,9 @@ watcher, by its own monotonic clock, has seen its date unchanged for long enough
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from batchinfer.controller.result_files import own_files, sound_files
 from batchinfer.host_info import node_name, slurm_restarts, slurm_task
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.run.liveness import is_dead, this_process
 from batchinfer.rundir import (
     TEMPORARY,
     RunDir,
@@ -195,7 +194,7 @@ def is_released(claim: Path) -> bool:
 
 def is_over(lease: dict[str, Any]) -> bool:
     """Whether a unit was given back, or its holder is known to be dead."""
-    return bool(lease["released"]) or _is_dead(lease)
+    return bool(lease["released"]) or is_dead(lease)
 
 
 def offer_again(run: RunDir, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
@@ -229,9 +228,7 @@ def _next_name(folders: list[Path]) -> str:
 def _lease(*, released: bool) -> dict[str, Any]:
     """Who holds a unit, as the lease says it."""
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process": _process_identity(os.getpid()),
+        **this_process(),
         "node": node_name(),
         "task": slurm_task(),
         "restarts": slurm_restarts(),
@@ -262,7 +259,7 @@ def _remove_nameless(unit: Path) -> None:
     nameless = list(unit.glob(f".claim-*{TEMPORARY}"))
     for made in nameless:
         try:
-            if _is_dead(read_json(made / "lease.json", "host", "pid", "process")):
+            if is_dead(read_json(made / "lease.json", "host", "pid", "process")):
                 shutil.rmtree(made)
         except (ConfigError, FileNotFoundError):  # not written that far, or deleted by another process
             continue
@@ -320,48 +317,3 @@ def _claim_folders(unit: Path) -> list[Path]:
     except FileNotFoundError:  # nobody has claimed it yet
         return []
     return sorted(found, key=lambda folder: int(folder.name))
-
-
-def _is_dead(lease: dict[str, Any]) -> bool:
-    """Whether the holder, a process that this one would see in /proc, has ended; of others nothing is known here."""
-    numbering, holder = _process_numbering(), str(lease["process"])
-    is_visible = lease["host"] == socket.gethostname() and numbering is not None and holder.startswith(f"{numbering}:")
-    return is_visible and not _exists(lease["pid"], holder)
-
-
-@functools.cache
-def _process_numbering() -> str | None:
-    """Names what gives this process its number: this start of the host's kernel, and the PID namespace in it.
-
-    Containers on one host may have the same host name and boot, but other processes under the same numbers. None where
-    /proc does not say, or is that of another namespace.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace, own_number = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self")
-    except OSError:
-        return None
-    return f"{boot}:{namespace}" if own_number == str(os.getpid()) else None
-
-
-def _process_identity(pid: int) -> str | None:
-    """Names one process for ever, also after its number is used again; None when it has ended or cannot be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # a zombie has ended already: it only waits to be collected
-    return None if fields[0] in ("Z", "X") else f"{_process_numbering()}:{fields[19]}"
-
-
-def _exists(pid: int, identity: str) -> bool:
-    """Whether a process is still there; one of another user may be hidden in /proc."""
-    if Path(f"/proc/{pid}").exists():
-        return _process_identity(pid) == identity
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is there
-        pass
-    return True

@@ -67,7 +67,8 @@ class Controller:
         finally:
             # a further signal, as clusters send them, must not cut this short
             self.stop.graceful = True
-            self.group.end()
+            if not self.group.is_resting:
+                self.group.end()
             self.reports.commit()
             self.stop.graceful = False
 

@@ -22,7 +22,7 @@ from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.controller.expert_loads import ExpertLoads
 from batchinfer.controller.expert_proposals import START, MoveCosts, Proposal, load_balancer
 from batchinfer.model.config import ModelConfig
-from batchinfer.progress import Progress, note
+from batchinfer.progress import Count, note
 from batchinfer.protocol.messages import ExpertCounts, ExpertSlots
 
 LOOKS = 32  # at the ranks' counts in a job, about; but no more often than every
@@ -35,11 +35,11 @@ class ExpertPlacer:
 
     Args:
         job_tokens: prompt tokens that the whole job computes.
-        progress: of the job, for the time that is left.
+        progress: requests of the job, for the time that is left.
     """
 
     def __init__(
-        self, history: ExpertHistory, job: JobConfig, model: ModelConfig, progress: Progress, *, job_tokens: int
+        self, history: ExpertHistory, job: JobConfig, model: ModelConfig, progress: Count, *, job_tokens: int
     ) -> None:
         self.history, self._progress, self._num_ranks = history, progress, job.cluster.num_ranks
         least, most = LEAST_TOKENS * self._num_ranks, MOST_TOKENS * self._num_ranks

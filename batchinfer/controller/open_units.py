@@ -44,16 +44,16 @@ class OpenUnits:
         self._was_claimed = np.zeros(len(rows), dtype=bool)
         self._untried: np.ndarray = np.zeros(0, dtype=np.int64)  # rising
         self._held: np.ndarray = np.zeros(0, dtype=np.int64)  # by others or by this controller, at the last look
-        self._num_requests = np.array([row["num_requests"] for row in rows], dtype=np.int64)
         self._is_taken = np.zeros(len(rows), dtype=bool)  # by this controller, at any time
-        self._done_elsewhere = self._reopened = 0  # requests, not told of yet
+        self._done_elsewhere: list[int] = []  # units, not told of yet
+        self._reopened: list[int] = []
         self._num_completed = 0  # by this controller, at the last look
         # apart: who asks whether all is done must not keep the same controller from claiming
         self._look_again_s = self._ask_again_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._watched_from = self._random.randrange(max(1, len(rows)))  # not all watch the same units
         self._look()
-        self._done_elsewhere = 0
+        self._done_elsewhere = []
         # units that were claimed before may have been given back
         self._untried = np.flatnonzero(self._is_open)
         self._next = self._any_unit() if start is None else start
@@ -112,15 +112,15 @@ class OpenUnits:
             self._ask_again_s = time.monotonic() + self._pause_s
         return not self._is_open.any()
 
-    def take_done_elsewhere(self) -> int:
-        """Requests of units that others have completed since the last call."""
-        count, self._done_elsewhere = self._done_elsewhere, 0
-        return count
+    def take_done_elsewhere(self) -> list[int]:
+        """Units that others have completed since the last call."""
+        units, self._done_elsewhere = self._done_elsewhere, []
+        return units
 
-    def take_reopened(self) -> int:
-        """Requests of units that were done and are not any more, since the last call."""
-        count, self._reopened = self._reopened, 0
-        return count
+    def take_reopened(self) -> list[int]:
+        """Units that were done and are not any more, since the last call."""
+        units, self._reopened = self._reopened, []
+        return units
 
     def _look(self) -> None:
         before = self._is_open
@@ -128,9 +128,9 @@ class OpenUnits:
         if (self._is_open & ~self._was_claimed).any():  # a folder of a unit stays for ever
             self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
         reopened = self._is_open & ~before
-        self._reopened += int(self._num_requests[reopened].sum())
+        self._reopened += np.flatnonzero(reopened).tolist()
         self._is_taken &= ~reopened
-        self._done_elsewhere += int(self._num_requests[before & ~self._is_open & ~self._is_taken].sum())
+        self._done_elsewhere += np.flatnonzero(before & ~self._is_open & ~self._is_taken).tolist()
         self._untried = np.flatnonzero(self._is_open & ~self._was_claimed)
         self._held = np.flatnonzero(self._is_open & self._was_claimed)
 

@@ -44,6 +44,7 @@ class RankStart:
             digests["model.weights"] = whole_weights_digest(Path(job.model.path), cache_folder())
         most_tokens, largest_tokens = kv_tokens(rows)
         self._start = Start(
+            job=job.model_dump_json(),
             most_tokens=most_tokens,
             largest_tokens=largest_tokens,
             transfer_folder=str(self._transfers),

@@ -9,7 +9,8 @@ from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.expert_statistics import ExpertStatistics
 from batchinfer.controller.results import Results
-from batchinfer.progress import Progress, note
+from batchinfer.controller.work_progress import WorkProgress
+from batchinfer.progress import note
 from batchinfer.protocol.messages import ExpertCounts, StepReport, StoreCounts
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
@@ -22,7 +23,7 @@ class Reports:
 
     session: Session
     tracer: Tracer
-    progress: Progress
+    progress: WorkProgress
     results: Results
     dealer: Dealer
     loads: DecodeLoads[RequestKey]
@@ -30,9 +31,6 @@ class Reports:
     experts: ExpertPlacer
     expert_statistics: ExpertStatistics
     _told: set[str] = field(default_factory=set)  # problems that ranks have found
-    _recent_tokens: int = 0
-    _recent_since: float = field(default_factory=time.monotonic)
-    _speed: str = ""
 
     def take_step(self, rank: int, report: StepReport) -> None:
         """A rank has ended a step."""
@@ -47,13 +45,12 @@ class Reports:
             self.loads.step(rank)
         for key in report.started:
             self.loads.start(decode_request(self.dealer.running_request(key)), rank)
+        self.progress.step(record)
         self._finish(report.completions)
-        self._show(len(report.completions), record.new_tokens)
 
     def give_up(self, completion: Completion) -> None:
         """A request gets an error row."""
         self._finish([completion])
-        self.progress.advance(1)
 
     def take_experts(self, rank: int, counts: ExpertCounts) -> None:
         """A rank has counted which experts were asked for, and what its own have computed."""
@@ -71,6 +68,7 @@ class Reports:
     def ranks_died(self) -> None:
         """The ranks count from zero when they are started again."""
         self.results.ranks_ended()
+        self.progress.ranks_ended()
         self.expert_statistics.ranks_ended()
         self.session.restarts += 1
 
@@ -78,6 +76,7 @@ class Reports:
         """Make what is finished durable, if the last time was this long ago."""
         if time.monotonic() - self.results.last_commit_s >= after_s:
             with self.tracer.span("commit", "controller"):
+                self.progress.committed()
                 self.results.commit()
                 self.expert_statistics.write()
 
@@ -87,13 +86,6 @@ class Reports:
             self.lengths.finish(request.prompt_group, len(completion.token_ids))
             self.dealer.finish(completion.unit, completion.key)
             self.loads.finish(completion.key)
+        self.progress.finished(completions)
         if self.results.add(completions):
             self.commit()
-
-    def _show(self, num_completions: int, num_tokens: int) -> None:
-        self._recent_tokens += num_tokens
-        seconds = time.monotonic() - self._recent_since
-        if seconds >= 1.0:
-            self._speed = f"{self._recent_tokens / seconds:,.0f} tokens/s"
-            self._recent_tokens, self._recent_since = 0, time.monotonic()
-        self.progress.advance(num_completions, self._speed)

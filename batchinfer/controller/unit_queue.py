@@ -8,8 +8,9 @@ from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import read_unit
+from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.manifest import Manifest
-from batchinfer.progress import Progress, note
+from batchinfer.progress import note
 from batchinfer.records import Sampling
 from batchinfer.rundir import RunDir
 
@@ -28,7 +29,7 @@ class UnitQueue:
     claims: UnitClaims
     results: Results
     dealer: Dealer
-    progress: Progress
+    progress: WorkProgress
     _has_told_of_waiting: bool = False
 
     @property
@@ -41,12 +42,12 @@ class UnitQueue:
         while (found := self.units.claim(self.claims.try_claim, self.results.open_units)) is not None:
             row, claim = found
             unit = claim.unit
-            self.progress.extend(self.units.take_reopened())
+            self.progress.reopened(self.units.take_reopened())
             rows = self.units.all_rows
             after_tokens = rows[unit + 1]["shared_tokens"] if unit + 1 < len(rows) else 0
             requests = read_unit(self.run, self.manifest, row, self.default, after_tokens=after_tokens)
             missing = self.results.open_unit(claim, {request.key for request in requests})
-            self.progress.advance(row["num_requests"] - len(missing))
+            self.progress.done_elsewhere(unit, row["num_requests"] - len(missing))
             if missing:
                 self.dealer.add_unit(
                     unit,
@@ -71,8 +72,9 @@ class UnitQueue:
             return False
         if self.units.are_all_done(self.claims.completed):
             return True
-        self.progress.extend(self.units.take_reopened())
-        self.progress.advance(self.units.take_done_elsewhere())
+        self.progress.reopened(self.units.take_reopened())
+        for unit in self.units.take_done_elsewhere():
+            self.progress.done_elsewhere(unit)
         if self.units.is_waiting and not self._has_told_of_waiting:
             note(f"{self.units.num_open} units are held by other controllers; waiting for them")
             self._has_told_of_waiting = True

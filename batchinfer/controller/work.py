@@ -19,18 +19,20 @@ from batchinfer.controller.rank_start import RankStart, remove_folder
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import slurm_task
 from batchinfer.launch.agent import serve_node
+from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
-from batchinfer.progress import Progress, note
+from batchinfer.progress import note
 from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.probe import check_file_system
@@ -52,7 +54,7 @@ def work_on(
     """Compute all units of a planned run that nobody else holds.
 
     Args:
-        ranks_ahead: the job's ranks, if they were started already.
+        ranks_ahead: the job's ranks, if they were started already; whoever did it closes them.
         spare: for a lone rank, if they were not.
 
     Raises:
@@ -71,20 +73,22 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
+    if ranks_ahead is None:
+        refuse_too_large(job, node.ranks)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(run, session, stop, node)
         return
-    total = sum(row["num_requests"] for row in units.rows)
+    open_units = [row["unit"] for row in units.rows]
     with (
         UnitClaims(run) as claims,
-        Progress("work", total, "requests") as progress,
+        WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
         _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
-            f"stopped; {progress.count:,} of {progress.total:,} requests are done and kept; "
+            f"stopped; {progress.requests.count:,} of {progress.requests.total:,} requests are done and kept; "
             "run the same command to go on"
         )
 
@@ -102,6 +106,7 @@ def _ranks(
     """The job's ranks, of which this process starts its own share; those of other processes call."""
     host = None if node.count == 1 else "127.0.0.1" if node.is_one_host else own_address()
     ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host, spare=spare)
+    is_ours = ranks_ahead is None
     connections, announced = ranks.group.connections, None
     if connections.listener is not None:
         called_at, port = connections.listener.host, connections.listener.port
@@ -110,7 +115,8 @@ def _ranks(
         yield ranks
     finally:
         stop.graceful = False
-        ranks.close()
+        if is_ours:
+            ranks.close()
         if announced is not None:
             announced.unlink(missing_ok=True)
         remove_folder(run.kv_transfers(session.name))
@@ -126,7 +132,7 @@ def _controller(
     ranks: RankLoader,
     claims: UnitClaims,
     units: OpenUnits,
-    progress: Progress,
+    progress: WorkProgress,
 ) -> Controller:
     """The controller and its parts."""
     group, cluster = ranks.group, job.cluster
@@ -147,7 +153,7 @@ def _controller(
     results = Results(run, session, claims)
     history = ExpertHistory(run, cluster, model, may_keep=run.experts not in manifest)
     job_tokens = sum(row["new_tokens"] for row in units.all_rows)
-    experts = ExpertPlacer(history, job, model, progress, job_tokens=job_tokens)
+    experts = ExpertPlacer(history, job, model, progress.requests, job_tokens=job_tokens)
     statistics = ExpertStatistics(run, session.name, history, group.ranks_of_role, model.moe_layers)
     queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress)
     return Controller(

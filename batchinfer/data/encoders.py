@@ -115,7 +115,10 @@ class Encoders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.end()  # first: threads that wait for a worker wait no longer
+        if error is None:
+            self._process.let_go()
+        else:
+            self._process.end()  # first: threads that wait for a worker wait no longer
         self._pool.shutdown(cancel_futures=True)
         for worker in self._idle:
             worker.close()

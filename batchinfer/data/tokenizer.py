@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,17 +97,17 @@ class PromptTokenizer:
         self.template_text = template
         self.named_tokens = named_tokens
         self._template: ChatTemplate | None = None
-        self._encoder = TextEncoder(tokenizer)
-        self._control: ControlTokens | None = None
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids, self.digest = eos_token_ids, digest
 
-    @property
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self._tokenizer)  # who only decodes, or wants the digest, does without
+
+    @cached_property
     def control(self) -> ControlTokens:
         """The control tokens that texts may spell."""
-        if self._control is None:
-            self._control = ControlTokens(self._tokenizer)
-        return self._control
+        return ControlTokens(self._tokenizer)
 
     def most_chars(self, most_tokens: int) -> int | None:
         """Characters with which a text must have more tokens than this; None: not known."""

@@ -14,8 +14,10 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.records import BatchinferError, ModelError
 from batchinfer.sanitize import clip
 
@@ -89,16 +91,22 @@ class TokenizerProcess:
     """The process from its start, which is early since its imports take their time, to `end`.
 
     Where somebody else ends it, it is started again, MOST_STARTS times in all.
+
+    Args:
+        stays: it is for several jobs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stays: bool = False) -> None:
         self._lock = threading.Lock()
+        self._stays = stays
         self._settings = b""
+        self._of: FolderState = frozenset()
+        self._loaded: dict[str, Any] | None = None
         self._num_starts = 0
         self._start()
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model folder `settings["folder"]`; call it once.
+        """Load the model folder `settings["folder"]`; once, unless it stays.
 
         Returns:
             What data/tokenizer_worker.py says of it.
@@ -106,7 +114,14 @@ class TokenizerProcess:
         Raises:
             ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
         """
-        self._settings = json.dumps(settings).encode()
+        wanted, files = json.dumps(settings).encode(), folder_state(Path(settings["folder"]))
+        if self._loaded is not None and (self._settings, self._of) == (wanted, files):
+            return self._loaded
+        if self._settings:
+            self.end()
+            self._num_starts = 0
+            self._start()
+        self._settings, self._of = wanted, files
         answer = self._send_settings()
         while not answer:
             ended = self._ended()
@@ -118,6 +133,7 @@ class TokenizerProcess:
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise ModelError(found["error"])
+        self._loaded = found
         return found
 
     def fork(self) -> Worker:
@@ -147,8 +163,14 @@ class TokenizerProcess:
                 self._start_again()
         return Ended(-signal.SIGKILL, "")  # with the process that it was forked from
 
+    def let_go(self) -> None:
+        """The job has no more texts: end the process unless it stays for another one."""
+        if not self._stays:
+            self.end()
+
     def end(self) -> None:
         """End it and its workers, whatever they do; again: nothing happens."""
+        self._loaded = None
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -156,10 +178,10 @@ class TokenizerProcess:
 
     def _start(self) -> None:
         self._num_starts += 1
-        self._stderr = _unnamed_file()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = start_process(theirs.fileno(), self._stderr)
+            self._process = start_process(theirs.fileno(), self._stderr.fileno())
 
     def _start_again(self) -> None:
         """With what it had loaded."""
@@ -188,8 +210,8 @@ class TokenizerProcess:
 
     def _ended(self) -> Ended:
         self._control.close()
-        ended = Ended(self._process.wait(), _last_line(self._stderr))
-        os.close(self._stderr)
+        ended = Ended(self._process.wait(), _last_line(self._stderr.fileno()))
+        self._stderr.close()
         return ended
 
 

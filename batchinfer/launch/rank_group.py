@@ -45,6 +45,8 @@ class RankGroup:
 
     def __init__(self, places: list[RankPlace], local: LocalRanks, host: str | None) -> None:
         self.places, self.local = places, local
+        self.keeps_ranks = False  # once they have left a job; set by who has another one for them
+        self.is_resting = False  # all ranks have left a job and wait for the next one
         self.connections = RankConnections(places, host)
 
     @property
@@ -90,7 +92,7 @@ class RankGroup:
         for place in self.places:
             self.send(place.rank, message)
 
-    def receive(self) -> list[tuple[int, FromRank]]:
+    def receive(self, wait_s: float = POLL_S) -> list[tuple[int, FromRank]]:
         """What has come from ranks; waits a moment for the first message.
 
         Raises:
@@ -99,7 +101,7 @@ class RankGroup:
         """
         messages: list[tuple[int, FromRank]] = []
         try:
-            rank, message = self.connections.next(POLL_S)
+            rank, message = self.connections.next(wait_s)
             while message is not None and not isinstance(message, Failed):
                 messages.append((rank, message))
                 rank, message = self.connections.next(0.0)
@@ -123,27 +125,40 @@ class RankGroup:
         raise RanksDiedError(reason)
 
     def leave(self) -> list[tuple[int, FromRank]]:
-        """Ask all ranks to finish their step and go; returns their last messages. Those that do not are killed."""
+        """Ask all ranks to finish their step and go or rest; returns their last messages. Kills those that do not."""
         for place in self.places:
             with suppress(ChannelClosedError):  # it has left with others of its group; what it said last is here
-                self.connections.send(place.rank, Leave())
+                self.connections.send(place.rank, Leave(self.keeps_ranks))
         last: list[tuple[int, FromRank]] = []
         deadline = time.monotonic() + LEAVE_S
-        gone: set[int] = set()
-        while len(gone) < len(self.places) and time.monotonic() < deadline:
+        said: dict[int, Bye | Failed | None] = {}
+        while len(said) < len(self.places) and time.monotonic() < deadline:
             try:
                 rank, message = self.connections.next(POLL_S)
             except queue.Empty:
                 continue
             if message is None or isinstance(message, Bye | Failed):
-                gone.add(rank)
+                said[rank] = message
             else:
                 last.append((rank, message))
-        self.end()
+        self.is_resting = self.keeps_ranks and [type(word) for word in said.values()] == [Bye] * len(self.places)
+        if not self.is_resting:
+            self.end()
         return last
+
+    def wake(self) -> bool:
+        """Whether all ranks rest and are well: they wait for a job, and rest no more. Otherwise all are ended."""
+        is_well = False
+        with suppress(RanksDiedError, BatchinferError):
+            is_well = self.is_resting and not self.receive(wait_s=0.0)
+        if not is_well:
+            self.end()
+        self.is_resting = False
+        return is_well
 
     def end(self) -> None:
         """End all ranks at once: those of other nodes notice that their connection is closed."""
+        self.is_resting = False
         self.local.kill()
         self.connections.end()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
+from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_process import SpareRank
@@ -21,7 +22,8 @@ from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
-from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Ready
+from batchinfer.progress import Progress
+from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError, ModelError
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -40,20 +42,27 @@ class RankLoader:
         self.group = group
         self.started_s = 0.0  # Unix time when the ranks' processes were started
         self.loaded_s = 0.0  # and when all of them had loaded
-        self._stop = stop
+        self.stop = stop
         self._deadline = 0.0
         self._is_closed = False
         self._loading: Future[list[Ready]] | None = None  # of ranks that were started ahead
         self._can_run = threading.Event()  # all of them have said so
+        self._loaded: tuple[Join, list[Ready]] | None = None  # the latest of all
 
     def load_ahead(self, join: Join) -> None:
-        """Begin to start all ranks in another thread; the next call of `load` only waits for them."""
+        """Begin to start all ranks in another thread; the next call of `load` only waits for them.
+
+        Those that rest or are loading or loaded are left alone.
+        """
+        loading = self._loading
+        if self.group.is_resting or (loading is not None and not (loading.done() and loading.exception())):
+            return
         thread = ThreadPoolExecutor(1, "load ranks")
         self._loading = thread.submit(self._load, join)
         thread.shutdown(wait=False)
 
     def load(self, join: Join) -> list[Ready]:
-        """Start all ranks, bring them together and have them load their models.
+        """Start all ranks, bring them together and have them load their models; or wake those that rest with it loaded.
 
         Returns:
             What each rank said when it had loaded.
@@ -64,7 +73,15 @@ class RankLoader:
             InterruptedRunError: a signal came.
         """
         loading, self._loading = self._loading, None
-        return self._load(join) if loading is None else loading.result()
+        if loading is not None:
+            loading.result()
+        elif self.group.wake():
+            self.started_s = self.loaded_s = time.time()
+        else:
+            return self._load(join)
+        assert self._loaded is not None
+        held, ready = self._loaded
+        return ready if _placed(held) == _placed(join) else self._load(join)
 
     def refuse_if_unable(self) -> None:
         """Wait until all ranks, started ahead, know that backend, exchange and dtype run here.
@@ -75,6 +92,8 @@ class RankLoader:
             BatchinferError: the job cannot run (a rank said so).
             InterruptedRunError: a signal came.
         """
+        if self.group.is_resting:
+            return
         assert self._loading is not None
         while not self._can_run.wait(POLL_S):
             if self._loading.done():
@@ -94,19 +113,22 @@ class RankLoader:
 
     def _load(self, join: Join) -> list[Ready]:
         group, places = self.group, self.group.places
+        group.end()  # any that rest with another placement of the experts, or that did not get as far as this
         self._deadline = time.monotonic() + START_S
-        self.started_s = group.start()
-        while len(group.connections.hosts) < len(places):
-            self._check_start()
-            group.let_in()
-        for place in places:
-            group.send(place.rank, self._joining(join, place))
-        ready = self._ready()
+        with Progress("load", 0, "B", phase="loading") as progress:
+            self.started_s = group.start()
+            while len(group.connections.hosts) < len(places):
+                self._check_start()
+                group.let_in()
+            for place in places:
+                group.send(place.rank, self._joining(join, place))
+            ready = self._ready(progress)
         self.loaded_s = time.time()
-        return [ready[place.rank] for place in places]
+        self._loaded = join, [ready[place.rank] for place in places]
+        return self._loaded[1]
 
     def _check_start(self) -> None:
-        if self._stop.requested or self._is_closed:
+        if self.stop.requested or self._is_closed:
             raise InterruptedRunError("stopped by a signal; run the same command to go on")
         if time.monotonic() > self._deadline:
             self.group.give_up(f"the ranks were not ready within {START_S:,.0f} s")
@@ -125,9 +147,10 @@ class RankLoader:
             all_on_one_host=len(set(hosts.values())) == 1,
         )
 
-    def _ready(self) -> dict[int, Ready]:
-        """What each rank says when it has loaded; nothing else but CanRun can come before."""
+    def _ready(self, progress: Progress) -> dict[int, Ready]:
+        """What each rank says when it has loaded; nothing else but CanRun and Loading can come before."""
         ready: dict[int, Ready] = {}
+        loading: dict[int, Loading] = {}
         unable = {place.rank for place in self.group.places}
         while len(ready) < len(self.group.places):
             self._check_start()
@@ -136,6 +159,11 @@ class RankLoader:
                     unable.discard(rank)
                     if not unable:
                         self._can_run.set()
+                    continue
+                if isinstance(message, Loading):
+                    loading[rank] = message
+                    told = loading.values()
+                    progress.set(sum(one.num_bytes for one in told), sum(one.total_bytes for one in told))
                     continue
                 assert isinstance(message, Ready), f"rank {rank} sent {message}"
                 ready[rank] = message
@@ -164,8 +192,14 @@ def open_ranks(
 
 
 def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) -> RankLoader:
-    """The ranks of a job of which all run on this host, none of them started yet."""
-    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, stop, spare=spare)
+    """The ranks of a job of which all run on this host, none of them started yet.
+
+    Raises:
+        ConfigError: their weights do not fit into its memory.
+    """
+    ranks = this_node(job.cluster.num_ranks).ranks
+    refuse_too_large(job, ranks)
+    return open_ranks(job, ranks, stop, spare=spare)
 
 
 @contextmanager
@@ -195,6 +229,11 @@ def ranks_ahead(
 def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
     """What ranks have to know to load their models; which of them share a host is added when they have called."""
     return Join(job.model_dump_json(), slots_of_role)
+
+
+def _placed(join: Join) -> dict[str, ExpertSlots]:
+    """Where experts are of groups that do not have them in order."""
+    return {role: slots for role, slots in join.slots_of_role.items() if slots is not None}
 
 
 def _weight_bytes(job: JobConfig) -> int:

@@ -4,12 +4,14 @@ Files are memory-mapped and only the tensors asked for are touched, so a rank th
 checkpoint reads only those.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from batchinfer.model.families import Carrier
 from batchinfer.model.headers import TensorHeaders, read_headers
 from batchinfer.records import ModelError
 
@@ -17,9 +19,10 @@ from batchinfer.records import ModelError
 class Checkpoint(TensorHeaders):
     """Named tensors over one or more files; reading one is the first moment its bytes are touched."""
 
-    def __init__(self, headers: TensorHeaders):
+    def __init__(self, headers: TensorHeaders, told: Callable[[int], None] | None = None):
         super().__init__(headers.folder, headers.infos)
         self._files: dict[Path, Any] = {}
+        self._told, self._num_bytes = told, 0
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as stored, possibly a view of the mapped file: copy it before keeping it.
@@ -27,23 +30,34 @@ class Checkpoint(TensorHeaders):
         Raises:
             ModelError: the file cannot be read any more.
         """
-        path = self.info(name).path
+        info = self.info(name)
+        path = info.path
         try:
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
-            return self._files[path].get_tensor(name)
+            tensor = self._files[path].get_tensor(info.stored_name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
+        if self._told is not None:
+            self._num_bytes += info.num_bytes
+            self._told(self._num_bytes)
+        return tensor
 
     def unmap(self) -> None:
         """Close the files until the next read: what has been read of them no longer counts as this process's memory."""
         self._files.clear()
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, carrier: Carrier | None = None, told: Callable[[int], None] | None = None
+) -> Checkpoint:
     """Read the headers of the folder's files, and no more until a tensor is asked for.
+
+    Args:
+        carrier: as for headers.read_headers.
+        told: called with the bytes of all tensors read so far.
 
     Raises:
         ModelError: see headers.read_headers.
     """
-    return Checkpoint(read_headers(folder))
+    return Checkpoint(read_headers(folder, carrier), told)

@@ -1,30 +1,17 @@
 """What config.json says about the model, checked once; read by the planner (no torch here) and by model loading.
 
-Two families are understood: DeepSeek-V3 (also R1, V3.1) and DeepSeek-V2 (also V2-Lite, V2.5), each as written by
-the original release (`rope_theta`, `rope_scaling`) and by newer libraries (`rope_parameters`, `num_mtp_layers`).
+The families of families.py are understood, each as written by the original release (`rope_theta`, `rope_scaling`,
+`first_k_dense_replace`) and by newer libraries (`rope_parameters`, `num_mtp_layers`, `mlp_layer_types`).
 """
 
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
+from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
 from batchinfer.records import ModelError
-
-Family = Literal["deepseek_v3", "deepseek_v2"]
-
-_FAMILY_OF_MODEL_TYPE: dict[str, Family] = {"deepseek_v3": "deepseek_v3", "deepseek_v2": "deepseek_v2"}
-_FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-}
-_TOPK_METHODS: dict[Family, tuple[str, ...]] = {
-    "deepseek_v3": ("noaux_tc",),
-    "deepseek_v2": ("greedy", "group_limited_greedy"),
-}
-_SCORING_FUNC: dict[Family, str] = {"deepseek_v3": "sigmoid", "deepseek_v2": "softmax"}
 
 # The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
 _MAX_LAYERS = 1000
@@ -81,7 +68,8 @@ class RopeConfig:
 class ModelConfig:
     """Shape and numerics of one model, with the key names of config.json where it has them."""
 
-    family: Family
+    family: str  # a row of FAMILIES
+    carrier: Carrier | None  # the model around it
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -199,13 +187,15 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not Path(folder).exists():
         raise ModelError(_no_folder(Path(folder)))
     path = Path(folder) / "config.json"
-    reader = ConfigReader(path, read_json_object(path))
-    family = _read_family(reader)
+    outer = ConfigReader(path, read_json_object(path))
+    carrier, reader = _read_carrier(outer)
+    name = _read_family(reader)
+    family = FAMILIES[name]
     heads = reader.size("num_attention_heads")
     reader.expect("num_key_value_heads", heads, "equal to num_attention_heads, since MLA has no grouped heads")
     reader.expect("hidden_act", "silu", '"silu"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
-    moe = _read_moe(reader, family, layers)
+    moe = _read_moe(reader, name, layers)
     rope_dim = reader.size("qk_rope_head_dim")
     if rope_dim % 2:
         raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
@@ -215,7 +205,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     max_positions = reader.size("max_position_embeddings")
     quantization = reader.section("quantization_config")
     config = ModelConfig(
-        family=family,
+        family=name,
+        carrier=carrier,
         vocab_size=vocab_size,
         hidden_size=reader.size("hidden_size"),
         intermediate_size=reader.size("intermediate_size"),
@@ -229,10 +220,10 @@ def load_model_config(folder: Path) -> ModelConfig:
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
         rope=_read_rope(reader, max_positions),
-        rope_interleave=_read_flag(reader, "rope_interleave", default=True, fixed=family == "deepseek_v2"),
+        rope_interleave=_read_flag(reader, family, "rope_interleave", default=True),
         attention_bias=reader.flag("attention_bias", default=False),
-        mlp_bias=_read_flag(reader, "mlp_bias", default=False, fixed=family == "deepseek_v3"),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
+        mlp_bias=_read_flag(reader, family, "mlp_bias", default=False),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
         num_mtp_layers=reader.size(
@@ -241,10 +232,8 @@ def load_model_config(folder: Path) -> ModelConfig:
         fp8_block=None if quantization is None else _read_fp8_block(quantization),
     )
     _check_layer_types(reader, config)
-    unknown = judge_unread_keys(reader)
-    if quantization is not None:
-        unknown += judge_unread_keys(quantization)
-    return replace(config, unknown_keys=unknown)
+    parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
+    return replace(config, unknown_keys=tuple(key for part in parts for key in judge_unread_keys(part)))
 
 
 def _no_folder(folder: Path) -> str:
@@ -256,47 +245,64 @@ def _no_folder(folder: Path) -> str:
     return f"{sentence}; a model of the Hugging Face hub comes there by `hf download {name} --local-dir {folder}`"
 
 
-def _read_family(reader: ConfigReader) -> Family:
-    """The family named by `model_type` or, when that is missing, by `architectures`."""
+def _read_carrier(outer: ConfigReader) -> tuple[Carrier | None, ConfigReader]:
+    """The model around the language model, if there is one, and the language model's part of config.json."""
+    carrier = CARRIERS.get(outer.text("model_type", default=""))
+    if carrier is None:
+        return None, outer
+    if not set(outer.texts("architectures")) <= set(carrier.architectures):
+        raise outer.unsupported("architectures", outer.texts("architectures"), " or ".join(carrier.architectures))
+    outer.pass_over(*carrier.image_keys)
+    reader = outer.section(carrier.part, inherits=("quantization_config", "eos_token_id", "tie_word_embeddings"))
+    if reader is None:
+        raise outer.unsupported(carrier.part, None, "a JSON object, the language model's part")
+    return carrier, reader
+
+
+def _read_family(reader: ConfigReader) -> str:
+    """The row of FAMILIES named by `model_type` or, when that is missing, by `architectures`."""
     model_type = reader.text("model_type", default="")
-    by_type = _FAMILY_OF_MODEL_TYPE.get(model_type)
     architectures = reader.texts("architectures")
-    by_name = {_FAMILY_OF_ARCHITECTURE[name] for name in architectures if name in _FAMILY_OF_ARCHITECTURE}
-    if by_type:
-        by_name.add(by_type)
-    elif model_type:
-        by_name = set()  # a type that is not supported, whatever the architectures say
-    if len(by_name) > 1:
+    known = {known for family in FAMILIES.values() for known in family.architectures}
+    if not model_type:  # the first family of an architecture is whose the later ones took over
+        by_name = (name for name, family in FAMILIES.items() if set(architectures) & set(family.architectures))
+        model_type = next(by_name, "")
+    if model_type not in FAMILIES:
+        reason = f"; {NOT_IMPLEMENTED[model_type]}" if model_type in NOT_IMPLEMENTED else ""
+        raise reader.unsupported(
+            "model_type", model_type or None, f"one of {', '.join([*FAMILIES, *CARRIERS])}{reason}"
+        )
+    if not set(architectures) & known <= set(FAMILIES[model_type].architectures):
         raise reader.unsupported(
             "model_type", model_type, f"one that agrees with architectures, which is {architectures}"
         )
-    if not by_name:
-        supported = 'deepseek_v3 and deepseek_v2 ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM" in architectures)'
-        raise reader.unsupported("model_type", model_type or None, supported)
-    return by_name.pop()
+    return model_type
 
 
-def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
+def _read_moe(reader: ConfigReader, name: str, num_layers: int) -> dict:
     """The MoE fields of ModelConfig; zeros where all layers are dense.
 
     They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
     ones. The other MoE keys say nothing then.
     """
-    dense_layers = reader.size("first_k_dense_replace", default=0, minimum=0)
+    family = FAMILIES[name]
+    dense_layers = reader.size(
+        "first_k_dense_replace", default=_first_sparse_layer(reader, family.num_dense_layers), minimum=0
+    )
     if dense_layers > num_layers:
         raise reader.unsupported("first_k_dense_replace", dense_layers, f"at most num_hidden_layers = {num_layers}")
     frequency = reader.size("moe_layer_freq", default=1)
-    can_mix = any(layer % frequency == 0 for layer in range(dense_layers, num_layers))
+    can_mix = family.has_experts and any(layer % frequency == 0 for layer in range(dense_layers, num_layers))
     num_experts = reader.size(
         "n_routed_experts",
         "num_local_experts",
         "num_experts",
         default=None if can_mix else 0,
         minimum=0,
-        maximum=_MAX_EXPERTS,
+        maximum=_MAX_EXPERTS if family.has_experts else 0,
         null=0,
     )
-    topk_method, scoring_func = _read_gate(reader, family)
+    topk_method, scoring_func = _read_gate(reader, name)
     fields = {
         "n_routed_experts": num_experts if can_mix else 0,
         "n_shared_experts": 0,
@@ -308,7 +314,7 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
         "topk_method": topk_method,
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": reader.flag("norm_topk_prob", default=family == "deepseek_v3"),
+        "norm_topk_prob": reader.flag("norm_topk_prob", default=family.norm_topk_prob),
         "routed_scaling_factor": 1.0,
     }
     if fields["n_routed_experts"]:
@@ -323,15 +329,21 @@ def _read_moe(reader: ConfigReader, family: Family, num_layers: int) -> dict:
     return fields
 
 
-def _read_gate(reader: ConfigReader, family: Family) -> tuple[str, str]:
+def _first_sparse_layer(reader: ConfigReader, default: int) -> int:
+    """How many layers a list of what each one is begins with that have no experts."""
+    kinds = reader.texts("mlp_layer_types")
+    return next((layer for layer, kind in enumerate(kinds) if kind == "sparse"), len(kinds)) if kinds else default
+
+
+def _read_gate(reader: ConfigReader, name: str) -> tuple[str, str]:
     """How experts are chosen and scored; the original V2 and V3 differ and cannot be mixed."""
-    methods = _TOPK_METHODS[family]
-    topk_method = reader.text("topk_method", default=methods[0])
-    if topk_method not in methods:
-        raise reader.unsupported("topk_method", topk_method, f"{' or '.join(methods)} for {family}")
-    scoring_func = reader.text("scoring_func", default=_SCORING_FUNC[family])
-    if scoring_func != _SCORING_FUNC[family]:
-        supported = f"{_SCORING_FUNC[family]} for {family} with topk_method {topk_method}"
+    family = FAMILIES[name]
+    topk_method = reader.text("topk_method", default=family.topk_methods[0])
+    if topk_method not in family.topk_methods:
+        raise reader.unsupported("topk_method", topk_method, f"{' or '.join(family.topk_methods)} for {name}")
+    scoring_func = reader.text("scoring_func", default=family.scoring_func)
+    if scoring_func != family.scoring_func:
+        supported = f"{family.scoring_func} for {name} with topk_method {topk_method}"
         raise reader.unsupported("scoring_func", scoring_func, supported)
     return topk_method, scoring_func
 
@@ -435,11 +447,11 @@ def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
     reader.expect("mlp_layer_types", mlps, '"dense" for the layers without experts and "sparse" for the others')
 
 
-def _read_flag(reader: ConfigReader, key: str, *, default: bool, fixed: bool) -> bool:
-    """A flag that one of the families does not have: there it must stay at its default."""
-    if fixed:
-        reader.expect(key, default, f"{str(default).lower()} for this model_type")
-        return default
+def _read_flag(reader: ConfigReader, family: Family, key: str, *, default: bool) -> bool:
+    """A flag that some families do not have: there it must stay as it is."""
+    if key in family.fixed:
+        reader.expect(key, family.fixed[key], f"{str(family.fixed[key]).lower()} for this model_type")
+        return family.fixed[key]
     return reader.flag(key, default=default)
 
 

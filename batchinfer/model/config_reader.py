@@ -168,14 +168,19 @@ class ConfigReader:
         items = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(self._whole(key, item, 0, vocab_size - 1) for item in items))
 
-    def section(self, key: str) -> ConfigReader | None:
-        """A nested object, None when the key is missing, null or an empty object."""
+    def section(self, key: str, *, inherits: tuple[str, ...] = ()) -> ConfigReader | None:
+        """A nested object, None when the key is missing, null or an empty object.
+
+        Args:
+            inherits: keys that have the value of this object where they are not in the nested one.
+        """
         value = self._value(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self.unsupported(key, value, "a JSON object")
-        return ConfigReader(self.path, value, self.name(key))
+        inherited = {name: self._values[name] for name in inherits if self.has(name)}
+        return ConfigReader(self.path, inherited | value, self.name(key))
 
     def expect(self, key: str, expected: object, supported: str, *, needed: bool = False) -> None:
         """Raise unless the key, where it is given (or always, when `needed`), has this one value of this JSON type."""

@@ -4,6 +4,8 @@ No torch here and no weight is read: plans ask as well as ranks. Formats that ru
 are never opened.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from batchinfer.model.config_reader import read_json_object
+from batchinfer.model.families import Carrier
 from batchinfer.records import ModelError
 
 _SINGLE_FILE = "model.safetensors"
@@ -23,12 +26,18 @@ class TensorInfo:
     """Where a tensor is and what it looks like; `dtype` is the format's own name, such as BF16 or F8_E4M3."""
 
     path: Path
+    stored_name: str
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def num_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # all formats that are read say them: BF16, F8_E4M3
+        return math.prod(self.shape) * int(bits[0]) // 8 if bits else 0
+
 
 class TensorHeaders:
-    """What the headers say, by tensor name."""
+    """What the headers say, by the name of a tensor in the language model."""
 
     def __init__(self, folder: Path, infos: dict[str, TensorInfo]):
         self.folder = folder
@@ -45,8 +54,11 @@ class TensorHeaders:
         return self.infos[name]
 
 
-def read_headers(folder: Path) -> TensorHeaders:
+def read_headers(folder: Path, carrier: Carrier | None = None) -> TensorHeaders:
     """Of model.safetensors, or the shards named by model.safetensors.index.json, or every *.safetensors there is.
+
+    Args:
+        carrier: the model that holds the language model; tensors of its other parts are left out.
 
     Raises:
         ModelError: no such files (pickle formats are not read), a damaged file, an index that does not fit its
@@ -76,6 +88,12 @@ def read_headers(folder: Path) -> TensorHeaders:
     for name, file_name in weight_map.items():
         if name not in infos:
             raise ModelError(f"{index_path} says that {file_name} holds {name}, but it does not.")
+    if carrier is not None:
+        infos = {
+            name.removeprefix(carrier.prefix): info
+            for name, info in infos.items()
+            if not name.startswith(carrier.skipped)
+        }
     return TensorHeaders(folder, infos)
 
 
@@ -98,7 +116,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         infos = {}
         for name in file.keys():  # noqa: SIM118 - not a dict, it has no iterator
             entry = file.get_slice(name)
-            infos[name] = TensorInfo(path, tuple(entry.get_shape()), str(entry.get_dtype()))
+            infos[name] = TensorInfo(path, name, tuple(entry.get_shape()), str(entry.get_dtype()))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}.") from error
     return infos

@@ -4,7 +4,8 @@ Only headers are looked at, so the check covers the whole checkpoint, also the t
 made without torch, and asks as well.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import TensorHeaders
@@ -54,6 +55,19 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         _check_format(checkpoint, config, name)
     for name in scales:
         _check_scale(checkpoint, config, name)
+
+
+def num_bytes_to_read(checkpoint: TensorHeaders, config: ModelConfig, expert_ids: Sequence[Sequence[int]]) -> int:
+    """What a rank reads that holds these routed experts per MoE layer; one that is there twice is read twice."""
+    held = dict(zip(config.moe_layers, map(Counter, expert_ids), strict=True))
+    total = 0
+    for name, _ in expected_tensors(config):
+        parts = name.split(".")  # model.layers.3.mlp.experts.7.up_proj.weight
+        times = held[int(parts[2])][int(parts[5])] if parts[4:5] == ["experts"] else 1
+        if times:
+            found = [part for part in (name, name + SCALE_SUFFIX) if part in checkpoint]
+            total += times * sum(checkpoint.info(part).num_bytes for part in found)
+    return total
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

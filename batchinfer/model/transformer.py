@@ -8,7 +8,7 @@ them can run.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +65,7 @@ class Transformer:
         device: torch.device | str = "cpu",
         backend: str = "auto",
         memory: FreshMemory | None = None,
+        told: Callable[[int, int], None] | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors).
 
@@ -74,7 +75,7 @@ class Transformer:
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            memory: where weights go as long as there is room.
+            memory, told: see load_weights.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
@@ -94,6 +95,7 @@ class Transformer:
             device=device,
             ops=ops,
             memory=memory,
+            told=told,
         )
         return cls(config, weights, dispatchers, ops)
 

@@ -8,11 +8,12 @@ _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Of a rank that holds the whole model, packed for the C++ operations; plain tensors take no more.
+def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> int:
+    """Of a rank, packed for the C++ operations; plain tensors take no more.
 
     Args:
         dtype: of the job's model, "float32", "bfloat16" or "fp8".
+        num_experts: routed ones that the rank holds of each layer; None: all.
     """
     hidden, heads, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
     queries = heads * model.qk_head_dim
@@ -22,7 +23,8 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
         else hidden * _filled(model.q_lora_rank) + model.q_lora_rank * _filled(queries)
     )
     attention = query + hidden * _filled(model.latent_dim) + heads * model.v_head_dim * _filled(hidden)
-    experts = model.num_moe_layers * (model.n_routed_experts + model.n_shared_experts)
+    routed = model.n_routed_experts if num_experts is None else num_experts
+    experts = model.num_moe_layers * (routed + model.n_shared_experts)
     dense = layers - model.num_moe_layers
     mlps = experts * _mlp(hidden, model.moe_intermediate_size) + dense * _mlp(hidden, model.intermediate_size)
 

@@ -13,7 +13,7 @@ up, and the columns of down, which changes no result.
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
 # C latent width, Z = N + V
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
-from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors
+from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors, num_bytes_to_read
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
@@ -103,6 +103,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     memory: FreshMemory | None = None,
+    told: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
@@ -112,11 +113,14 @@ def load_weights(
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
         memory: where weights go as long as there is room; what is not needed of it is given back.
+        told: called with the bytes that were read so far, and that are to be read.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder)
+    total_bytes = 0
+    tell = None if told is None else lambda num_bytes: told(num_bytes, total_bytes)
+    checkpoint = open_checkpoint(folder, config.carrier, tell)
     check_tensors(checkpoint, config)
     if expert_ids is None:
         expert_ids = [range(config.n_routed_experts)] * config.num_moe_layers
@@ -124,6 +128,7 @@ def load_weights(
     for ids in held:
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
+    total_bytes = num_bytes_to_read(checkpoint, config, held)
     ops, device = ops or Ops.select("reference"), torch.device(device)
     if memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
         memory.close()
@@ -153,7 +158,7 @@ def exchange_experts(
     Raises:
         ModelError: a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, config.carrier)
     device = weights.embedding.device
     loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
     for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):

@@ -77,7 +77,7 @@ class TlsStream(Stream):
                 act()
                 return
             except ssl.SSLWantReadError:
-                pass
+                pass  # it wants records of the other end: they are received below
             finally:  # after a failure, too: an alert says why
                 self.set_timeout(max(end_s - time.monotonic(), 0.001))
                 self._end.sendall(self._going.read())

@@ -39,7 +39,7 @@ from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
 from batchinfer.plan.unused_plan import make_way
-from batchinfer.progress import Progress, note
+from batchinfer.progress import Progress, Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.lock import locked
@@ -86,9 +86,7 @@ def plan_job(
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
-        shards = _find_shards(job, encoders)
-        _check_shards(shards, strict)
-        _check_input(job, shards, encoders)
+        shards = _find_shards(job, encoders, strict)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         earlier = EarlierTokens(learn_from, fingerprint)
@@ -206,12 +204,18 @@ def _plan(
     job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
     if model.unknown_keys:
         note(_unknown_keys_warning(job, model))
+    if model.carrier is not None:
+        others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
+        note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
     _refuse_no_shard(shards)
     sampling = job.sampling.to_sampling()
-    with PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes:
+    with (
+        Stage("planning", "ordering the requests"),
+        PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes,
+    ):
         rows = load_rows(run, manifest, shards, sampling, prefixes.add)
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan(), sampling)
@@ -339,9 +343,14 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
     check_columns(job, shards, encoders.columns)
 
 
-def _find_shards(job: JobConfig, encoders: Encoders) -> list[Shard]:
-    roles = column_roles(job, encoders.columns)
-    return find_shards(job.input.files, Path(job.output.dir), job.s3, format=job.input.format, roles=roles)
+def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> list[Shard]:
+    """The job's shards, of which at least one can be read and has the columns that the job names."""
+    with Stage("planning", "looking through the inputs"):
+        roles = column_roles(job, encoders.columns)
+        shards = find_shards(job.input.files, Path(job.output.dir), job.s3, format=job.input.format, roles=roles)
+        _check_shards(shards, strict)
+        _check_input(job, shards, encoders)
+    return shards
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:
@@ -365,7 +374,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     checked = []
     num_capped = 0
-    with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows") as progress:
+    with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress:
         for shard in shards:
             if shard.problem is not None or _is_tokenized(prepared, shard):
                 progress.advance(shard.num_rows)

@@ -32,7 +32,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         check_biased_tokens(job.sampling.to_sampling(), model.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"sampling.{error}") from None
-    check_tensors(read_headers(Path(job.model.path)), model)
+    check_tensors(read_headers(Path(job.model.path), model.carrier), model)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
     for exchange in sorted({place.exchange(job.cluster) for place in rank_places(job.cluster) if place.group_size > 1}):

@@ -5,6 +5,8 @@ from typing import Any
 
 from batchinfer.data.parquet import read_rows
 from batchinfer.records import RunMismatchError
+from batchinfer.run.heartbeat import Sign, signs_of_life
+from batchinfer.run.liveness import SILENT_S
 from batchinfer.rundir import RunDir, publish_json
 
 
@@ -24,7 +26,9 @@ def make_way(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> 
         raise RunMismatchError(f"{mismatch}{lost}")
     # first of all, so that whoever comes after a crash here plans, whichever job it has
     publish_json(run.run_json, {**state, "state": "planning"})
-    for folder in (run.tokens(0).parent, run.requests.parent, run.unit_folders, run.done_marks):
+    # statistics and signs of life of its sessions go with it: they are another job's
+    of_plan = (run.tokens(0).parent, run.requests.parent, run.unit_folders, run.done_marks, run.stats, run.work)
+    for folder in of_plan:
         if folder.exists():
             shutil.rmtree(folder)
 
@@ -38,9 +42,24 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
         return f", which loses the answers of {len(units):,} work units"
     if any(run.slurm.glob("*.json")):
         return f" after `batchinfer cancel {run.root}`: it was sent to Slurm"
-    # whoever plans holds the lock that this process has
+    signs = signs_of_life(run)
     for path in sorted((run.stats / "nodes").glob("*.parquet")):
         for row in read_rows(path):
+            # whoever plans holds the lock that this process has
             if row["state"] == "running" and row["command"] != "plan":
-                return f" once its `batchinfer {row['command']}` on {row['node']} is over, which has not said so yet"
+                found = _may_live(signs.get(row["session"]))
+                if found is not None:
+                    return f" once its `batchinfer {row['command']}` on {row['node']} is over: {found}"
     return None
+
+
+def _may_live(sign: Sign | None) -> str | None:
+    """Why a session that has not said that it ended may be alive, and what to do; None: it is not."""
+    if sign is None:
+        return "it has not said so and gives no sign of life; when nothing of it runs any more, delete the folder"
+    if not sign.may_live:
+        return None
+    return (
+        f"it gave a sign of life {sign.silent_s:.0f} s ago; stop it, or if it was killed there, run this again after "
+        f"{SILENT_S:.0f} s"
+    )

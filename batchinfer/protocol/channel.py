@@ -87,7 +87,7 @@ class Channel(Generic[ReceivedT]):
                     with self._order:
                         self._num_queued -= 1
             except ChannelClosedError:
-                pass  # as the next `send` says
+                pass  # the next `send` raises it
             except Exception as error:
                 traceback.print_exc()
                 at_fault(error)

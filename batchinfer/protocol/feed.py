@@ -49,6 +49,7 @@ class Feed:
         self._received = received
         self._expert_counts = expert_counts
         self._has_asked = False
+        self._leave: messages.Leave | None = None
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
         self._steps: list[StepReport] = []  # not told yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
@@ -64,6 +65,12 @@ class Feed:
                 self._sort_in(self._received.get_nowait(), inbox)
         except queue.Empty:
             return inbox
+
+    def wait_for_leave(self) -> messages.Leave:
+        """The last message of a job, once it has come: another rank of the group may have got its own before."""
+        while self._leave is None:
+            self._sort_in(self._received.get(), Inbox())
+        return self._leave
 
     def want_requests(self) -> None:
         """Say that requests are running out; once until some come."""
@@ -135,5 +142,6 @@ class Feed:
                 inbox.give_away += message.keys
             case messages.Leave():
                 inbox.leave = True
+                self._leave = message
             case _:
                 assert isinstance(message, messages.Wake), f"the controller sent {message}"

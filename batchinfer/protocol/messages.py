@@ -121,8 +121,15 @@ class CanRun(Message, frozen=True):
     """Backend, exchange and dtype run here; nothing but weights is missing."""
 
 
+class Loading(Message, frozen=True):
+    """Bytes of weights that were read, and that this rank reads in all."""
+
+    num_bytes: int
+    total_bytes: int
+
+
 class Ready(Message, frozen=True):
-    """The model is loaded. moe_layers: the decoder layers that mix experts."""
+    """The model is loaded; Start may come. moe_layers: the decoder layers that mix experts."""
 
     device: str
     moe_layers: list[int]
@@ -194,7 +201,7 @@ class Failed(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """The rank has ended its last step and goes."""
+    """The rank has ended its last step and goes, or stays for the next Start if it was asked to."""
 
 
 # from the controller: while ranks start
@@ -221,10 +228,12 @@ class Join(Message, frozen=True):
 class Start(Message, frozen=True):
     """Step from now on.
 
+    job: the JobConfig as JSON; model, dtype and cluster are those of Join.
     most_tokens, largest_tokens: KV tokens of all requests of the run together, and of the largest one.
     transfer_folder: for KV on its way to another host.
     """
 
+    job: str
     most_tokens: int
     largest_tokens: int
     transfer_folder: str
@@ -280,12 +289,17 @@ class Wake(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """End after this step; unfinished requests are run again later."""
+    """End after this step; unfinished requests are run again later.
+
+    stay: keep the model for another Start.
+    """
+
+    stay: bool = False
 
 
 FromRank = (
     Hello | SharedValue | CanRun | Ready | NeedsRequests | Steps | Handovers | KvRead | ExpertCounts | StoreCounts
-) | (Calibrated | ExpertsPlaced | Failed | Bye)
+) | (Loading | Calibrated | ExpertsPlaced | Failed | Bye)
 FromController = (SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | Calibrate | CountExperts) | (
     PlaceExperts | Wake | Leave
 )

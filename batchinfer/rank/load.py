@@ -10,7 +10,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.model.config import load_model_config
+from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
@@ -38,6 +38,7 @@ def load_model(
     memory: FreshMemory | None = None,
     *,
     before_weights: Callable[[], None] | None = None,
+    told: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
 
@@ -46,6 +47,7 @@ def load_model(
         slots: where the experts are; None: in order.
         memory: for weights, where this rank holds all of them (else None).
         before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
+        told: called with the bytes of weights that were read so far, and that are to be read.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.
@@ -58,14 +60,10 @@ def load_model(
     if mesh.size == 1:
         if before_weights is not None:
             before_weights()
-        return Transformer.load(folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory)
-    if config.n_routed_experts == 0:
-        placements = []
-    elif slots is None:
-        placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
-        placements = [placement] * config.num_moe_layers
-    else:
-        placements = _placements(slots, config.n_routed_experts, mesh)
+        return Transformer.load(
+            folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory, told=told
+        )
+    placements = first_placements(job, config, slots, mesh)
     dispatchers = mesh.dispatchers(
         placements,
         _row_format(job, mesh, device),
@@ -83,7 +81,22 @@ def load_model(
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
         device=device,
         backend=backend,
+        told=told,
     )
+
+
+def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | None, mesh: Mesh) -> list[Placement]:
+    """Where experts are when a job begins, per MoE layer.
+
+    Args:
+        slots: None: in order.
+    """
+    if config.n_routed_experts == 0:
+        return []
+    if slots is None:
+        placement = Placement.in_order(config.n_routed_experts, mesh.size, job.cluster.redundant_experts)
+        return [placement] * config.num_moe_layers
+    return _placements(slots, config.n_routed_experts, mesh)
 
 
 def _check_ops(job: JobConfig, device: torch.device) -> None:

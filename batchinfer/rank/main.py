@@ -1,8 +1,8 @@
 """The program of one rank: `python -m batchinfer.rank.main`, started by its node's controller (or torchrun).
 
 It finds the controller through its environment, meets the other ranks of its group, loads its share of the model and
-steps until the controller says that this is over. Signals are the controller's business: a rank ignores those that stop
-a job, and ends by itself when the controller is gone.
+steps until the controller says that this is over; then again for another job, if it is to stay. Signals are the
+controller's business: a rank ignores those that stop a job, and ends by itself when the controller is gone.
 """
 
 import gc
@@ -23,9 +23,12 @@ import os
 import queue
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -33,9 +36,10 @@ from typing import NoReturn
 import torch
 
 from batchinfer.config import JobConfig
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
+from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.group_store import GroupStore
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.parallel.mesh import Mesh, Seat
@@ -53,7 +57,7 @@ from batchinfer.protocol.messages import (
 from batchinfer.rank.bit_equality import equal_rows
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
-from batchinfer.rank.load import load_model, make_worker
+from batchinfer.rank.load import first_placements, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
@@ -61,6 +65,7 @@ from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
 CONNECT_S = 30.0
+LOADING_S = 0.5  # between reports of the weights read
 
 RankChannel = Channel[FromController]
 
@@ -101,8 +106,7 @@ def _run(
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        feed = _work(channel, received, store, environment, memory)
-        feed.send_experts()
+        _work(channel, received, store, environment, memory)
         channel.send_last(messages.Bye())
         return ExitCode.OK
     except ChannelClosedError:
@@ -143,8 +147,8 @@ def _work(
     store: GroupStore,
     environment: RankEnvironment,
     memory: FreshMemory | None,
-) -> Feed:
-    """Load the model, say so, and step until the end."""
+) -> None:
+    """Load the model, say so, and step until the end, for one job after the other."""
     join, job, place, device, mesh = _join(received, store, environment)
     slots = join.slots_of_role.get(place.role)
     model = load_model(
@@ -155,30 +159,71 @@ def _work(
         device,
         memory,
         before_weights=lambda: channel.send(messages.CanRun()),
+        told=_load_reports(channel),
     )
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     equality = equal_rows(model, job.cluster.backend)
     channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality))
+    loaded = _Loaded(join, place, model, tokenizer, mesh, slots)
+    while isinstance(start := received.get(), messages.Start):
+        gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
+        gc.enable()
+        if not _run_job(loaded, start, channel, received).stay:
+            mesh.close()
+            return
+        channel.send(messages.Bye())
+        gc.collect()  # parts of the job that hold each other hold its pages, too
+    assert isinstance(start, messages.Leave), start
 
-    start = received.get()
-    if isinstance(start, messages.Leave):
-        return Feed(channel, received, None)
-    assert isinstance(start, messages.Start), start
-    gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
-    gc.enable()
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What stays from one job to the next."""
+
+    join: messages.Join
+    place: RankPlace
+    model: Transformer
+    tokenizer: PromptTokenizer
+    mesh: Mesh
+    slots: messages.ExpertSlots | None  # with which every job begins
+
+
+def _run_job(
+    loaded: _Loaded, start: messages.Start, channel: RankChannel, received: queue.SimpleQueue[FromController]
+) -> messages.Leave:
+    """Step until the controller says that the job is over."""
+    join, place, model, mesh, slots = loaded.join, loaded.place, loaded.model, loaded.mesh, loaded.slots
+    job = JobConfig.model_validate_json(start.job)
     folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
     placement = 0 if slots is None else slots.placement
-    worker = make_worker(job, model, tokenizer, mesh, place, start, budget, folder, placement)
+    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, folder, placement)
     feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)
     finally:
         feed.send_steps()
-    mesh.close()
-    return feed
+    feed.send_experts()
+    leave = feed.wait_for_leave()
+    if leave.stay and worker.telemetry.placement != placement:
+        model.place_experts(Path(job.model.path), first_placements(job, model.config, slots, mesh), mesh.rank)
+    return leave
+
+
+def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
+    """Tells the controller now and then, and at the end, how much of the weights has been read."""
+    told_s = -LOADING_S
+
+    def tell(num_bytes: int, total_bytes: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if num_bytes == total_bytes or now_s - told_s >= LOADING_S:
+            told_s = now_s
+            channel.send(messages.Loading(num_bytes, total_bytes))
+
+    return tell
 
 
 def _say_last(channel: RankChannel, message: Failed) -> None:

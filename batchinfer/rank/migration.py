@@ -74,6 +74,10 @@ class KvMigration:
             taken.append(sequence)
         return taken
 
+    def close(self) -> None:
+        """Let go of what nobody has read: the job is over."""
+        self.free(list(self._sent))
+
     def _send(self, sequence: Sequence) -> Handover:
         # the newest token has not run yet
         key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)

@@ -31,17 +31,17 @@ class Telemetry:
         self._model = model
         self._exchanges_rows = context.mesh.size > 1
         self._num_steps = 0
-        self._placement = context.placement
+        self.placement = context.placement  # number of the one in force
         self._rows_L = model.expert_rows  # after the latest step
         self._num_fallbacks = registry.num_fallbacks()
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if context.traced else Counter()
         self._last_store_s = 0.0
         self.between_steps = SpanLog()
-        self.count_anew(self._placement)
+        self.count_anew(self.placement)
 
     def count_anew(self, placement: int) -> None:
         """From now on counts are of this placement of the experts."""
-        self._placement = placement
+        self.placement = placement
         num_layers, num_experts = self._model.num_moe_layers, self._model.config.n_routed_experts
         self._tokens_LE = {phase: np.zeros((num_layers, num_experts), dtype=np.int64) for phase in PHASES}
         self._new_rows_L = {phase: np.zeros(num_layers, dtype=np.int64) for phase in PHASES}
@@ -53,7 +53,7 @@ class Telemetry:
     def expert_counts(self) -> ExpertCounts:
         """What was counted with the experts where they are."""
         tokens = {phase: counts.tolist() for phase, counts in self._tokens_LE.items()}
-        return ExpertCounts(self._placement, tokens, {phase: rows.tolist() for phase, rows in self._new_rows_L.items()})
+        return ExpertCounts(self.placement, tokens, {phase: rows.tolist() for phase, rows in self._new_rows_L.items()})
 
     def record(self, agreed: Agreed, ran: StepResult, log: SpanLog, *, start_s: float, pages_used: int) -> StepRecord:
         """The record of the step that has just run."""
@@ -76,7 +76,7 @@ class Telemetry:
             largest_kv_tokens=ran.largest_kv_tokens,
             pages_used=pages_used,
             micro_batches=2 if agreed.in_pairs else 1,
-            placement=self._placement,
+            placement=self.placement,
             expert_rows=int((self._rows_L - before_L).sum()),
             comm_s=log.communication_s() if self._exchanges_rows else 0.0,
             wait_comm_s=log.waiting_s() if self._exchanges_rows else 0.0,

@@ -80,6 +80,7 @@ class RankWorker:
             elif agreed.kind is not Kind.WAIT:
                 self._step(agreed, feed)
             wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
+        self._migration.close()
         if self._stored is not None:
             self._stored.close()
             self.telemetry.report_store(feed, self._stored, is_last=True)

@@ -17,6 +17,7 @@ from batchinfer.data.schemas import STATS_NODES
 from batchinfer.host_info import node_name
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.bit_equality import EqualRows
+from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
@@ -48,10 +49,12 @@ class Session:
         self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
+        self._heart: Heartbeat | None = None
 
     def attach(self, run: RunDir) -> None:
         """Start recording, once the run folder is known to be this job's."""
-        self._run = run
+        self._run, self._heart = run, Heartbeat(run, self.name, self.command)
+        self._heart.start()  # first: a row without a sign of life is one of which nobody knows
         self.record("running")
 
     def hold_ranks(self, cluster: ClusterConfig, ranks: range) -> None:
@@ -84,6 +87,8 @@ class Session:
         }
         with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
             writer.write_table(pa.Table.from_pylist([row], schema=STATS_NODES.schema))
+        if self._heart is not None:
+            self._heart.beat()
 
     def __enter__(self) -> Session:
         return self
@@ -97,6 +102,8 @@ class Session:
         if self._run is not None and self._run.root.is_dir():
             interrupted = isinstance(error, InterruptedRunError)
             self.record("interrupted" if interrupted else "failed" if error is not None else "done")
+        if self._heart is not None:
+            self._heart.stop()
         if isinstance(error, InterruptedRunError):
             raise error from None
 

@@ -5,14 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.controller.claims import LEASE_S, done_mark, is_over, last_claim, result_files
+from batchinfer.controller.planned_tokens import planned_tokens
 from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.manifest import Manifest
+from batchinfer.progress import duration
 from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.rundir import RunDir, file_system_s, read_json, read_state
 from batchinfer.slurm import client, submit
+from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
 # why tasks wait when nothing is wrong
@@ -56,12 +62,20 @@ class Status:
     requests_failed: int = 0
     work: int = 0  # prompt tokens to compute and tokens that may be generated, by the plan
     work_done: float = 0.0  # of it, by the share of each unit's requests that is durable
+    # Planned: of requests that are done what they took, of the others what the plan expects; output tokens are
+    # expected at their limits where nobody knows how long answers are. Done are the tokens of requests that are
+    # durable, and what live sessions have computed beyond these.
+    prompt_tokens: int = 0
+    prompt_tokens_done: int = 0
+    output_tokens: int = 0
+    output_tokens_done: int = 0
     tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
     requests_per_s: float | None = None
-    left_s: float | None = None  # at this speed
+    left_s: float | None = None  # by the plan and what is measured; None: not known
     tasks_running: int | None = None  # of Slurm; None where its commands are missing or nothing was submitted
     tasks_waiting: int | None = None
     running: list[Holder] = field(default_factory=list)
+    sessions: list[Sign] = field(default_factory=list)  # commands that are alive, and what each of them is doing
     problems: list[str] = field(default_factory=list)
 
 
@@ -72,6 +86,8 @@ class _File:
     rows: int
     failed: int
     written_s: float
+    prompt_tokens: int = 0  # computed for its rows
+    output_tokens: int = 0
     errors: tuple[str, ...] = ()
 
 
@@ -97,8 +113,9 @@ class StatusReader:
             ConfigError: a file of the run folder is missing or damaged.
         """
         state = read_state(self._run)
+        sessions = [sign for sign in signs_of_life(self._run).values() if sign.may_live]
         if state["state"] == "planning":
-            return Status(run=str(self._run.root), state="planning", activity="planning")
+            return Status(run=str(self._run.root), state="planning", activity="planning", sessions=sessions)
         if not self._units:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
@@ -117,17 +134,32 @@ class StatusReader:
                 if holder is not None:
                     (silent if holder.silent_s > LEASE_S else holders).append(holder)
             finished.append(self._count(files))
+        return self._status(state, finished, holders, silent, sessions, now_s, was_begun=was_begun)
+
+    def _status(
+        self,
+        state: dict[str, Any],
+        finished: list[list[_File]],
+        holders: list[Holder],
+        silent: list[Holder],
+        sessions: list[Sign],
+        now_s: float,
+        *,
+        was_begun: bool,
+    ) -> Status:
         files_now = [file for files in finished for file in files]
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)
         rate = _rate(files_now, now_s) if holders else None
-        tasks, trouble = self._slurm()
+        tasks, trouble = _slurm_tasks(self._run)
         counts = state["counts"]
+        workers = [sign for sign in sessions if sign.command in ("work", "run")]
+        is_running = bool(holders or workers) and len(self._done) < len(self._units)
         return Status(
             run=str(self._run.root),
             state=state["state"],
-            activity="running" if holders else _idle(state["state"], was_begun, len(self._done), len(self._units)),
-            workers=len({(holder.node, holder.process) for holder in holders}),
+            activity="running" if is_running else _idle(state["state"], was_begun, len(self._done), len(self._units)),
+            workers=len({(holder.node, holder.process) for holder in holders}) or len(workers) * is_running,
             units=len(self._units),
             units_done=len(self._done),
             units_running=len(holders),
@@ -140,12 +172,14 @@ class StatusReader:
             requests_failed=failed,
             work=sum(map(_work, self._units)),
             work_done=sum(map(_work_done, self._units, finished)),
-            tokens_per_s=_tokens_per_s(self._run, now_s) if holders else None,
+            **_token_counts(self._units, counts, finished, workers),
+            tokens_per_s=tokens_per_s(workers) or _tokens_per_s(self._run, now_s) if holders else None,
             requests_per_s=rate,
-            left_s=(total - done) / rate if rate else None,
+            left_s=left_s(workers) or ((total - done) / rate if rate else None),
             tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
             tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
             running=holders,
+            sessions=sessions,
             problems=_problems(state, silent, files_now, _failed_sessions(self._run), self._run)
             + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
             + trouble,
@@ -203,17 +237,18 @@ class StatusReader:
                 return _File(0, 0, 0.0)
         return self._files[path]
 
-    def _slurm(self) -> tuple[list[client.Task] | None, list[str]]:
-        """The run's tasks in Slurm, and what is wrong with them."""
-        if not submit.submissions(self._run) or not client.is_here():
-            return None, []
-        try:
-            tasks = submit.live_tasks(self._run)
-        except ConfigError as error:
-            return None, [str(error)]
-        waiting = Counter(task.reason for task in tasks if task.is_pending)
-        unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
-        return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+
+def _slurm_tasks(run: RunDir) -> tuple[list[client.Task] | None, list[str]]:
+    """The run's tasks in Slurm, and what is wrong with them."""
+    if not submit.submissions(run) or not client.is_here():
+        return None, []
+    try:
+        tasks = submit.live_tasks(run)
+    except ConfigError as error:
+        return None, [str(error)]
+    waiting = Counter(task.reason for task in tasks if task.is_pending)
+    unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
+    return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
 
 
 def _tokens_per_s(run: RunDir, now_s: float) -> float | None:
@@ -223,8 +258,8 @@ def _tokens_per_s(run: RunDir, now_s: float) -> float | None:
         if now_s - path.stat().st_mtime > WINDOW_S:
             continue
         table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
-        for session, start, duration, tokens in zip(*table.values(), strict=True):
-            spans.setdefault(session, []).append((start, start + duration, tokens))
+        for session, start, seconds, tokens in zip(*table.values(), strict=True):
+            spans.setdefault(session, []).append((start, start + seconds, tokens))
     if not spans:
         return None
     rates = []
@@ -233,6 +268,16 @@ def _tokens_per_s(run: RunDir, now_s: float) -> float | None:
         recent = [step for step in steps if step[1] > end - WINDOW_S]
         rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
     return sum(rates)
+
+
+def _token_counts(
+    units: list[dict[str, Any]], counts: dict[str, Any], finished: list[list[_File]], workers: list[Sign]
+) -> dict[str, int]:
+    rows_U = np.array([sum(file.rows for file in files) for files in finished], dtype=np.float64)
+    share_left_U = 1 - rows_U / np.array([max(unit["num_requests"], 1) for unit in units])
+    files = [(file.prompt_tokens, file.output_tokens) for of_unit in finished for file in of_unit]
+    durable = np.array(files, dtype=np.float64).reshape(-1, 2).sum(axis=0)
+    return token_counts(planned_tokens(units, counts), share_left_U, durable, workers)
 
 
 def _work(unit: dict[str, Any]) -> int:
@@ -265,7 +310,9 @@ def _read_file(path: Path) -> _File:
         if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
             table = pq.read_table(path, columns=["status", "error"]).to_pydict()
             failed = tuple(error for status, error in zip(*table.values(), strict=True) if status == "error")
-    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, failed[:10])
+        counts = pq.read_table(path, columns=["computed_tokens", "completion_tokens"])
+    prompt_tokens, output_tokens = (pc.sum(column).as_py() or 0 for column in counts.columns)
+    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors=failed[:10])
 
 
 def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
@@ -303,10 +350,3 @@ def _problems(
     if errors:
         problems.append(f"`batchinfer retry {run.root}` gives failed requests another try")
     return problems
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would take."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from batchinfer.progress import duration
+from batchinfer.run.heartbeat import Sign
 from batchinfer.sanitize import fit
-from batchinfer.slurm.status import Status, StatusReader, duration
+from batchinfer.slurm.status import Status, StatusReader
 
 WATCH_S = 5.0
 MOST_LINES = 20  # running units that are listed
@@ -34,10 +36,11 @@ def as_document(status: Status) -> dict[str, Any]:
 def format_status(status: Status) -> str:
     """The status as lines for a terminal."""
     if status.activity == "planning":
-        return f"{status.run}: {_activity(status)}"
+        return "\n".join([f"{status.run}: {_activity(status)}", *_session_lines(status)])
     done = status.requests_done / status.requests if status.requests else 1.0
     lines = [
         f"{status.run}: {_activity(status)}",
+        _tokens_line(status),
         f"units     {status.units_done:,} done, {status.units_running:,} running, {status.units_waiting:,} waiting, "
         f"{status.units_failed:,} with failed requests; {status.units:,} in all",
         f"requests  {status.requests_done:,} of {status.requests:,} ({done:.1%}), {status.requests_failed:,} of them "
@@ -45,9 +48,12 @@ def format_status(status: Status) -> str:
     ]
     if status.tasks_running is not None:
         lines.append(f"slurm     {status.tasks_running:,} tasks running, {status.tasks_waiting:,} waiting")
-    if status.tokens_per_s is not None and status.requests_per_s is not None:
-        left = "" if status.left_s is None else f", {duration(status.left_s)} left"
-        lines.append(f"speed     {status.tokens_per_s:,.0f} tokens/s, {status.requests_per_s:,.2f} requests/s{left}")
+    speeds = ((status.tokens_per_s, "tokens/s"), (status.requests_per_s, "requests/s"))
+    known = [f"{speed:,.2f} {unit}" for speed, unit in speeds if speed is not None]
+    known += [] if status.left_s is None else [f"{duration(status.left_s)} left"]
+    if known:
+        lines.append(f"speed     {', '.join(known)}")
+    lines += _session_lines(status)
     for holder in status.running[:MOST_LINES]:
         task = "" if holder.task is None else f", task {holder.task}"
         restarts = f", restart {holder.restarts}" if holder.restarts else ""
@@ -62,11 +68,49 @@ def format_status(status: Status) -> str:
     return "\n".join(lines)
 
 
+def _tokens_line(status: Status) -> str:
+    total = status.prompt_tokens + status.output_tokens
+    done = status.prompt_tokens_done + status.output_tokens_done
+    share = done / total if total else 1.0
+    return (
+        f"tokens    {done:,} of {total:,} ({share:.1%}): prompts {status.prompt_tokens_done:,} of "
+        f"{status.prompt_tokens:,}, outputs {status.output_tokens_done:,} of {status.output_tokens:,}"
+    )
+
+
+def _session_lines(status: Status) -> list[str]:
+    """What each living command is doing."""
+    lines = [_session_line(sign) for sign in status.sessions[:MOST_LINES]]
+    more = len(status.sessions) - MOST_LINES
+    return lines + ([f"  and {more:,} more commands"] if more > 0 else [])
+
+
+def _session_line(sign: Sign) -> str:
+    task = "" if sign.task is None else f", task {sign.task}"
+    restarts = f", restart {sign.restarts}" if sign.restarts else ""
+    doing = "; ".join(map(_doing, sign.under_way)) or "at work"
+    return fit(f"  {sign.command} on {sign.node}{task}{restarts}: {doing}", WIDTH)
+
+
+def _doing(figures: dict[str, Any]) -> str:
+    """A meter's figures (progress.py, controller/work_progress.py) for a person."""
+    phase = str(figures.get("phase"))
+    if "doing" in figures:
+        return f"{phase}: {figures['doing']}"
+    if "own_tokens" in figures:
+        speed = figures["tokens_per_s"]
+        at = "" if speed is None else f", {speed:,.0f} tokens/s"
+        return f"{phase}, {figures['own_tokens']:,} tokens by it{at}"
+    done, total = figures.get("done", 0), figures.get("total", 0)
+    return f"{phase} {done / total:.0%}" if total else phase
+
+
 def _activity(status: Status) -> str:
     """What goes on, and what to do where nobody does anything about it."""
+    nobody = "planning was interrupted, nobody is at it: `batchinfer plan` goes on"
     workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"
     return {
-        "planning": "planning; there is nothing to count yet",
+        "planning": "planning; there are no tokens to count yet" if status.sessions else nobody,
         "planned": "planned, nobody works on it yet: `batchinfer work` does",
         "running": workers,
         "interrupted": "interrupted, nobody works on it any more: `batchinfer work` goes on",

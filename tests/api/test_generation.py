@@ -203,7 +203,7 @@ def test_importing_the_package_loads_nothing_large():
 
 
 def test_the_package_says_what_it_has():
-    assert {"generate", "Job", "BatchinferError", "__version__"} <= set(dir(batchinfer))
+    assert {"generate", "Job", "Model", "BatchinferError", "__version__"} <= set(dir(batchinfer))
     assert batchinfer.ConfigError.__module__ == "batchinfer.records"
     assert (Path(batchinfer.__file__).parent / "py.typed").exists()
     with pytest.raises(AttributeError, match="no attribute 'generat'"):

@@ -141,7 +141,10 @@ def test_a_thread_may_call_and_progress_is_told_in_it():
     assert found[0].num_rows == 2
     assert {who for who, *_ in told} == {thread}
     last = {title: (done, total) for _, title, done, total in told}
+    num_bytes, num_tokens = last.pop("load"), last.pop("tokens")
     assert last == {"tokenise": (2, 2), "work": (2, 2), "finish": (2, 2)}
+    assert num_bytes[0] == num_bytes[1] > 0
+    assert num_tokens[0] == num_tokens[1] > 0
 
 
 def test_a_listener_that_raises_stops_the_job(tmp_path):
@@ -158,7 +161,7 @@ def test_lines_of_the_command_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="batchinfer"):
         batchinfer.generate(["a", None], **SHORT)
     assert [record.levelname for record in caplog.records if "1 bad rows" in record.message] == ["WARNING"]
-    assert any(record.message.startswith("work: 1 of 1 requests") for record in caplog.records)
+    assert any("; 1 of 1 requests; " in record.message for record in caplog.records)
 
 
 def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
@@ -173,7 +176,7 @@ def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
             shown += part
     os.close(ours)
     assert caller.wait() == 0
-    assert b"work: 100%|" in shown
+    assert b"decode: 100%|" in shown
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_a_command_that_somebody_else_ends_says_so(tmp_path, number, error, sent
     job = batchinfer.Job.from_toml(write_job(tmp_path))
 
     def end_it(title, done, total):
-        process._process.send_signal(number)
+        process.process._process.send_signal(number)
 
     with CommandProcess("run", job.config, end_it) as process, pytest.raises(error, match=sentence):
         any(iter(process.ended, None))

@@ -219,7 +219,10 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "\r" not in err
-    assert re.search(r"work: 3 of 3 requests", err)
+    assert re.search(r"decode: 100%, .* tokens; prompts .*; 3 of 3 requests", err)
+    assert re.search(r"planning: 100%, 3 of 3 rows", err)
+    assert re.search(r"loading: 100%, .*MB of .*MB in", err)
+    assert re.search(r"finish: 100%, 3 of 3 rows", err)
     assert "output rows" in out
 
 

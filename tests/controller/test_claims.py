@@ -18,6 +18,7 @@ import pytest
 from batchinfer.controller import claims
 from batchinfer.controller.claims import UnitClaims, last_claim, result_files
 from batchinfer.controller.result_files import write_results
+from batchinfer.run import liveness
 from batchinfer.rundir import RunDir, publish_json, read_json
 
 HOLD = """
@@ -114,7 +115,7 @@ def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path,
     with UnitClaims(run) as holder, UnitClaims(run) as watcher:
         assert holder.try_claim(0) is not None
         lease = last_claim(run, 0) / "lease.json"
-        held_by(lease, pid=os.getppid(), process=f"{claims._process_numbering()}:1")
+        held_by(lease, pid=os.getppid(), process=f"{liveness.process_numbering()}:1")
         monkeypatch.setattr(Path, "exists", lambda path, plain=Path.exists: "/proc/" not in str(path) and plain(path))
         assert watcher.try_claim(0) is None
 
@@ -124,7 +125,7 @@ def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path,
     [
         {"host": "elsewhere"},
         {"process": "another boot:pid:[1]:5"},
-        {"process": f"{claims._process_numbering()}0:5"},
+        {"process": f"{liveness.process_numbering()}0:5"},
         {"process": None},
     ],
     ids=["host", "boot", "namespace", "unknown"],
@@ -152,7 +153,7 @@ def nameless(run, holder, *, age_s=0.0):
 def test_nameless_claims_of_the_dead_are_deleted_by_the_next_claim(tmp_path):
     run = RunDir(tmp_path)
     child = subprocess.Popen(["sleep", "60"])
-    mine = {"host": socket.gethostname(), "pid": child.pid, "process": claims._process_identity(child.pid)}
+    mine = {"host": socket.gethostname(), "pid": child.pid, "process": liveness.process_identity(child.pid)}
     other = {**mine, "host": "elsewhere"}
     try:
         live, foreign, half = nameless(run, mine), nameless(run, other), nameless(run, None)
@@ -191,7 +192,7 @@ def test_a_holder_that_has_ended_here_is_dead_at_once(tmp_path):
     with UnitClaims(run) as watcher:
         assert UnitClaims(run).try_claim(0) is not None
         lease = last_claim(run, 0) / "lease.json"
-        held_by(lease, pid=child.pid, process=claims._process_identity(child.pid))
+        held_by(lease, pid=child.pid, process=liveness.process_identity(child.pid))
         try:
             assert watcher.try_claim(0) is None  # it lives
         finally:

@@ -17,7 +17,7 @@ from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.expert_proposals import MoveCosts, Proposal
 from batchinfer.data.expert_tables import ExpertTables, num_nodes, read_expert_tables
 from batchinfer.model.config import load_model_config
-from batchinfer.progress import Progress
+from batchinfer.progress import Count
 from batchinfer.protocol.messages import ExpertCounts
 from batchinfer.rundir import RunDir
 from support.paths import SAMPLE_MODEL
@@ -48,7 +48,7 @@ class Placer:
     def __init__(self, run, *, job_tokens=0, **cluster):
         job = job_of(**cluster)
         self.history = ExpertHistory(run, job.cluster, MODEL, may_keep=True)
-        self.progress = Progress("work", 1_000_000, "requests", done=1)
+        self.progress = Count("work", 1_000_000, done=1)
         self.placer = ExpertPlacer(self.history, job, MODEL, self.progress, job_tokens=job_tokens)
         self.num_ranks = job.cluster.num_ranks
         self.placer.step(0)
@@ -175,7 +175,7 @@ def test_experts_stay_where_moving_costs_more_than_it_saves():
 
 def test_a_calibration_places_experts_before_anything_runs(tmp_path):
     job, history = job_of(**APART), Placer(RunDir(tmp_path), **APART).history
-    placer = ExpertPlacer(history, job, MODEL, Progress("work", 9, "requests"), job_tokens=0)
+    placer = ExpertPlacer(history, job, MODEL, Count("work", 9), job_tokens=0)
     assert placer.start_calibration([0, 1])
     placer.calibrated(0, COUNTS["prefill"])
     assert placer.take_placed({}) == {}
@@ -194,7 +194,7 @@ def test_a_calibration_places_experts_before_anything_runs(tmp_path):
 
 def test_a_calibration_in_which_ranks_die_is_not_tried_again(tmp_path):
     job, history = job_of(prefill_ranks=2), Placer(RunDir(tmp_path), prefill_ranks=2).history
-    placer = ExpertPlacer(history, job, MODEL, Progress("work", 9, "requests"), job_tokens=0)
+    placer = ExpertPlacer(history, job, MODEL, Count("work", 9), job_tokens=0)
     assert placer.start_calibration([0, 1])
     placer.calibrated(0, COUNTS["prefill"])
     assert placer.is_preparing

@@ -256,7 +256,7 @@ def refused(*arguments: str | Path) -> str:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     *progress, sentence = err.strip().splitlines()
-    assert all(re.match("(work|tokenise): ", line) for line in progress), err
+    assert all(re.match("(planning|loading|to come|prefill|decode): ", line) for line in progress), err
     assert sentence.startswith("error: ")
     return sentence
 

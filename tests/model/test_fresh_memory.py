@@ -163,7 +163,7 @@ def test_weights_that_find_no_room_go_elsewhere(tmp_path):
 def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, monkeypatch):
     job = job_of(RANDOM_MODEL, tmp_path, page_bytes=10**8)
     model, place = Transformer.load(RANDOM_MODEL, dtype=torch.float32), rank_places(job.cluster)[0]
-    start = Start(most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
+    start = Start(job="", most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
     assert kv_budget.kv_budget(job, model, place, start, 1).num_pages > 0
     monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 50_000_000)
     with pytest.raises(

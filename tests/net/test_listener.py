@@ -82,7 +82,7 @@ def is_sent_away(stranger: socket.socket) -> bool:
     except TimeoutError:
         return False
     except OSError:
-        pass
+        return True  # reset
     return True
 
 

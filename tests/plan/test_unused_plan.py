@@ -1,11 +1,16 @@
 """A run folder with the plan of another job: planned anew while nothing was computed, refused after that."""
 
+import os
+import time
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.schemas import STATS_NODES
-from support.jobs import answers, batchinfer, write_job, write_questions
+from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.rundir import RunDir, publish_json, read_json
+from support.jobs import answers, batchinfer, start, write_job, write_questions
 
 
 @pytest.fixture
@@ -57,14 +62,60 @@ def test_a_run_in_which_work_was_done_is_refused_and_what_would_be_lost_is_told(
     assert len(answers(tmp_path / "run")) == 5
 
 
+def add_session(run):
+    """The row of a `work` on another host that has not said that it ended; its sign of life is still to be given."""
+    (session,) = (run / "stats" / "nodes").glob("*.parquet")
+    row = {**pq.read_table(session).to_pylist()[0], "session": "other", "command": "work", "state": "running"}
+    table = pa.Table.from_pylist([{**row, "node": "far"}], STATS_NODES.schema)
+    pq.write_table(table, session.with_name("other.parquet"))
+    return Heartbeat(RunDir(run), "other", "work")
+
+
+def write_sign(run, **changes):
+    """A sign of life whose process is on another host, unless `changes` say otherwise."""
+    path = RunDir(run).heartbeat("other")
+    publish_json(path, read_json(path) | {"host": "far", "node": "far"} | changes)
+    return path
+
+
 def test_a_run_that_somebody_may_work_in_is_left_alone(planned, tmp_path):
-    (session,) = (tmp_path / "run" / "stats" / "nodes").glob("*.parquet")
-    row = {**pq.read_table(session).to_pylist()[0], "command": "work", "state": "running", "node": "far"}
-    pq.write_table(pa.Table.from_pylist([row], STATS_NODES.schema), session.with_name("other.parquet"))
-    ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": 3}))
+    run, changed = tmp_path / "run", write_job(tmp_path, sampling={"max_tokens": 3})
+    heart = add_session(run)
+    ended = batchinfer("plan", changed)
     assert ended.code == 2
-    assert "or delete that folder once its `batchinfer work` on far is over, which has not said so yet" in ended.err
-    assert (tmp_path / "run" / "plan" / "units.parquet").exists()
+    assert "or delete that folder once its `batchinfer work` on far is over: it has not said so" in ended.err
+    heart.beat()
+    write_sign(run)
+    ended = batchinfer("plan", changed)
+    assert ended.code == 2
+    assert "sampling.max_tokens was 8 and is now 3" in ended.err
+    assert "stop it, or if it was killed there, run this again after 60 s" in ended.err
+    assert (run / "plan" / "units.parquet").exists()
+
+
+def test_a_session_that_has_been_silent_on_another_host_makes_way(planned, tmp_path):
+    run = tmp_path / "run"
+    add_session(run).beat()
+    sign = write_sign(run)
+    os.utime(sign, (sign.stat().st_mtime - 61,) * 2)
+    ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": 3}))
+    assert ended.code == 0, ended.err
+    assert not sign.exists()
+
+
+def test_a_killed_session_of_this_host_makes_way_at_once_and_again(planned, tmp_path):
+    run = tmp_path / "run"
+    for max_tokens in (3, 4):
+        child = start("work", run)
+        while not list((run / "work" / "sessions").glob("*.json")):
+            assert child.poll() is None
+            time.sleep(0.005)
+        child.kill()
+        child.communicate(timeout=60)
+        ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": max_tokens}))
+        assert ended.code == 0, ended.err
+    assert batchinfer("run", tmp_path / "job.toml").code == 0
+    assert len(answers(run)) == 5
 
 
 def test_a_run_that_was_sent_to_slurm_is_left_alone(planned, tmp_path):

@@ -175,8 +175,8 @@ def test_a_message_that_cannot_be_taken_ends_the_reading(ends, capsys):
 
     near.read_on(refuse, at_end=told.put)
     far.send(Leave())
-    assert str(told.get(timeout=30)) == "what is Leave()?"
-    assert "ValueError: what is Leave()?" in capsys.readouterr().err
+    assert str(told.get(timeout=30)) == "what is Leave(stay=False)?"
+    assert "ValueError: what is Leave(stay=False)?" in capsys.readouterr().err
 
 
 def test_the_end_after_the_last_message_is_no_news(ends):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.controller.claims import UnitClaims
+from batchinfer.progress import Progress
+from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.rundir import RunDir, publish_json, read_json
 from support.faults import fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
@@ -54,10 +57,16 @@ def test_before_and_after_the_work(reference, planned):
     assert (before["units_done"], before["units_running"], before["units_waiting"]) == (0, 0, before["units"])
     assert (before["requests"], before["requests_done"], before["rows"], before["rows_bad"]) == (27, 0, 28, 1)
     assert before["tokens_per_s"] is before["left_s"] is before["tasks_running"] is None
+    plan = pq.read_table(planned / "plan" / "summary.parquet").to_pylist()[0]
+    assert (before["prompt_tokens"], before["output_tokens"]) == (plan["computed_tokens"], plan["max_output_tokens"])
+    assert (before["prompt_tokens_done"], before["output_tokens_done"], before["sessions"]) == (0, 0, [])
     after = status(reference[0] / "run")
     assert after["state"] == after["activity"] == "finished"
     assert (after["units_done"], after["units_waiting"], after["units_failed"]) == (before["units"], 0, 0)
     assert (after["requests_done"], after["requests_failed"]) == (27, 0)
+    rows = [row for path in reference[0].glob("run/units/*/*/part-*") for row in pq.read_table(path).to_pylist()]
+    for name, column in (("prompt_tokens", "computed_tokens"), ("output_tokens", "completion_tokens")):
+        assert after[name] == after[f"{name}_done"] == sum(row[column] for row in rows)
     assert "27 of 27 (100.0%)" in batchinfer("status", reference[0] / "run").out
     assert "finished" in batchinfer("status", reference[0] / "run", "--watch").out
 
@@ -82,6 +91,15 @@ def test_while_somebody_works(planned, monkeypatch):
         assert 0 < found["requests_done"] < 27
         assert found["tokens_per_s"] > 0
         assert found["left_s"] > 0
+        assert 0 < found["output_tokens_done"] < found["output_tokens"] <= 27 * 24
+        assert found["prompt_tokens_done"] <= found["prompt_tokens"]
+        (session,) = found["sessions"]
+        assert (session["command"], session["node"], session["task"]) == ("work", "node7", "12_3")
+        (work,) = session["under_way"]
+        assert work["phase"] in ("prefill", "decode")
+        assert work["own_tokens"] > 0
+        doing = r"work on node7, task 12_3, restart 2: (prefill|decode), [\d,]+ tokens by it, [\d,]+ tokens/s"
+        assert re.search(doing, batchinfer("status", planned).out)
         holder = found["running"][0]
         assert (holder["node"], holder["task"], holder["restarts"]) == ("node7", "12_3", 2)
         assert "node7, task 12_3, restart 2" in batchinfer("status", planned).out
@@ -102,7 +120,7 @@ def test_a_killed_worker_of_this_host_is_no_worker(planned):
     worker = start("work", planned)
     try:
         deadline = time.monotonic() + 90
-        while status(planned)["activity"] == "planned":
+        while not status(planned)["units_running"]:
             assert worker.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -116,8 +134,18 @@ def test_a_plan_under_way_is_planning(planned):
     run = RunDir(planned)
     publish_json(run.run_json, read_json(run.run_json) | {"state": "planning"})
     found = status(planned)
-    assert (found["state"], found["activity"], found["units"]) == ("planning", "planning", 0)
-    assert "planning; there is nothing to count yet" in batchinfer("status", planned).out
+    assert (found["state"], found["activity"], found["units"], found["sessions"]) == ("planning", "planning", 0, [])
+    assert "planning was interrupted, nobody is at it: `batchinfer plan` goes on" in batchinfer("status", planned).out
+    session, meter = Heartbeat(run, "1", "plan"), Progress("tokenise", 30, "rows", phase="planning")
+    with meter:
+        meter.advance(12)
+        session.start()
+        (shown,) = status(planned)["sessions"]
+        out = batchinfer("status", planned).out
+        session.stop()
+    assert (shown["command"], shown["under_way"][0]["phase"]) == ("plan", "planning")
+    assert "planning; there are no tokens to count yet" in out
+    assert re.search("plan on .*: planning 40%", out)
     assert batchinfer("work", planned).code == 2
 
 

@@ -18,7 +18,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    PreTrainedConfig,
     PreTrainedModel,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -50,6 +57,10 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+_MOE_KEYS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "first_k_dense_replace",
+)
 V3 = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
 V2 = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_shared_experts": 2}
 
@@ -106,19 +117,56 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "mlp_bias": True},
     ),
+    "glm": ("glm4_moe_lite", {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "qk_nope_head_dim": 24}),
+    "glm-two-dense": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["dense", "dense", "sparse"], "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "youtu": ("youtu", {}),
+    "youtu-yarn": ("youtu", {"q_lora_rank": None, "tie_word_embeddings": False, "rope_parameters": YARN}),
+    "kimi-k2": ("kimi_k2", V3 | {"routed_scaling_factor": 2.827}),
+    "kimi-k2-yarn": ("kimi_k2", V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "kimi-k25": ("kimi_k25", V3 | {"routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5}),
+    "kimi-k25-yarn": ("kimi_k25", V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+}
+
+
+# The classes that transformers has for a family; those of Kimi-K2 are DeepSeek-V3's under another name.
+_CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "youtu": (YoutuConfig, YoutuForCausalLM),
+    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+_BASES = {
+    "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
+    "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
+    | {"bos_token_id": 0, "eos_token_id": 1},
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 2,
 }
 
 
 def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **overrides: Any) -> torch.nn.Module:
     """Write the named model to `folder` and return transformers' own float32 model of it."""
     family, fields = MODELS[name]
-    fields = BASE | fields | overrides
+    fields = _BASES.get(family, BASE) | fields | overrides
     torch.manual_seed(seed)
-    if family == "deepseek_v3":
-        model: PreTrainedModel = DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
+    if family == "kimi_k25":
+        parts: dict[str, Any] = {"text_config": {"model_type": "kimi_k2", **fields}, "vision_config": _VISION}
+        model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
+            Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
+        )
     else:
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(**fields))
+        config, of_config = _CLASSES[family]
+        model = of_config(config(**fields))
     model = model.float().eval()
     model.set_experts_implementation("eager")  # the default one needs sizes that are multiples of 4
     generator = torch.Generator().manual_seed(seed)
@@ -127,7 +175,16 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
             if "inv_freq" not in key:
                 tensor.copy_(_random_values(key, tensor, generator))
     model.save_pretrained(folder)
+    if family == "kimi_k2":
+        edit_config(folder, model_type=family)
+    if family == "kimi_k25":
+        write_tensors(folder, {_released_name(key): value for key, value in read_tensors(folder).items()})
     return model
+
+
+def _released_name(name: str) -> str:
+    """The name that a tensor of Kimi-K2.5 has in the release, where transformers writes another."""
+    return name.replace("model.blocks.", "model.layers.").replace("model.mm_projector.", "mm_projector.")
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

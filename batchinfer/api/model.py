@@ -1,0 +1,149 @@
+"""A model whose ranks stay loaded between calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import pyarrow as pa
+
+from batchinfer.api.generation import answer, parts_of
+from batchinfer.api.process import CommandProcess, OwnProcess, Progress, is_terminal
+from batchinfer.config import JobConfig, job_of_table
+from batchinfer.model.config import load_model_config
+from batchinfer.records import ConfigError
+
+FIXED = ("model", "dtype", "cluster", "kv")  # settings of the model, not of a call
+_ANY_CALL = {"input": {"files": ["-"], "prompt": "-"}, "output": {"dir": "-"}, "sampling": {"max_tokens": 1}}
+
+
+class Model:
+    """A model folder for several calls of `generate`: its ranks load in the first one and wait for the next.
+
+    >>> with batchinfer.Model("sample_data/model", dtype="float32") as model:
+    ...     greedy = model.generate(["The ferry", "The baker"], max_tokens=3)
+    ...     warm = model.generate(["The ferry"], max_tokens=5, temperature=1.0, n=2)
+    >>> greedy.num_rows, warm.num_rows
+    (2, 2)
+
+    One call computes at a time; one from another thread waits. Ranks that are lost are loaded anew. They end with
+    `close`, with the `with` statement, or with the process that made the model, however that ends.
+
+    Args:
+        path: the model folder.
+        settings: dtype, and the keys of [model], [cluster] and [kv] as dicts: cluster={"prefill_ranks": 2}.
+
+    Raises:
+        ConfigError: a setting is wrong, or is one of a call.
+        ModelError: there is no such model.
+    """
+
+    def __init__(self, path: str | Path, **settings: Any) -> None:
+        wrong = [key for key in settings if key not in FIXED]
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]} is no setting of a Model, which are {', '.join(FIXED)}; give it to generate()"
+            )
+        parts = parts_of({"model": path}), parts_of(settings)
+        self._parts = {key: {**parts[0].get(key, {}), **parts[1].get(key, {})} for key in ("model", "cluster", "kv")}
+        job = job_of_table(self._parts | _ANY_CALL, Path("Model()"), Path.cwd())
+        self._parts["model"]["path"] = job.model.path  # as it is now, wherever the process goes
+        load_model_config(Path(job.model.path))
+        self._maker = os.getpid()
+        self._process: OwnProcess | None = None
+        self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread whose call it is
+        self._is_closed = False
+
+    @overload
+    def generate(
+        self,
+        data: Any,
+        *,
+        messages: str | None = None,
+        prompt: str | None = None,
+        token_ids: str | None = None,
+        stream: Literal[False] = False,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> pa.Table: ...
+
+    @overload
+    def generate(
+        self,
+        data: Any,
+        *,
+        messages: str | None = None,
+        prompt: str | None = None,
+        token_ids: str | None = None,
+        stream: Literal[True],
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Iterator[dict[str, Any]]: ...
+
+    def generate(
+        self,
+        data: Any,
+        *,
+        messages: str | None = None,
+        prompt: str | None = None,
+        token_ids: str | None = None,
+        stream: bool = False,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> pa.Table | Iterator[dict[str, Any]]:
+        """`batchinfer.generate` with this model: the same arguments, less those of the model, and the same rows.
+
+        A call that fails or is interrupted leaves the model as it was.
+
+        Raises:
+            ConfigError: also: the model is closed, belongs to another process, or this thread has an iterator open.
+        """
+        fixed = [key for key in settings if key in FIXED]
+        if fixed:
+            raise ConfigError(
+                f"{fixed[0]} is a setting of the Model; give it where that is made: Model(…, {fixed[0]}=…)"
+            )
+        columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+        parts = {key: dict(keys) for key, keys in self._parts.items()} | parts_of(settings)
+        return answer(data, columns, parts, stream=stream, progress=progress, start=self._start)
+
+    def close(self) -> None:
+        """End the ranks; a call that still runs is stopped as by Ctrl-C. Again: nothing happens."""
+        self._is_closed = True
+        process, self._process = self._process, None
+        if process is not None:
+            process.let_end()
+            process.wait()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _start(self, command: str, job: JobConfig, progress: Progress | None) -> Iterator[CommandProcess]:
+        """Have the model's process run a command; start it where there is none."""
+        if self._maker != os.getpid():
+            raise ConfigError("this Model was made by another process; make one in each process")
+        if self._caller == threading.get_ident():
+            raise ConfigError("an earlier call of this thread has not ended; use up its iterator or close it")
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("this Model is closed; make another one")
+            if self._process is None or self._process.is_ending:
+                self._process = OwnProcess(is_quiet=not is_terminal())
+            self._caller = threading.get_ident()
+            try:
+                with CommandProcess(command, job, progress, held=self._process) as process:
+                    yield process
+            finally:
+                self._caller = None

@@ -1,0 +1,173 @@
+"""How far the work on a job is, in tokens, and the time that is left.
+
+Planned are the prompt tokens to compute and the output tokens expected of the whole job. A request that has ended here
+counts with what it really took, before that and elsewhere with its share of the plan's figures for its unit. So all is
+done at the end, whatever the answers' lengths are.
+
+    tokens    elsewhere, or before this command  | ran here             | left
+              by the plan                        | counted by the ranks | by the plan, corrected
+"""
+
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import ClusterConfig
+from batchinfer.controller.pace import Pace
+from batchinfer.controller.planned_tokens import planned_tokens
+from batchinfer.host_info import slurm_task
+from batchinfer.progress import Bar, Count, Meter, duration
+from batchinfer.protocol.messages import StepRecord
+from batchinfer.records import Completion
+
+
+class WorkProgress(Meter):
+    """Progress of one controller, and of the others by the units that they complete.
+
+    Args:
+        rows: all units, rows of plan/units.
+        open_units: those that are not done.
+        counts: of the plan.
+    """
+
+    def __init__(
+        self, rows: list[dict[str, Any]], open_units: list[int], counts: dict[str, Any], cluster: ClusterConfig
+    ) -> None:
+        self._plan_U2 = planned_tokens(rows, counts)
+        self._requests_U = np.array([row["num_requests"] for row in rows], dtype=np.int64)
+        self._work_s: float | None = counts["work_s"]
+        self._pace = Pace(cluster)
+        self.requests = Count("work", int(self._requests_U[open_units].sum()))
+        self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as all pairs below
+        self._elsewhere = self._planned - self._plan_U2[open_units].sum(axis=0)
+        self._earlier = self._elsewhere.copy()  # done before this command
+        self._ran, self._kept, self._committed = np.zeros(2), np.zeros(2), np.zeros(2)
+        self._planned_of_kept = np.zeros(2)
+        self._phase: str | None = None  # of the latest step since the ranks' start
+        self.tokens = Count("tokens", int(self._planned.sum()), done=int(self._elsewhere.sum()))
+
+    @property
+    def has_counted(self) -> bool:  # type: ignore[override]
+        return bool(self._ran.any() or self._kept.any())
+
+    def done_elsewhere(self, unit: int, num_requests: int | None = None) -> None:
+        """Others have completed a unit; or had done so many requests of one that is worked on here now."""
+        count = int(self._requests_U[unit]) if num_requests is None else num_requests
+        tokens = self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
+        self._elsewhere += tokens
+        if num_requests is not None:
+            self._earlier += tokens
+        self.requests.advance(count)
+
+    def reopened(self, units: list[int]) -> None:
+        """Units that were done are not any more."""
+        self._elsewhere -= self._plan_U2[units].sum(axis=0)
+        self.requests.extend(int(self._requests_U[units].sum()))
+
+    def step(self, record: StepRecord) -> None:
+        """A rank has run a step."""
+        self._phase = record.kind
+        self._ran += (record.new_tokens if record.kind == "prefill" else 0, record.output_tokens)
+        self._pace.add(record)
+        self._tell()
+
+    def finished(self, completions: list[Completion]) -> None:
+        """Requests have ended, on a rank or given up."""
+        for completion in completions:
+            self._kept += (completion.computed_tokens, len(completion.token_ids))
+            self._planned_of_kept += self._plan_U2[completion.unit] / max(self._requests_U[completion.unit], 1)
+        if completions:
+            self.requests.advance(len(completions))
+            self._tell()
+
+    def committed(self) -> None:
+        """What has ended is durable."""
+        self._committed = self._kept.copy()
+
+    def ranks_ended(self) -> None:
+        """What had not ended runs again."""
+        self._ran, self._phase = self._kept.copy(), None
+        self._pace.ranks_ended()
+
+    @property
+    def done(self) -> np.ndarray:
+        """[2] tokens that are done of the job."""
+        return self._elsewhere + self._ran
+
+    @property
+    def planned(self) -> np.ndarray:
+        """[2] tokens of the job as it is known now."""
+        return np.maximum(self._planned + self._kept - self._planned_of_kept, self.done)
+
+    def left_s(self) -> float | None:
+        """Seconds until the job is done while others go on at their pace; None: not known yet."""
+        alone_s = self._alone_s()
+        own = float(self._ran.sum())
+        others = float((self._elsewhere - self._earlier).sum())
+        return None if alone_s is None else alone_s * (own / (own + others) if own else 1.0)
+
+    def _alone_s(self) -> float | None:
+        """Seconds in which these ranks alone would do what is left: by the plan first, more and more as measured."""
+        planned, done = self.planned, self.done
+        left = planned - done
+        share = float(done.sum() / planned.sum()) if planned.sum() else 1.0
+        by_plan_s = None if self._work_s is None else self._work_s * (1 - share)
+        # answers so far are as long as they are: those to come are believed to be alike, as far as that is known
+        if self._planned_of_kept[1]:
+            known = float(self._planned_of_kept[1] / max(self._planned[1], 1.0))
+            left[1] *= 1 - known + known * self._kept[1] / self._planned_of_kept[1]
+        measured_s = self._pace.seconds(left)
+        if measured_s is None:
+            return by_plan_s
+        return measured_s if by_plan_s is None else share * measured_s + (1 - share) * by_plan_s
+
+    def line(self) -> str:
+        (prompts, outputs), (all_prompts, all_outputs) = self.done.round(), self.planned.round()
+        done, total = prompts + outputs, all_prompts + all_outputs
+        if self._phase is None and not self.has_counted:
+            return f"to come: {total:,.0f} tokens{self._left()}"
+        parts = [
+            f"{self._phase or 'waiting'}: {done / total if total else 1.0:.0%}, {done:,.0f} of {total:,.0f} tokens",
+            f"prompts {prompts:,.0f} of {all_prompts:,.0f}, outputs {outputs:,.0f} of {all_outputs:,.0f}",
+            f"{self.requests.count:,} of {self.requests.total:,} requests",
+            f"{self._pace.tokens_per_s:,.0f} tokens/s{self._left()}",
+        ]
+        return "; ".join(parts + self._own_share())
+
+    def _own_share(self) -> list[str]:
+        is_alone = slurm_task() is None and np.array_equal(self._elsewhere, self._earlier)
+        own = float(self._ran.sum())
+        return [] if is_alone else [f"of these {own:,.0f} tokens by this task"]
+
+    def _left(self) -> str:
+        seconds = self.left_s()
+        return "" if not seconds else f", {duration(seconds)} left"
+
+    def bars(self) -> list[Bar]:
+        if self._phase is None:
+            return [Bar(self.line())]
+        (prompts, outputs), (all_prompts, all_outputs) = self.done.round(), self.planned.round()
+        detail = "; ".join([f"{self._pace.tokens_per_s:,.0f} tokens/s{self._left()}", *self._own_share()])
+        return [
+            Bar("prefill", int(prompts), int(all_prompts), "prompt tokens"),
+            Bar("decode", int(outputs), int(all_outputs), "output tokens", detail),
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        in_flight = np.maximum(self._ran - self._committed, 0.0)
+        return {
+            "phase": self._phase or "waiting",
+            "own_tokens": round(float(self._ran.sum())),
+            "prompt_tokens_in_flight": round(float(in_flight[0])),
+            "output_tokens_in_flight": round(float(in_flight[1])),
+            "tokens_per_s": self._pace.tokens_per_s if self._phase is not None else None,
+            "alone_s": self._alone_s(),
+        }
+
+    def _tell(self) -> None:
+        self.tokens.set(int(self.done.sum()), int(self.planned.sum()))
+
+    def __exit__(self, *error: Any) -> None:
+        self.requests.tell()
+        self.tokens.tell()
+        super().__exit__(*error)

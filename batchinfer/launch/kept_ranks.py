@@ -1,0 +1,42 @@
+"""The ranks of a model between its jobs: those that have left one rest, with the model loaded, until the next."""
+
+from pathlib import Path
+
+from batchinfer.config import ClusterConfig, JobConfig, ModelPart
+from batchinfer.data.folder_state import FolderState, folder_state
+from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
+from batchinfer.launch.rank_process import SpareRank
+from batchinfer.launch.weight_prefetch import read_ahead
+from batchinfer.stop import StopSignal
+
+
+class KeptRanks:
+    """See module docstring; whoever makes one calls `end` at last.
+
+    Args:
+        spare: for a lone rank, the first time.
+    """
+
+    def __init__(self, spare: SpareRank | None) -> None:
+        self._spare = spare
+        self._ranks: RankLoader | None = None
+        self._of: tuple[ModelPart, ClusterConfig, FolderState] | None = None
+
+    def of_job(self, job: JobConfig, stop: StopSignal) -> RankLoader:
+        """Ranks that rest or are being loaded; others than before if the job or the model's files are others."""
+        wanted = (job.model, job.cluster, folder_state(Path(job.model.path)))
+        if self._ranks is None or wanted != self._of:
+            self.end()
+            self._ranks, self._of = open_local_ranks(job, stop, self._spare), wanted
+            self._ranks.group.keeps_ranks = True
+            self._spare = None
+            read_ahead(Path(job.model.path))
+        self._ranks.stop = stop
+        self._ranks.load_ahead(join_message(job, {}))
+        return self._ranks
+
+    def end(self) -> None:
+        """End all of them."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None

@@ -1,0 +1,73 @@
+"""Model families: what a `model_type` of config.json says beyond the keys beside it, one row each.
+
+All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names. A row
+of FAMILIES is a language model. A row of CARRIERS is a model of text and images that holds such a language model whole,
+its config.json in one part and its tensors behind one prefix; the rest of it is not computed.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What holds where config.json does not say it, and what its keys may say."""
+
+    architectures: tuple[str, ...]  # in config.json, of which one is enough
+    topk_methods: tuple[str, ...] = ("noaux_tc",)  # how experts are chosen; the first where nothing is said
+    scoring_func: str = "sigmoid"
+    norm_topk_prob: bool = True
+    num_dense_layers: int = 0  # first_k_dense_replace
+    has_experts: bool = True
+    ties_embeddings: bool = False  # tie_word_embeddings
+    fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that it does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """Where a model of text and images has its language model, and what else it has."""
+
+    architectures: tuple[str, ...]
+    part: str  # of config.json
+    prefix: str  # of the names of the language model's tensors
+    skipped: tuple[str, ...]  # prefixes of the other tensors' names
+    image_keys: frozenset[str]  # keys of config.json that say nothing of the language model
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(("DeepseekV3ForCausalLM",)),
+    "deepseek_v2": Family(
+        ("DeepseekV2ForCausalLM",),
+        topk_methods=("greedy", "group_limited_greedy"),
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        fixed={"rope_interleave": True},
+    ),
+    "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+    "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), num_dense_layers=1),
+    "youtu": Family(("YoutuForCausalLM",), has_experts=False, ties_embeddings=True),
+}
+CARRIERS: dict[str, Carrier] = {
+    "kimi_k25": Carrier(
+        architectures=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        part="text_config",
+        prefix="language_model.",
+        skipped=("vision_tower.", "mm_projector."),
+        image_keys=frozenset(
+            [
+                *("vision_config", "vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+                *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "ignore_index"),
+                *("video_placeholder", "use_unified_vision_chunk"),
+            ]
+        ),
+    ),
+}
+# Types that are asked for and not there, and what they compute beyond the families above.
+NOT_IMPLEMENTED = {
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), "its attention is sparse: an indexer chooses the keys of each query (DSA)"
+    ),
+    "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
+    "mistral4": "its queries are scaled by position and its gate is a softmax with normed weights",
+    "kimi_linear": "most of its layers keep a linear-attention state instead of latents",
+    "longcat_flash": "its layers have two attentions and experts that compute nothing",
+}

@@ -1,0 +1,103 @@
+"""Signs of life of the sessions in a run folder, and what each of them is doing.
+
+    work/sessions/<session>.json   who it is and its meters; written anew every BEAT_S, gone with the session
+
+What is left of a killed session says so by its process, where that would be seen here, or by its age.
+"""
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+from batchinfer.progress import note, under_way
+from batchinfer.records import DamagedFileError
+from batchinfer.run.liveness import SILENT_S, is_dead, this_process
+from batchinfer.rundir import RunDir, file_system_s, json_text, read_json
+
+BEAT_S = 5.0
+
+
+class Heartbeat:
+    """The sign of life of a session of this process, from `start` to `stop`."""
+
+    def __init__(self, run: RunDir, session: str, command: str) -> None:
+        self._path, self._command = run.heartbeat(session), command
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="session heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to give signs of life."""
+        self.beat()
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Give one now. Where that fails a warning says so, once: others may take this session for dead."""
+        about = {"command": self._command, "node": node_name(), "task": slurm_task(), "restarts": slurm_restarts()}
+        text = json_text({**this_process(), **about, "under_way": under_way()})
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                beside = self._path.with_suffix(".tmp")
+                beside.write_text(text, encoding="utf-8")
+                os.replace(beside, self._path)
+            except OSError as error:
+                if not self._has_failed:
+                    note(f"warning: cannot write {self._path}: {error.strerror}; `status` does not see this command")
+                self._has_failed = True
+
+    def stop(self) -> None:
+        """The session is over, and says so in its row."""
+        with self._lock:
+            self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            self._path.unlink(missing_ok=True)
+            for folder in self._path.parents[:2]:
+                folder.rmdir()
+        except OSError:  # others have something in it, or it is gone
+            return
+
+    def _run(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            self.beat()
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """The latest sign of life of a session."""
+
+    session: str
+    command: str
+    node: str
+    task: str | None  # of Slurm
+    restarts: int  # of that task
+    silent_s: float  # since then
+    is_dead: bool  # known to have ended
+    under_way: list[dict[str, Any]]  # its meters' figures (progress.py)
+
+    @property
+    def may_live(self) -> bool:
+        """Whether nothing says that it has ended."""
+        return not self.is_dead and self.silent_s <= SILENT_S
+
+
+def signs_of_life(run: RunDir) -> dict[str, Sign]:
+    """By session, of all that have not ended by themselves; one whose file is damaged is left out."""
+    found = {}
+    now_s = file_system_s(run.root)
+    for path in sorted(run.heartbeat("x").parent.glob("*.json")):
+        try:
+            said = read_json(path, "host", "pid", "process", "command", "node", "task", "restarts", "under_way")
+            silent_s = max(0.0, now_s - path.stat().st_mtime)
+        except (DamagedFileError, FileNotFoundError):  # it ends just now
+            continue
+        about = {key: said[key] for key in ("command", "node", "task", "restarts", "under_way")}
+        found[path.stem] = Sign(session=path.stem, silent_s=silent_s, is_dead=is_dead(said), **about)
+    return found

@@ -1,0 +1,113 @@
+"""A model that does not fit into this host's memory is refused before it is read, with what would fit."""
+
+import json
+import shutil
+
+import pytest
+
+from batchinfer.config import load_job
+from batchinfer.host_info import free_memory_bytes
+from batchinfer.launch import host_memory
+from batchinfer.model.config import load_model_config
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.records import ConfigError
+from support.hollow_weights import write_hollow_weights
+from support.jobs import batchinfer, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+# DeepSeek-V2-Lite: 15.7 billion weights, 31.4 GB in bfloat16
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+GB = 1_000_000_000
+ONE_RANK = {"prefill_ranks": 1}
+TWO_RANKS = {"prefill_ranks": 2}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["a", "b"]})
+    write_config(tmp_path)
+    return tmp_path
+
+
+def write_config(folder, **changes):
+    (folder / "model" / "config.json").write_text(json.dumps(V2_LITE | changes))
+
+
+def job_of(folder, dtype, cluster):
+    return write_job(folder, model={"path": "model", "dtype": dtype}, cluster={"backend": "cpu"} | cluster)
+
+
+def test_v2_lite_takes_what_its_weights_take(folder):
+    model = load_model_config(folder / "model")
+    assert weight_bytes(model, "bfloat16") == pytest.approx(31.4 * GB, rel=0.03)
+    assert weight_bytes(model, "fp8") == pytest.approx(16.9 * GB, rel=0.03)
+    # half of the experts of 26 layers, three matrices each
+    half = 26 * 32 * 3 * 2048 * 1408 * 2
+    assert weight_bytes(model, "bfloat16") - weight_bytes(model, "bfloat16", num_experts=32) == pytest.approx(half)
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "dtype", "cluster", "words"),
+    [
+        (24, "bfloat16", ONE_RANK, ["31.7 GB", "1 rank on", "24.0 GB is free", 'model.dtype = "fp8" (17']),
+        (24, "float32", ONE_RANK, ["1 rank on", 'what would fit is model.dtype = "fp8"']),
+        (40, "float32", ONE_RANK, ['model.dtype = "bfloat16" (31.7 GB) or model.dtype = "fp8"']),
+        (8, "bfloat16", ONE_RANK, ["it fits in no dtype", "more hosts"]),
+        (34, "bfloat16", TWO_RANKS, ["2 ranks on this host"]),
+    ],
+)
+def test_the_sentence_says_what_it_takes_and_what_would_fit(folder, monkeypatch, free_gb, dtype, cluster, words):
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
+    job = load_job(job_of(folder, dtype, cluster))
+    with pytest.raises(ConfigError) as refused:
+        host_memory.refuse_too_large(job, range(job.cluster.num_ranks))
+    for word in (str(folder / "model"), dtype, *words):
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "dtype", "cluster", "ranks"),
+    [(33, "bfloat16", ONE_RANK, range(1)), (18, "fp8", ONE_RANK, range(1)), (20, "bfloat16", TWO_RANKS, range(1, 2))],
+)
+def test_what_fits_passes(folder, monkeypatch, free_gb, dtype, cluster, ranks):
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
+    host_memory.refuse_too_large(load_job(job_of(folder, dtype, cluster)), ranks)
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["run", "plan, then work"])
+def test_a_job_that_does_not_fit_ends_with_2_before_anything_is_read(folder, is_planned):
+    layers = 27 + round(free_memory_bytes() / GB)  # of 1.2 GB each in bfloat16
+    write_config(folder, num_hidden_layers=layers)
+    write_hollow_weights(folder / "model")
+    job = job_of(folder, "bfloat16", ONE_RANK)
+    if is_planned:
+        assert batchinfer("plan", job).code == 0
+    ended = batchinfer("work" if is_planned else "run", job)
+    assert ended.code == 2
+    assert "takes" in ended.err
+    assert "GB is free" in ended.err
+    assert "rank 0 died" not in ended.err
+    assert len([line for line in ended.err.splitlines() if line.startswith("error: ")]) == 1

@@ -1,0 +1,277 @@
+"""The checkpoints that people run: their config.json is accepted, or refused by what the model needs and is not there.
+
+The values are those of the published files, without keys that say nothing about the model.
+"""
+
+import json
+import shutil
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.families import FAMILIES, NOT_IMPLEMENTED
+from batchinfer.model.headers import read_headers
+from batchinfer.records import ModelError
+from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
+from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+GATE = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+
+
+def of_type(model_type: str, architecture: str, hidden: int, layers: int, heads: int, **values: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_act": "silu",
+        **values,
+    }
+
+
+def experts(count: int, chosen: int, width: int, scaling: float, **values: Any) -> dict[str, Any]:
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "routed_scaling_factor": scaling,
+        "n_shared_experts": 1,
+        **values,
+    }
+
+
+V3 = of_type(
+    *("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 61, 128),
+    **MLA,
+    **experts(256, 8, 2048, 2.5, first_k_dense_replace=3, moe_layer_freq=1),
+    **(GATE | {"n_group": 8, "topk_group": 4}),
+    intermediate_size=18432,
+    vocab_size=129280,
+    max_position_embeddings=163840,
+    num_nextn_predict_layers=1,
+    rope_theta=10000,
+    rope_scaling=YARN | {"factor": 40, "original_max_position_embeddings": 4096},
+    quantization_config=FP8,
+)
+MOONLIGHT = of_type(
+    *("deepseek_v3", "DeepseekV3ForCausalLM", 2048, 27, 16),
+    **(MLA | {"q_lora_rank": None}),
+    **experts(64, 6, 1408, 2.446, first_k_dense_replace=1, moe_layer_freq=1),
+    **(GATE),
+    intermediate_size=11264,
+    vocab_size=163840,
+    max_position_embeddings=8192,
+    num_nextn_predict_layers=0,
+    rope_theta=50000.0,
+    rope_scaling=None,
+)
+KIMI_K2 = of_type(
+    *("kimi_k2", "DeepseekV3ForCausalLM", 7168, 61, 64),
+    **MLA,
+    **experts(384, 8, 2048, 2.827, first_k_dense_replace=1, moe_layer_freq=1),
+    **GATE,
+    intermediate_size=18432,
+    vocab_size=163840,
+    max_position_embeddings=131072,
+    num_nextn_predict_layers=0,
+    rope_theta=50000.0,
+    rope_scaling=YARN | {"beta_fast": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+    eos_token_id=163585,
+    quantization_config=FP8,
+)
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True}}},
+}
+KIMI_K25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": {key: value for key, value in KIMI_K2.items() if key not in ("quantization_config", "eos_token_id")},
+    "vision_config": {"vt_num_hidden_layers": 27},
+    "eos_token_id": 163586,
+    "media_placeholder_token_id": 163605,
+    "ignore_index": -100,
+    "tie_word_embeddings": False,
+}
+GLM_FLASH = of_type(
+    *("glm4_moe_lite", "Glm4MoeLiteForCausalLM", 2048, 47, 20),
+    **(MLA | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+    **experts(64, 4, 1536, 1.8),
+    topk_method="noaux_tc",
+    norm_topk_prob=True,
+    n_group=1,
+    topk_group=1,
+    attention_bias=False,
+    intermediate_size=10240,
+    vocab_size=154880,
+    max_position_embeddings=202752,
+    num_nextn_predict_layers=1,
+    partial_rotary_factor=1.0,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000,
+    rope_scaling=None,
+    eos_token_id=[154820, 154827, 154829],
+)
+YOUTU = of_type(
+    *("youtu", "YoutuForCausalLM", 2048, 32, 16),
+    **MLA,
+    intermediate_size=6144,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    rope_theta=1600000,
+    rope_interleave=True,
+    eos_token_id=128001,
+    attention_bias=False,
+)
+
+
+def load(folder, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_model_config(folder)
+
+
+ACCEPTED = {
+    "v3": (V3, {"num_moe_layers": 58, "num_mtp_layers": 1}),
+    "v3.1": (V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, {"fp8_block": (128, 128)}),
+    "moonlight": (MOONLIGHT, {"num_moe_layers": 26, "q_lora_rank": None, "num_mtp_layers": 0}),
+    "kimi-k2": (KIMI_K2, {"num_moe_layers": 60, "eos_token_ids": (163585,), "fp8_block": (128, 128)}),
+    "kimi-k2.5": (KIMI_K25, {"num_moe_layers": 60, "eos_token_ids": (163586,), "family": "kimi_k2"}),
+    "glm-4.7-flash": (GLM_FLASH | {"first_k_dense_replace": 1}, {"num_moe_layers": 46, "rms_norm_eps": 1e-5}),
+    "glm-4.7-flash-lists": (GLM_FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 46}, {"num_moe_layers": 46}),
+    "glm-4.7-flash-says-nothing": (GLM_FLASH, {"num_moe_layers": 46, "num_router_groups": 1, "max_positions": 202752}),
+    "youtu": (YOUTU, {"num_moe_layers": 0, "n_routed_experts": 0, "tie_word_embeddings": True}),
+    "youtu-untied": (YOUTU | {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+}
+REFUSED = {
+    "kimi-k2-thinking": (KIMI_K2 | {"quantization_config": INT4}, ["quantization_config.quant_method", "compressed"]),
+    "kimi-k2.5-int4": (
+        KIMI_K25 | {"quantization_config": INT4},
+        ["text_config.quantization_config.quant_method", '"compressed-tensors"'],
+    ),
+    "v3.2": (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, ["deepseek_v32", "sparse", "DSA"]),
+    "glm-5": (V3 | {"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse", "glm4_moe_lite"]),
+    "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
+    "mistral-small-4": (V3 | {"model_type": "mistral4"}, ["mistral4", "scaled by position"]),
+    "kimi-linear": (V3 | {"model_type": "kimi_linear"}, ["kimi_linear", "linear-attention"]),
+    "longcat-flash": (V3 | {"model_type": "longcat_flash"}, ["longcat_flash", "two attentions"]),
+    "v3-with-an-indexer": (V3 | {"index_topk": 2048}, ["index_topk is 2048", "changes what the model computes"]),
+    "youtu-with-experts": (YOUTU | {"n_routed_experts": 8}, ["n_routed_experts is 8", "from 0 to 0"]),
+    "glm-lists-that-disagree": (
+        GLM_FLASH | {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 46},
+        ["mlp_layer_types", '"sparse"'],
+    ),
+    "kimi-k2-of-another-architecture": (KIMI_K2 | {"architectures": ["YoutuForCausalLM"]}, ["kimi_k2", "Youtu"]),
+    "carrier-without-text": (KIMI_K25 | {"text_config": None}, ["text_config", "null", "language model"]),
+    "carrier-of-another-text": (
+        KIMI_K25 | {"text_config": KIMI_K2 | {"model_type": "llama"}},
+        ["text_config.model_type"],
+    ),
+    "carrier-of-another-architecture": (KIMI_K25 | {"architectures": ["LlavaForCausalLM"]}, ["architectures", "Llava"]),
+    "carrier-with-an-indexer": (
+        KIMI_K25 | {"text_config": KIMI_K25["text_config"] | {"index_topk": 64}},
+        ["text_config.index_topk is 64"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_published_config_is_accepted(tmp_path, name):
+    values, expected = ACCEPTED[name]
+    config = load(tmp_path, values)
+    assert config.unknown_keys == ()
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_there_is_refused_by_what_it_needs(tmp_path, name):
+    values, words = REFUSED[name]
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path, values)
+    for word in (str(tmp_path / "config.json"), *words):
+        assert word in str(refused.value)
+
+
+def test_the_rows_are_whole():
+    assert set(NOT_IMPLEMENTED).isdisjoint(FAMILIES)
+    for name, family in FAMILIES.items():
+        assert family.architectures, name
+        assert family.topk_methods, name
+
+
+def test_a_missing_type_is_the_family_whose_architecture_it_is(tmp_path):
+    assert load(tmp_path, {key: KIMI_K2[key] for key in KIMI_K2 if key != "model_type"}).family == "deepseek_v3"
+    assert load(tmp_path, {key: YOUTU[key] for key in YOUTU if key != "model_type"}).family == "youtu"
+
+
+def test_tensors_of_images_are_left_out_and_others_are_not(tmp_path):
+    make_checkpoint(tmp_path / "model", "kimi-k25")
+    stored = read_tensors(tmp_path / "model")
+    assert any(name.startswith("vision_tower.") for name in stored)
+    config = load_model_config(tmp_path / "model")
+    headers = read_headers(tmp_path / "model", config.carrier)
+    assert all(name.startswith(("model.", "lm_head.")) for name in headers)
+    assert headers.info("lm_head.weight").stored_name == "language_model.lm_head.weight"
+    write_tensors(tmp_path / "model", stored | {"audio_tower.weight": stored["language_model.lm_head.weight"].clone()})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["a"]})
+    ended = batchinfer("plan", write_job(tmp_path, model={"path": "model"}))
+    assert ended.code == 2
+    assert "unknown: audio_tower.weight" in ended.err
+
+
+@pytest.fixture(scope="module", params=["kimi-k25", pytest.param("glm", marks=pytest.mark.slow)])
+def folder(request, tmp_path_factory):
+    """A checkpoint, prompts of which some begin alike, and what one rank answers."""
+    folder = tmp_path_factory.mktemp("family")
+    make_checkpoint(folder / "model", request.param)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, folder / "model" / file)
+    generator = torch.Generator().manual_seed(2)
+    draw = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (130, 5, 64, 1, 131)]
+    prompts = [*draw, *(draw[0] + prompt for prompt in draw)]
+    write_shard(folder / "prompts" / "a.parquet", {"ids": pa.array(prompts, pa.list_(pa.int32()))})
+    ended = run(folder, "one")
+    assert ended.code == 0, ended.err
+    (folder / "said.txt").write_text(ended.err)
+    return folder
+
+
+def run(folder, name, **parts):
+    given = {"input": {"prompt": None, "token_ids": "ids"}, "model": {"path": "model"}, "output": {"dir": name}}
+    return batchinfer("run", write_job(folder, name=f"{name}.toml", **given, **parts))
+
+
+def answers(folder, name):
+    return [(row["token_ids"], row["text"]) for row in outputs(folder / name)["a.parquet"]]
+
+
+def test_a_plan_says_which_part_of_a_model_of_images_runs(folder):
+    has_images = load_model_config(folder / "model").carrier is not None
+    said = "only the language model of " in (folder / "said.txt").read_text()
+    assert said == has_images
+
+
+def test_any_layout_and_a_cold_and_a_warm_kv_store_give_the_answers_of_one_rank(folder):
+    cluster = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "overlap": True, "redundant_experts": 2}
+    for name in ("cold", "warm"):
+        ended = run(folder, name, cluster=cluster, kv={"dir": str(folder / "kv"), "persist": "all"})
+        assert ended.code == 0, ended.err
+        assert answers(folder, name) == answers(folder, "one")
+    assert sum(row["cached_tokens"] for row in outputs(folder / "warm")["a.parquet"]) > 600
+
+
+def test_a_model_of_images_that_ties_its_embeddings_has_no_head(tmp_path):
+    make_checkpoint(tmp_path / "model", "kimi-k25")
+    edit_config(tmp_path / "model", tie_word_embeddings=True)
+    assert load_model_config(tmp_path / "model").tie_word_embeddings is False  # the language model's own word counts
