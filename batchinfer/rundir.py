@@ -17,6 +17,7 @@ import xxhash
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, InputError
 
+LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
 CHECKSUM = "checksum"  # key of a JSON document's own checksum
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
@@ -162,9 +163,8 @@ class RunDir:
 
     def output_files(self, shard_name: str, form: str) -> list[Path]:
         """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
-        suffixes = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}[form]
         table = self.output(shard_name)
-        return [table, *(table.with_suffix(suffix) for suffix in suffixes)]
+        return [table, *(table.with_suffix(suffix) for suffix in LINE_FILES[form])]
 
     def stats_file(self, table: str) -> Path:
         return self.stats / f"{table}.parquet"

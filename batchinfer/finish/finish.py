@@ -18,7 +18,7 @@ from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
 from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, publish_json, read_state, remove_leftovers
+from batchinfer.rundir import LINE_FILES, RunDir, publish_json, read_state, remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest = Manifest(run.root, state.get("files"))
     shards = [Shard(**shard) for shard in state["shards"]]
     equality = run_equality(run)
-    if state["state"] == "finished" and _is_written(run, job, manifest, shards):
+    is_of_format = state.get("format", "parquet") == job.output.format
+    if state["state"] == "finished" and is_of_format and _is_written(run, job, manifest, shards):
         write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
@@ -75,6 +76,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection:
         num_missing = join_results(connection, run, units, allow_partial=allow_partial)
+        _remove_other_formats(run, job, manifest, shards)
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
         write_request_stats(connection, run, shards, units)
@@ -84,8 +86,17 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
     now = "partial" if num_missing else "finished"
-    publish_json(run.run_json, {**state, "state": now, "finished": finished, "files": manifest.as_json(), **equality})
+    found = {"finished": finished, "format": job.output.format, "files": manifest.as_json()}
+    publish_json(run.run_json, {**state, "state": now, **found, **equality})
     return result
+
+
+def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> None:
+    """Delete files of lines that an earlier finish wrote in another output.format."""
+    files = {form: {file for shard in shards for file in run.output_files(shard.name, form)} for form in LINE_FILES}
+    for path in set().union(*files.values()) - files[job.output.format]:
+        path.unlink(missing_ok=True)
+        manifest.remove(path)
 
 
 @contextmanager

@@ -33,9 +33,14 @@ TokenOf = Callable[[int], tuple[str, bytes | None]]
 
 
 class OpenAIAnswers(Lines):
-    """The lines of one shard: answers in the first file, errors in the second."""
+    """The lines of one shard: answers in the first file, errors in the second.
 
-    def __init__(self, job: JobConfig, shard: Shard, token_of: TokenOf) -> None:
+    Args:
+        num_own: columns of the rows in front of those kept from the input, which may have any name.
+    """
+
+    def __init__(self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf) -> None:
+        self._num_own = num_own
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
         self._url = CHAT if job.input.makes_chats else COMPLETIONS
@@ -44,7 +49,9 @@ class OpenAIAnswers(Lines):
         self._samples: list[Row] = []  # so far, of the last row
 
     def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
-        for name, values in zip(("url", "model"), self._asked.take(rows["row"].combine_chunks()), strict=False):
+        asked = self._asked.take(rows["row"].combine_chunks())
+        rows = rows.select(range(self._num_own))
+        for name, values in zip(("url", "model"), asked, strict=False):
             rows = rows.append_column(f"\0{name}", values)
         for first in range(0, len(rows), SLICE_ROWS):
             for sample in rows.slice(first, SLICE_ROWS).to_pylist():
@@ -120,12 +127,13 @@ class OpenAIAnswers(Lines):
         logprobs = sample["logprobs"]
         if logprobs is not None:
             scored = [self._scored(item) for item in logprobs]
-            ends, tops = [0], []
-            for item, own in zip(logprobs, scored, strict=True):
+            ends = [0]
+            tops: list[dict[str, float]] = [{} for _ in logprobs]
+            for item, own, top in zip(logprobs, scored, tops, strict=True):
                 ends.append(ends[-1] + len(own["token"]))
                 # most likely first: of several tokens with one text the likeliest counts
-                shown = [*map(self._scored, item["top"]), own]
-                tops.append({other["token"]: other["logprob"] for other in reversed(shown)})
+                for other in [*map(self._scored, item["top"]), own]:
+                    top.setdefault(other["token"], other["logprob"])
             logprobs = {
                 "text_offset": ends[:-1],
                 "token_logprobs": [item["logprob"] for item in scored],

@@ -61,7 +61,7 @@ def write_outputs(
                 scratch = run.finish_scratch
                 writer = stack.enter_context(table_writer(target, rows.schema, scratch=scratch, manifest=manifest))
                 puts = [stack.enter_context(lines_writer(path, scratch=scratch, manifest=manifest)) for path in targets]
-                lines = _lines(connection, job, shard, token_of)
+                lines = _lines(connection, job, shard, rows.num_own, token_of)
                 for table in rows.of(connection, shard):
                     writer.write_table(table)
                     for file, data in lines.of(table):
@@ -76,10 +76,12 @@ def write_outputs(
     return num_rows, num_errors
 
 
-def _lines(connection: duckdb.DuckDBPyConnection, job: JobConfig, shard: Shard, token_of: TokenOf) -> Lines:
+def _lines(
+    connection: duckdb.DuckDBPyConnection, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf
+) -> Lines:
     """What the files of lines beside the Parquet file hold, by output.format."""
     if job.output.format == "openai":
-        return OpenAIAnswers(job, shard, token_of)
+        return OpenAIAnswers(job, shard, num_own, token_of)
     return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
 
@@ -104,6 +106,11 @@ class OutputRows:
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
         self._texts = _token_texts(run, job) if job.output.token_texts else None
+
+    @property
+    def num_own(self) -> int:
+        """Columns in front of the kept ones."""
+        return len(self._own.names)
 
     def of(self, connection: duckdb.DuckDBPyConnection, shard: Shard, where: str = "true") -> Iterator[pa.Table]:
         """One shard's rows in order.

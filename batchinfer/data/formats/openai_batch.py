@@ -60,6 +60,8 @@ def openai_records(content: io.BufferedReader) -> Iterator[Record]:
                 values[name] = value
         except WrongValueError as error:
             values = BadRow(values, f"line {number}: {error}")
+        except RecursionError:
+            values = BadRow(values, f"line {number}: body is nested too deeply")
         yield number, num_bytes, values
 
 
@@ -82,8 +84,9 @@ class _Requests:
         if digest in self._ids:
             raise WrongValueError(f"custom_id {_shown(custom_id)} is that of an earlier line, too")
         self._ids.add(digest)
-        if line.get("method") != "POST":
-            raise WrongValueError(f"method is {_shown(line.get('method'))}, not 'POST'")
+        method = _text(line, "method")
+        if method != "POST":
+            raise WrongValueError(f'method is {_shown(method)}, not "POST"')
         url = _text(line, "url")
         if url not in _OF_URL:
             raise WrongValueError(f"url is {_shown(url)}, not {CHAT} or {COMPLETIONS}")
@@ -108,7 +111,7 @@ def _refuse_unsupported(body: dict[str, Any], url: str) -> None:
     for name, value in body.items():
         if name in _ONLY:
             if value != _ONLY[name]:
-                raise WrongValueError(f"body.{name} is {_shown(value)}, but only {_ONLY[name]} is supported")
+                raise WrongValueError(f"body.{name} is {_shown(value)}, but only {_shown(_ONLY[name])} is supported")
         elif name not in _SAMPLING | _OF_ALL | _OF_URL[url] | _UNUSED:
             raise WrongValueError(f"body.{name} is not supported for {url}; leave it out")
 
@@ -126,6 +129,8 @@ def _request(body: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and type(prompt[0]) is not int:
+        (prompt,) = prompt
     if prompt is None:
         raise WrongValueError("body.prompt is missing")
     if not isinstance(prompt, str | list):
@@ -133,10 +138,10 @@ def _prompt(prompt: Any) -> str | list[int]:
     if not prompt:
         raise WrongValueError("body.prompt is empty")
     if isinstance(prompt, list):
+        if type(prompt[0]) is not int:
+            raise WrongValueError(f"body.prompt is a list of {len(prompt)} prompts; write a line for each")
         for item in prompt:
-            if type(item) is not int:
-                raise WrongValueError(f"body.prompt is a list of {len(prompt)} prompts; write a line for each")
-            if not 0 <= item <= _MOST_INT:
+            if type(item) is not int or not 0 <= item <= _MOST_INT:
                 raise WrongValueError(f"body.prompt holds {_shown(item)}, which is no token id")
     return prompt
 
@@ -144,11 +149,11 @@ def _prompt(prompt: Any) -> str | list[int]:
 def _may_call_tools(body: dict[str, Any]) -> bool:
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise WrongValueError(f"body.tool_choice is {_shown(choice)}, but only 'auto' and 'none' are supported")
+        raise WrongValueError(f'body.tool_choice is {_shown(choice)}, but only "auto" and "none" are supported')
     tools = body.get("tools", [])
     for place, tool in enumerate(tools if isinstance(tools, list) else [tools]):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise WrongValueError(f"body.tools[{place}] is not an object of the type 'function' with a function")
+            raise WrongValueError(f'body.tools[{place}] is not an object of the type "function" with a function')
     return bool(tools) and choice == "auto"
 
 
@@ -165,7 +170,7 @@ def _sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
     if logprobs is not None:
         found["logprobs"] = logprobs
     forms = {name: kind for name, kind in _GUIDED.items() if name in body}
-    given = [*forms, *({"response_format", "structured_outputs"} & body.keys())]
+    given = [*forms, *(name for name in ("response_format", "structured_outputs") if name in body)]
     if len(given) > 1:
         raise WrongValueError(f"body.{given[0]} and body.{given[1]} are both set; leave one out")
     structured = _response_format(body) or {kind: body[name] for name, kind in forms.items()}
@@ -199,7 +204,7 @@ def _response_format(body: dict[str, Any]) -> dict[str, Any]:
     schema = schema.get("schema") if isinstance(schema, dict) else None
     if not isinstance(schema, dict):
         raise WrongValueError(
-            "body.response_format is not of the type 'text' or 'json_object', nor 'json_schema' with json_schema.schema"
+            'body.response_format is not of the type "text" or "json_object", nor "json_schema" with json_schema.schema'
         )
     return {"json": schema}
 
@@ -231,7 +236,7 @@ def _int(body: dict[str, Any], name: str, most: int) -> int:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = msgspec.json.encode(value).decode()
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
