@@ -1,7 +1,7 @@
 """Output rows as JSON lines: the same columns, rows and order as in the Parquet file beside them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import duckdb
 import pyarrow as pa
@@ -9,6 +9,7 @@ import pyarrow as pa
 from batchinfer.data.columns import is_text, python_values
 from batchinfer.data.duckdb_sql import literal
 
+SLICE_BYTES = 2 << 20  # that are lines at a time: log-probabilities are ten times as long in these
 # what DuckDB writes although JSON has it not, and texts, in which it may stand
 _NO_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity)')
 
@@ -36,13 +37,19 @@ class JsonLines(Lines):
         self._connection = connection.cursor()  # rows may still come from the other
         self._connection.execute("SET TimeZone = 'UTC'")
 
-    def of(self, rows: pa.Table) -> Iterable[tuple[int, bytes]]:
+    def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
+        slice_rows = max(1, SLICE_BYTES * len(rows) // max(1, rows.nbytes))
+        for first in range(0, len(rows), slice_rows):
+            for line in self._texts(rows.slice(first, slice_rows)):
+                yield 0, _strict(line).encode() + b"\n"
+
+    def _texts(self, rows: pa.Table) -> Iterator[str]:
         # names of columns may be anything, and differ in case alone
         columns = {f"c{place}": _sound(column) for place, column in enumerate(rows.columns)}
         self._connection.register("rows", pa.table(columns))
         pairs = ", ".join(f"{literal(name)}, c{place}" for place, name in enumerate(rows.schema.names))
-        lines = self._connection.execute(f"SELECT json_object({pairs})::VARCHAR FROM rows").fetchall()
-        return ((0, _strict(line).encode() + b"\n") for (line,) in lines)
+        for (line,) in self._connection.execute(f"SELECT json_object({pairs})::VARCHAR FROM rows").fetchall():
+            yield line
 
 
 def _sound(column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:

@@ -12,11 +12,11 @@ MODEL = "gpt-3.5-turbo-0125"
 # https://platform.openai.com/docs/guides/batch, "1. Prepare your batch file", to the letter
 DOCUMENTED = """\
 {"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-3.5-turbo-0125", \
-"messages": [{"role": "system", "content": "You are a helpful assistant."},{"role": "user", "content": "Hello world!"}],\
-"max_tokens": 1000}}
+"messages": [{"role": "system", "content": "You are a helpful assistant."},\
+{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}
 {"custom_id": "request-2", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-3.5-turbo-0125", \
-"messages": [{"role": "system", "content": "You are an unhelpful assistant."},{"role": "user", "content": "Hello world!"}],\
-"max_tokens": 1000}}
+"messages": [{"role": "system", "content": "You are an unhelpful assistant."},\
+{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}
 """
 WEATHER = {
     "type": "function",
