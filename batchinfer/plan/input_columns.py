@@ -7,6 +7,7 @@ import pyarrow as pa
 from batchinfer.config import JobConfig, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
+from batchinfer.data.formats.openai_batch import LINE_KEYS
 from batchinfer.data.inputs import column_type, kept_fields, shard_schema
 from batchinfer.data.schemas import asked_for
 from batchinfer.records import ConfigErrors, Shard
@@ -64,6 +65,8 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         have = ", ".join(first.names[:NAMED_COLUMNS])
         no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
+        if set(first.names) >= LINE_KEYS:
+            hint = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
     problems = [column.problem(schema) for schema in schemas]

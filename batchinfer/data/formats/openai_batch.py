@@ -23,6 +23,7 @@ from batchinfer.data.formats.lines import BadRow, Record
 from batchinfer.data.formats.values import WrongValueError, in_words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LINE_KEYS = {"custom_id", "method", "url", "body"}
 SCHEMA = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "model", "request", "sampling")])
 
 _MOST_INT = 2**31 - 1
