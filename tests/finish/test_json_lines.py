@@ -187,6 +187,15 @@ def test_another_format_has_its_own_files_and_no_others(computed, tmp_path):
     assert batchinfer("verify", target).code == 0
 
 
+def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": ["x"], "prompt": ["Hello"]})
+    for form in ("parquet", "openai", "jsonl"):
+        assert batchinfer("run", write_job(tmp_path, output={"format": form})).code == 0
+        assert batchinfer("finish", tmp_path / "run").code == 0
+        assert (tmp_path / "run" / "outputs" / "a.jsonl").exists() is (form != "parquet")
+    assert read_lines(tmp_path / "run" / "outputs" / "a.jsonl") == outputs(tmp_path / "run")["a.parquet"]
+
+
 def test_files_of_lines_are_published(computed, tmp_path):
     run, expected = computed
     target = shutil.copytree(run, tmp_path / "run")
