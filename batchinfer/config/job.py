@@ -135,6 +135,9 @@ class OutputConfig(Part):
         description="of outputs/: Parquet always; jsonl: the same rows as lines, too; openai: lines as OpenAI answers "
         "a batch, too, and *.errors.jsonl",
     )
+    push: Literal["hf-folder"] | None = Field(
+        None, description="hf-folder: dataset/ in the run folder is these outputs as a Hugging Face dataset with a card"
+    )
     keep_columns: list[Text] = Field(default=[], description="input columns to copy to the outputs")
     publish: Text | None = Field(
         None, description="URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"
@@ -456,10 +459,15 @@ def is_uri(text: str) -> bool:
 
 def dump_job(job: JobConfig) -> str:
     """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
-    lines = []
     # a column of ids that nobody named may be missing
     unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
-    for part, values in job.model_dump(exclude_none=True, exclude=unset_id).items():
+    return dump_parts(job.model_dump(exclude_none=True, exclude=unset_id))
+
+
+def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
+    """Parts of a job as TOML."""
+    lines = []
+    for part, values in parts.items():
         lines.append(f"[{part}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
         lines.append("")

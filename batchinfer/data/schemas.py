@@ -232,6 +232,7 @@ OUTPUTS_WITH_CHOICES = _table(
     ("choice_num_tokens", pa.list_(pa.int32()), "tokens of each choice"),
     ("choice_is_greedy", pa.list_(pa.bool_()), "whether each token of it is the model's most likely one"),
 )
+OUTPUT_TABLES = OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WITH_PROMPT_LOGPROBS, OUTPUTS_WITH_CHOICES
 STATS_REQUESTS = _table(
     "requests",
     "one row per output row, of a row with choices one per choice",

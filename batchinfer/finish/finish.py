@@ -10,6 +10,7 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
+from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
@@ -18,7 +19,7 @@ from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
 from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import LINE_FILES, RunDir, publish_json, read_state, remove_leftovers
+from batchinfer.rundir import LINE_FILES, RunDir, output_files, publish_json, read_state, remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest = Manifest(run.root, state.get("files"))
     shards = [Shard(**shard) for shard in state["shards"]]
     equality = run_equality(run)
-    is_of_format = state.get("format", "parquet") == job.output.format
-    if state["state"] == "finished" and is_of_format and _is_written(run, job, manifest, shards):
+    forms = [job.output.format, job.output.push]
+    is_as_asked = state.get("forms", ["parquet", None]) == forms
+    if state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards):
         write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
@@ -79,6 +81,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         _remove_other_formats(run, job, manifest, shards)
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
+        write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, units)
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality)
@@ -86,14 +89,14 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
     now = "partial" if num_missing else "finished"
-    found = {"finished": finished, "format": job.output.format, "files": manifest.as_json()}
+    found = {"finished": finished, "forms": forms, "files": manifest.as_json()}
     publish_json(run.run_json, {**state, "state": now, **found, **equality})
     return result
 
 
 def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> None:
     """Delete files of lines that an earlier finish wrote in another output.format."""
-    files = {form: {file for shard in shards for file in run.output_files(shard.name, form)} for form in LINE_FILES}
+    files = {form: {file for shard in shards for file in output_files(run, shard.name, form)} for form in LINE_FILES}
     for path in set().union(*files.values()) - files[job.output.format]:
         path.unlink(missing_ok=True)
         manifest.remove(path)
@@ -122,11 +125,12 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
 
 
 def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> bool:
-    for shard in shards:
-        try:
-            if shard.problem is None:
-                manifest.check(*run.output_files(shard.name, job.output.format))
-        except DamagedFileError as error:
-            note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
-            return False
+    files = [file for one in shards if one.problem is None for file in output_files(run, one.name, job.output.format)]
+    try:
+        manifest.check(*files, *(dataset_files(run, shards) if job.output.push else ()))
+    except DamagedFileError as error:
+        note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
+        return False
+    if job.output.push and not card_of(run).exists():
+        return False
     return all(run.stats_file(table).exists() for table in ("requests", "units", "run"))

@@ -24,7 +24,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, output_files, read_state
 
 BATCH_ROWS = 4096
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
@@ -56,7 +56,7 @@ def write_outputs(
         for shard in shards:
             if shard.problem is not None:
                 continue
-            target, *targets = run.output_files(shard.name, job.output.format)
+            target, *targets = output_files(run, shard.name, job.output.format)
             with ExitStack() as stack:
                 scratch = run.finish_scratch
                 writer = stack.enter_context(table_writer(target, rows.schema, scratch=scratch, manifest=manifest))

@@ -14,7 +14,7 @@ from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_rows
 from batchinfer.parallel.layout import rank_places
 from batchinfer.records import ConfigError, Shard, slots_per_rank
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, output_files
 
 # The device of ranks with these backends, wherever they are; of the others it depends on the machine.
 DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "sdpa": "cuda"}
@@ -53,7 +53,7 @@ def check_names(run: RunDir, shards: list[Shard], form: str) -> None:
     """
     most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
     shard_of: dict[Path, Shard] = {}
-    for target, shard in [(file, one) for one in shards for file in run.output_files(one.name, form)]:
+    for target, shard in [(file, one) for one in shards for file in output_files(run, one.name, form)]:
         other = shard_of.setdefault(target, shard)
         if other is not shard:
             raise ConfigError(

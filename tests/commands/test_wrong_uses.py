@@ -70,6 +70,7 @@ JOBS = [
     ({"input": {"files": ["batch.jsonl"]}}, ['lines of an OpenAI batch: set input.format = "openai" instead']),
     ({"input": {"files": ["batch.jsonl"], "prompt": None, "messages": "messages"}}, ['input.format = "openai"']),
     ({"output": {"format": "json"}}, ["did you mean jsonl?"]),
+    ({"output": {"push": "hf_folder"}}, ["did you mean hf-folder?"]),
     ({"output": {"format": "openai"}, "input": {"id": "none"}}, ["lines are answers by id, but rows have no ids"]),
     (
         {"output": {"format": "openai"}, "input": {"choices": "how"}, "sampling": {"max_tokens": 0}},
