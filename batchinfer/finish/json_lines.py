@@ -9,7 +9,7 @@ import pyarrow as pa
 from batchinfer.data.columns import is_text, python_values
 from batchinfer.data.duckdb_sql import literal
 
-SLICE_BYTES = 2 << 20  # that are lines at a time: log-probabilities are ten times as long in these
+SLICE_BYTES = 1 << 19  # that are lines at a time: log-probabilities are ten times as long in these
 # what DuckDB writes although JSON has it not, and texts, in which it may stand
 _NO_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity)')
 

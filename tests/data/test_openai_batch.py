@@ -253,6 +253,7 @@ BAD = [
     (completion("x", [1, 2**80]), f"line 2: body.prompt holds {2**80}, which is no token id"),
     (completion("x", [1, LIMITS.vocab_size]), f"a token id is {LIMITS.vocab_size}, which is not in [0, "),
     (chat("x", tools=[{"type": "retrieval"}]), 'line 2: body.tools[0] is not an object of the type "function"'),
+    (chat("x", tools=[FUNCTION | {"function": {}}]), "line 2: body.tools[0].function.name is missing"),
     (chat("x", tools=[FUNCTION, 5]), 'line 2: body.tools[1] is not an object of the type "function"'),
     (chat("x", tools=[FUNCTION], tool_choice="required"), 'line 2: body.tool_choice is "required", but only "auto"'),
     (chat("x", tools=[FUNCTION], tool_choice=FUNCTION), "line 2: body.tool_choice is {"),

@@ -41,6 +41,7 @@ _UNUSED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "priority", "request_id",
 }  # fmt: skip
+_KNOWN = {url: _SAMPLING | _OF_ALL | own | _UNUSED for url, own in _OF_URL.items()}
 # these may only say what is so anyway
 _ONLY = {
     "stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "use_beam_search": False,
@@ -113,7 +114,7 @@ def _refuse_unsupported(body: dict[str, Any], url: str) -> None:
         if name in _ONLY:
             if value != _ONLY[name]:
                 raise WrongValueError(f"body.{name} is {_shown(value)}, but only {_shown(_ONLY[name])} is supported")
-        elif name not in _SAMPLING | _OF_ALL | _OF_URL[url] | _UNUSED:
+        elif name not in _KNOWN[url]:
             raise WrongValueError(f"body.{name} is not supported for {url}; leave it out")
 
 
@@ -155,6 +156,7 @@ def _may_call_tools(body: dict[str, Any]) -> bool:
     for place, tool in enumerate(tools if isinstance(tools, list) else [tools]):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
             raise WrongValueError(f'body.tools[{place}] is not an object of the type "function" with a function')
+        _text(tool["function"], "name", f"body.tools[{place}].function.")
     return bool(tools) and choice == "auto"
 
 
