@@ -36,7 +36,9 @@ def finished(tmp_path_factory):
         output={"push": "hf-folder", "keep_columns": ["a|b"]},
         sampling={"n": 2, "max_tokens": 4, "temperature": 0.5, "logprobs": 1},
     )
-    assert batchinfer("run", job).code == 3
+    ended = batchinfer("run", job)
+    assert ended.code == 3, ended.err
+    assert f"a Hugging Face dataset: {folder / 'run' / 'dataset'}; name the licence" in ended.err
     return folder / "run"
 
 
