@@ -71,6 +71,10 @@ class Manifest:
         """Vouch for a file of the run folder."""
         self._files[self._name(path)] = checksums
 
+    def remove(self, path: Path) -> None:
+        """Vouch for a file no more, if anybody did."""
+        self._files.pop(self._name(path), None)
+
     def open(self, path: Path) -> VerifiedFile:
         """Open a file of which every block is compared before a byte of it is handed out.
 

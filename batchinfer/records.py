@@ -106,7 +106,7 @@ class Shard:
     num_rows: int
     problem: str | None = None  # why the file cannot be read
     version: str = ""  # of an object: its ETag, or when it was written; "" for a file
-    format: str = "parquet"  # or jsonl, csv, arrow
+    format: str = "parquet"  # or jsonl, csv, arrow, openai
     schema: str = ""  # of lines: their columns as found, an Arrow schema in base64
     written_ns: int = 0  # of a file that is not Parquet: when it was last written
 

@@ -17,6 +17,7 @@ import xxhash
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, InputError
 
+LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
 CHECKSUM = "checksum"  # key of a JSON document's own checksum
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
@@ -32,7 +33,8 @@ class RunDir:
     plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-<number>-<digest>.parquet}   done/<unit>
     quarantine/…   damaged files, by the path that they had
-    outputs/<name>.parquet   stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
+    outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
+    stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
     work/sessions/<session>.json
     slurm/<submission>.json  slurm/goal.json  slurm/*.log
@@ -76,6 +78,11 @@ class RunDir:
     @property
     def outputs(self) -> Path:
         return self.root / "outputs"
+
+    @property
+    def dataset(self) -> Path:
+        """The outputs as a Hugging Face dataset."""
+        return self.root / "dataset"
 
     @property
     def stats(self) -> Path:
@@ -169,6 +176,12 @@ class RunDir:
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
         suffix = "" if part is None else f"-{part:05d}"
         return self.stats / table / f"{session}{suffix}.parquet"
+
+
+def output_files(run: RunDir, shard_name: str, form: str) -> list[Path]:
+    """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
+    table = run.output(shard_name)
+    return [table, *(table.with_suffix(suffix) for suffix in LINE_FILES[form])]
 
 
 @contextmanager

@@ -11,11 +11,7 @@ from typing_extensions import is_typeddict
 from batchinfer.config import JobConfig
 from batchinfer.data.schemas import (
     DECODE_STEPS,
-    OUTPUTS,
-    OUTPUTS_WITH_CHOICES,
-    OUTPUTS_WITH_PROMPT_LOGPROBS,
-    OUTPUTS_WITH_REASONING,
-    OUTPUTS_WITH_TOOLS,
+    OUTPUT_TABLES,
     RESULTS,
     STATS_TABLES,
     Table,
@@ -53,10 +49,7 @@ def job_schema_text() -> str:
 def stats_schema_text() -> str:
     """The views that `report --sql` offers: columns, types, meaning."""
     blocks = ["Views of `batchinfer report RUN --sql`, and the Parquet files behind them in outputs/ and stats/:"]
-    outputs = (
-        OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WITH_PROMPT_LOGPROBS, OUTPUTS_WITH_CHOICES
-    )  # fmt: skip
-    blocks += [line for table in (*outputs, *STATS_TABLES, DECODE_STEPS) for line in _table_lines(table)]
+    blocks += [line for table in (*OUTPUT_TABLES, *STATS_TABLES, DECODE_STEPS) for line in _table_lines(table)]
     blocks += ["\nThe view of `batchinfer peek RUN --sql`, with the row's id in front:", *_table_lines(RESULTS)]
     return "\n".join(blocks)
 

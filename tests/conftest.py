@@ -28,6 +28,7 @@ from batchinfer.launch import rank_watcher
 from support import rank_forge
 from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
+from support.open_encoders import close_all
 from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -42,6 +43,12 @@ def quick_ranks() -> Iterator[None]:
             patch.setattr(rank_watcher, "start_rank", rank_forge.start_rank)
             patch.setattr(tokenizer_process, "start_process", rank_forge.start_tokenizer)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_encoders_end() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture

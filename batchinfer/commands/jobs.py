@@ -262,13 +262,15 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
     from batchinfer.finish.finish import finish_run
 
     result = finish_run(run_dir, config, allow_partial=allow_partial)
-    click.echo(sanitize(_finished_text(run_dir, result)), err=True)
+    click.echo(sanitize(_finished_text(run_dir, config, result)), err=True)
     return result.exit_code
 
 
-def _finished_text(run_dir: RunDir, result: FinishedRun) -> str:
+def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
+    if config.output.push is not None:
+        lines.append(f"the same as a Hugging Face dataset: {run_dir.dataset}; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
     return "\n".join(lines)

@@ -17,6 +17,8 @@ from batchinfer.config.problems import sentences
 from batchinfer.config.sampling import NOTHING_SCORED, JobSampling, with_model_defaults
 from batchinfer.records import ConfigError, ConfigErrors
 
+# what data/formats/openai_batch.py makes of a line, as keys of [input]
+OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
 PAGE_TOKENS = 64  # tokens in one page of device KV
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
@@ -36,10 +38,10 @@ class InputConfig(Part):
         min_length=1,
         description="shards: paths, folders or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
     )
-    format: Literal["parquet", "jsonl", "csv", "arrow", "sharegpt"] | None = Field(
+    format: Literal["parquet", "jsonl", "csv", "arrow", "sharegpt", "openai"] | None = Field(
         None,
         description="of the files; unset: by extension, as jsonl.gz or tsv, else Parquet; sharegpt: by extension, and "
-        "messages (unset: conversations) holds {from: human | gpt | system, value}",
+        "messages (unset: conversations) holds {from: human | gpt | system, value}; openai: lines of its batch files",
     )
     id: Text = Field(
         "id",
@@ -81,9 +83,16 @@ class InputConfig(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_conversations(cls, table: Any) -> Any:
-        is_sharegpt = isinstance(table, dict) and table.get("format") == "sharegpt"
-        return {"messages": "conversations", **table} if is_sharegpt else table
+    def _with_columns_of_format(cls, table: Any) -> Any:
+        form = table.get("format") if isinstance(table, dict) else None
+        if form != "openai":
+            return {"messages": "conversations", **table} if form == "sharegpt" else table
+        for name in ("id", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
+            if table.get(name, OPENAI_COLUMNS.get(name)) != OPENAI_COLUMNS.get(name):
+                raise ValueError(f"{name} does not go with format = 'openai', whose lines say all that; leave it out")
+        if isinstance(table.get("chat_template_kwargs"), str):
+            raise ValueError("chat_template_kwargs names a column, which format = 'openai' has not; write a table")
+        return {**table, **OPENAI_COLUMNS}
 
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
@@ -91,15 +100,19 @@ class InputConfig(Part):
         if len(given) != 1:
             have = " and ".join(given) or "none"
             raise ValueError(f"prompt, messages, token_ids, template: exactly one must be set, but the job sets {have}")
-        makes_chats = self.messages is not None or (self.template is not None and self.system is not None)
         for name in ("system", "chat_template_kwargs", "tools"):
-            if getattr(self, name) is not None and not makes_chats:
+            if getattr(self, name) is not None and not self.makes_chats:
                 raise ValueError(
                     f"{name} is for chats, but {given[0]} alone makes none; use messages, or template with system"
                 )
         if self.continue_final_message and self.messages is None:
             raise ValueError(f"continue_final_message is for chats of input.messages, but the job sets {given[0]}")
         return self
+
+    @property
+    def makes_chats(self) -> bool:
+        """Whether prompts go through the chat template; with format = 'openai' each line says."""
+        return self.messages is not None or (self.template is not None and self.system is not None)
 
     @property
     def prompt_column(self) -> str:
@@ -117,6 +130,14 @@ class OutputConfig(Part):
     """Where the run folder is and what goes along to the outputs."""
 
     dir: Text = Field(description="run folder: plan, durable results, outputs/ and stats/")
+    format: Literal["parquet", "jsonl", "openai"] = Field(
+        "parquet",
+        description="of outputs/: Parquet always; jsonl: the same rows as lines, too; openai: lines as OpenAI answers "
+        "a batch, too, and *.errors.jsonl",
+    )
+    push: Literal["hf-folder"] | None = Field(
+        None, description="hf-folder: dataset/ in the run folder is these outputs as a Hugging Face dataset with a card"
+    )
     keep_columns: list[Text] = Field(default=[], description="input columns to copy to the outputs")
     publish: Text | None = Field(
         None, description="URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"
@@ -162,7 +183,9 @@ class OutputConfig(Part):
 class ModelPart(Part):
     """The model folder, as Hugging Face lays it out."""
 
-    path: Text = Field(description="folder with config.json, *.safetensors, tokenizer.json (or tiktoken.model), tokenizer_config.json")
+    path: Text = Field(
+        description="folder with config.json, *.safetensors, tokenizer.json (or tiktoken.model), tokenizer_config.json"
+    )
     dtype: Literal["float32", "bfloat16", "fp8"] = Field(
         "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
     )
@@ -346,6 +369,16 @@ class JobConfig(Part):
         return self
 
     @model_validator(mode="after")
+    def _answers_have_names(self) -> JobConfig:
+        without = {"input.choices is set": self.input.choices is not None, "rows have no ids": self.input.id == "none"}
+        for reason, holds in without.items():
+            if self.output.format == "openai" and holds:
+                raise ValueError(
+                    f"output.format is 'openai', in which lines are answers by id, but {reason}; use jsonl"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _texts_have_tokens(self) -> JobConfig:
         asked_for = self.sampling.logprobs, self.sampling.prompt_logprobs, self.input.sampling
         if self.output.token_texts and all(item is None for item in asked_for):
@@ -428,10 +461,15 @@ def is_uri(text: str) -> bool:
 
 def dump_job(job: JobConfig) -> str:
     """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
-    lines = []
     # a column of ids that nobody named may be missing
     unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
-    for part, values in job.model_dump(exclude_none=True, exclude=unset_id).items():
+    return dump_parts(job.model_dump(exclude_none=True, exclude=unset_id))
+
+
+def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
+    """Parts of a job as TOML."""
+    lines = []
+    for part, values in parts.items():
         lines.append(f"[{part}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
         lines.append("")

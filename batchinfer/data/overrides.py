@@ -36,11 +36,11 @@ class SamplingOverrides:
         """The same of an override that is written as JSON."""
         try:
             override = msgspec.json.decode(text)
+            if override is not None and not isinstance(override, dict):
+                return f"{self._column} is not an object of sampling keys"
+            return self.resolve(override)
         except (msgspec.DecodeError, RecursionError) as error:
             return f"{self._column} is not valid JSON: {error}"
-        if override is not None and not isinstance(override, dict):
-            return f"{self._column} is not an object of sampling keys"
-        return self.resolve(override)
 
     def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
         try:

@@ -1,6 +1,6 @@
-"""Tables of our own in Parquet: written whole or not at all; and what damage of files looks like."""
+"""Tables of our own in Parquet, and files of lines: written whole or not at all; what damage of files looks like."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ def table_writer(
             yield writer
     if manifest is not None:
         manifest.add(target, checked.checksums)
+
+
+@contextmanager
+def lines_writer(target: Path, *, scratch: Path, manifest: Manifest) -> Iterator[Callable[[bytes], object]]:
+    """Write a file of lines so that it appears whole or not at all; gives what takes the next bytes.
+
+    Args, Raises: as `table_writer`.
+    """
+    with published(target, scratch=scratch) as temporary, open(temporary, "wb") as file:
+        checked = ChecksummedWriter(file)
+        yield checked.write
+    manifest.add(target, checked.checksums)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ _TRIAL_CHATS = [
     [{"role": role, "content": "Hello there, 12 times."} for role in roles]
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"])
 ]
+_NO_TEMPLATE = "the model folder has no chat template, which messages need"
 
 
 class RowEncoder:
@@ -38,12 +39,12 @@ class RowEncoder:
         self._tokenizer, self._prompts = tokenizer, prompts
         self._most_tokens = most_tokens
         self._control = control
-        if prompts.makes_chats:
-            tokenizer.chat_template()  # without one no row can work: fail before the first
+        if prompts.makes_chats or (prompts.may_make_chats and tokenizer.template_text is not None):
+            tokenizer.chat_template()  # without a sound one no chat can work: fail before the first
 
     def try_out(self) -> None:
         """Encode harmless rows: a tokenizer or template that cannot even do that ends this process here."""
-        is_chat = self._prompts.makes_chats
+        is_chat = self._prompts.may_make_chats and self._tokenizer.template_text is not None
         prompts = [self._prompts.chat(chat) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS]
         self._encoded(prompts, self._prompt_ids)
 
@@ -59,7 +60,7 @@ class RowEncoder:
         ]
         return self._encoded(texts, self._choice_ids)
 
-    def _encoded(self, prompts: Sequence[str | Chat | RowError], encode: EncodeTexts) -> pa.RecordBatch:
+    def _encoded(self, prompts: Sequence[str | Chat | list[int] | RowError], encode: EncodeTexts) -> pa.RecordBatch:
         errors = [str(prompt) if isinstance(prompt, RowError) else None for prompt in prompts]
         lists: list[list[int]] = [[]] * len(prompts)
         holds = np.zeros(len(prompts), dtype=bool)
@@ -78,19 +79,28 @@ class RowEncoder:
         return pa.RecordBatch.from_arrays([token_ids, sentences, pa.array(holds)], schema=ENCODED)
 
     def _prompt_ids(self, prompts: list[Any]) -> IdsAndControl:
-        if self._prompts.makes_chats:
-            variables = [chat.variables for chat in prompts]
-            texts: list[Any] = [[chat.messages, chat.variables] for chat in prompts]
-            found = self._tokenizer.encode_chats(
-                [chat.messages for chat in prompts],
-                self._most_tokens,
-                self._control,
-                variables=variables,
-                continues=self._prompts.continues,
-            )
-        else:
-            texts, found = prompts, self._tokenizer.encode_prompts(prompts, self._most_tokens, self._control)
-        return self._with_control(texts, found)
+        found: list[tuple[list[int] | str, bool]] = [([], False)] * len(prompts)
+        for kind, encode in ((Chat, self._chat_ids), (str, self._text_ids), (list, _ready_ids)):
+            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, kind)]
+            if places:
+                for place, answer in zip(places, encode([prompts[place] for place in places]), strict=True):
+                    found[place] = answer
+        return iter(found)
+
+    def _chat_ids(self, chats: list[Chat]) -> IdsAndControl:
+        if self._tokenizer.template_text is None:
+            return ((_NO_TEMPLATE, False) for _ in chats)
+        found = self._tokenizer.encode_chats(
+            [chat.messages for chat in chats],
+            self._most_tokens,
+            self._control,
+            variables=[chat.variables for chat in chats],
+            continues=self._prompts.continues,
+        )
+        return self._with_control([[chat.messages, chat.variables] for chat in chats], found)
+
+    def _text_ids(self, texts: list[str]) -> IdsAndControl:
+        return self._with_control(texts, self._tokenizer.encode_prompts(texts, self._most_tokens, self._control))
 
     def _choice_ids(self, texts: list[str]) -> IdsAndControl:
         found = self._tokenizer.encode_prompts(texts, self._most_tokens, self._control, special=False)
@@ -99,3 +109,7 @@ class RowEncoder:
     def _with_control(self, texts: list[Any], found: list[list[int] | str]) -> IdsAndControl:
         first_in = self._tokenizer.control.first_in
         return ((ids, first_in(text) is not None) for ids, text in zip(found, texts, strict=True))
+
+
+def _ready_ids(prompts: list[list[int]]) -> IdsAndControl:
+    return ((ids, False) for ids in prompts)

@@ -3,6 +3,7 @@
 prompt            text ─────────────────────────────► text
 template          columns ─► Jinja ─► text ─────────► text, or with `system` the user's message of a chat
 messages          list, or JSON text, or ShareGPT's ► messages ─► chat with tools and chat_template_kwargs
+format = openai   JSON of the request ──────────────► text, token ids, or chat with its own tools and kwargs
 """
 
 import json
@@ -17,6 +18,8 @@ from batchinfer.records import ModelError
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+_OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RowError(ValueError):
@@ -39,7 +42,8 @@ class RowPrompts:
 
     Attributes:
         columns: the input columns that prompts are made of.
-        makes_chats: whether they are chats.
+        makes_chats: whether they are all chats.
+        may_make_chats: whether some may be.
 
     Raises:
         ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets what has other keys.
@@ -56,18 +60,21 @@ class RowPrompts:
                 _refuse_own_names("input.chat_template_kwargs", self._kwargs)
             except RowError as error:
                 raise ModelError(str(error)) from None
-        self.makes_chats = settings["messages"] is not None or (self._template is not None and self._system is not None)
+        self.may_make_chats = settings["messages"] is not None or (
+            self._template is not None and self._system is not None
+        )
+        self.makes_chats = self.may_make_chats and settings["format"] != "openai"
         self.continues = bool(settings["continue_final_message"])
         own = self._template.columns if self._template else [self._column]
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
 
-    def of(self, column: pa.Array) -> list[str | Chat | RowError]:
+    def of(self, column: pa.Array) -> list[str | Chat | list[int] | RowError]:
         """The prompt of each row.
 
         Args:
             column: the one of `columns`, or a struct of them where there are several or a template.
         """
-        prompts: list[str | Chat | RowError] = []
+        prompts: list[str | Chat | list[int] | RowError] = []
         is_one = self._template is None and len(self.columns) == 1
         for value in python_values(column):
             try:
@@ -95,7 +102,7 @@ class RowPrompts:
             tools = [tools]
         return Chat(messages, {**(kwargs or {}), **({} if tools is None else {"tools": tools})})
 
-    def _prompt(self, row: dict[str, Any]) -> str | Chat:
+    def _prompt(self, row: dict[str, Any]) -> str | Chat | list[int]:
         if self._template is not None:
             try:
                 text = self._template.render(row)
@@ -105,12 +112,24 @@ class RowPrompts:
                 raise RowError("input.template writes an empty prompt")
             return self.chat([{"role": "user", "content": text}], row) if self.makes_chats else text
         value = row[self._column]
+        if self._settings["format"] == "openai":
+            return self._requested(_json(self._column, value or "{}"))
         if not self.makes_chats:
             if not value:
                 raise RowError(f"{self._column} is {'null' if value is None else 'empty'}")
             return str(value)
         messages = _json(self._column, value) if isinstance(value, str) else value
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
+
+    def _requested(self, request: dict[str, Any]) -> str | Chat | list[int]:
+        """The prompt of a request as data/formats/openai_batch.py writes it; its own variables count."""
+        if "prompt" in request:
+            prompt: str | list[int] = request["prompt"]
+            return prompt
+        chat = self.chat(_messages("body.messages", request.get("messages"), "openai"))
+        tools = _tool_list("body.tools", request.get("tools"))
+        kwargs = _keywords("body.chat_template_kwargs", request.get("chat_template_kwargs")) or {}
+        return Chat(chat.messages, {**chat.variables, **kwargs, **({} if tools is None else {"tools": tools})})
 
 
 def _is_name(value: Any) -> bool:
@@ -146,6 +165,8 @@ def _messages(column: str, messages: Any, form: str) -> list[dict[str, Any]]:
             raise RowError(f"{column} has no content in message {index}")
         if not isinstance(role, str):
             raise RowError(f"{column}[{index}] has a role that is not text")
+        if form == "openai":
+            message = _from_openai(f"{column}[{index}]", role, message)
         found.append({**message, "content": _text(f"{column}[{index}]", content)} if "content" in message else message)
     return found
 
@@ -155,6 +176,12 @@ def _from_sharegpt(place: str, turn: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
         raise RowError(f"{place} is from {who!r}, not from {', '.join(_SHAREGPT_ROLES)}")
     return {"role": _SHAREGPT_ROLES[who], "content": turn.get("value")}
+
+
+def _from_openai(place: str, role: str, message: dict[str, Any]) -> dict[str, Any]:
+    if role not in _OPENAI_ROLES:
+        raise RowError(f"{place} has the role {role!r}, not one of {', '.join(_OPENAI_ROLES)}")
+    return {**message, "role": "system"} if role == "developer" else message
 
 
 def _text(place: str, content: Any) -> str | None:

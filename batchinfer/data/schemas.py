@@ -215,7 +215,7 @@ OUTPUTS_WITH_REASONING = _table(
 TOOL_CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
 OUTPUTS_WITH_TOOLS = _table(
     "outputs with tools",
-    "behind these, where input.tools is set",
+    "behind these, where input.tools is set or input.format is 'openai'",
     ("tool_calls", TOOL_CALLS, "calls in the text, arguments as JSON; empty: none, null: not to be read"),
 )
 OUTPUTS_WITH_PROMPT_LOGPROBS = _table(
@@ -232,6 +232,7 @@ OUTPUTS_WITH_CHOICES = _table(
     ("choice_num_tokens", pa.list_(pa.int32()), "tokens of each choice"),
     ("choice_is_greedy", pa.list_(pa.bool_()), "whether each token of it is the model's most likely one"),
 )
+OUTPUT_TABLES = OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WITH_PROMPT_LOGPROBS, OUTPUTS_WITH_CHOICES
 STATS_REQUESTS = _table(
     "requests",
     "one row per output row, of a row with choices one per choice",
@@ -449,7 +450,7 @@ def asked_for(job: JobConfig, *, prompt_logprobs: bool) -> list[Table]:
     """
     is_asked_for = {
         OUTPUTS_WITH_REASONING: job.output.reasoning != "none",
-        OUTPUTS_WITH_TOOLS: job.input.tools is not None,
+        OUTPUTS_WITH_TOOLS: job.input.tools is not None or job.input.format == "openai",
         OUTPUTS_WITH_PROMPT_LOGPROBS: prompt_logprobs,
         OUTPUTS_WITH_CHOICES: job.input.choices is not None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 END_OF_THINKING = "</think>"
+# how vocabularies of bytes write them, as GPT-2 did: printable ones as they are, the others from U+0100 on
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
+}
 UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole character yet
 
 
@@ -224,6 +230,17 @@ class PromptTokenizer:
     def stream(self) -> TextStream:
         """A fresh incremental decoder for one request."""
         return TextStream(self.decode)
+
+
+def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:
+    """The bytes of one token, which may be no whole character; None: they cannot be told."""
+    text = tokenizer.decode([token_id], with_special=True)
+    if UNFINISHED not in text:
+        return text.encode()
+    token = tokenizer._tokenizer.id_to_token(token_id) or ""
+    if is_byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(is_byte[1])
+    return bytes(_BYTE_OF[char] for char in token) if token and _BYTE_OF.keys() >= set(token) else None
 
 
 class TextStream:

@@ -116,7 +116,10 @@ class _RowChecker:
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
         self._overrides = SamplingOverrides(
-            job.sampling, self._sampling or "", vocab_size=limits.vocab_size, with_choices=self._choices is not None
+            job.sampling,
+            "body" if job.input.format == "openai" else self._sampling or "",
+            vocab_size=limits.vocab_size,
+            with_choices=self._choices is not None,
         )
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)

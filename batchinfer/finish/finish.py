@@ -10,6 +10,7 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
+from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
@@ -18,7 +19,7 @@ from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
 from batchinfer.run.lock import locked
 from batchinfer.run.publish import publish_run
-from batchinfer.rundir import RunDir, publish_json, read_state, remove_leftovers
+from batchinfer.rundir import LINE_FILES, RunDir, output_files, publish_json, read_state, remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest = Manifest(run.root, state.get("files"))
     shards = [Shard(**shard) for shard in state["shards"]]
     equality = run_equality(run)
-    if state["state"] == "finished" and _is_written(run, manifest, shards):
+    forms = [job.output.format, job.output.push]
+    is_as_asked = state.get("forms", ["parquet", None]) == forms
+    if state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards):
         write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
@@ -75,8 +78,10 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection:
         num_missing = join_results(connection, run, units, allow_partial=allow_partial)
+        _remove_other_formats(run, job, manifest, shards)
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
+        write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards)
         write_unit_stats(connection, run, units)
     keep_lost_steps(run)
@@ -85,8 +90,17 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
     now = "partial" if num_missing else "finished"
-    publish_json(run.run_json, {**state, "state": now, "finished": finished, "files": manifest.as_json(), **equality})
+    found = {"finished": finished, "forms": forms, "files": manifest.as_json()}
+    publish_json(run.run_json, {**state, "state": now, **found, **equality})
     return result
+
+
+def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> None:
+    """Delete files of lines that an earlier finish wrote in another output.format."""
+    files = {form: {file for shard in shards for file in output_files(run, shard.name, form)} for form in LINE_FILES}
+    for path in set().union(*files.values()) - files[job.output.format]:
+        path.unlink(missing_ok=True)
+        manifest.remove(path)
 
 
 @contextmanager
@@ -111,12 +125,13 @@ def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
                 run.work.rmdir()
 
 
-def _is_written(run: RunDir, manifest: Manifest, shards: list[Shard]) -> bool:
-    for shard in shards:
-        try:
-            if shard.problem is None:
-                manifest.check(run.output(shard.name))
-        except DamagedFileError as error:
-            note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
-            return False
+def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> bool:
+    files = [file for one in shards if one.problem is None for file in output_files(run, one.name, job.output.format)]
+    try:
+        manifest.check(*files, *(dataset_files(run, shards) if job.output.push else ()))
+    except DamagedFileError as error:
+        note(f"{error.path} is missing or damaged ({error.reason}); all outputs are written again")
+        return False
+    if job.output.push and not card_of(run).exists():
+        return False
     return all(run.stats_file(table).exists() for table in ("requests", "units", "run"))

@@ -1,6 +1,8 @@
-"""outputs/: one Parquet file per readable shard, the same rows in the same order."""
+"""outputs/: one Parquet file per readable shard, the same rows in the same order; by output.format also lines."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import duckdb
@@ -9,18 +11,20 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.inputs import kept_fields
-from batchinfer.data.parquet import table_writer
+from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.schemas import asked_for, output_schema
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer, token_bytes
 from batchinfer.finish.join import output_rows, query
+from batchinfer.finish.json_lines import JsonLines, Lines
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.openai_answers import OpenAIAnswers, TokenOf
 from batchinfer.finish.token_texts import TokenTexts
 from batchinfer.finish.tool_calls import tool_calls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, output_files, read_state
 
 BATCH_ROWS = 4096
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
@@ -46,21 +50,39 @@ def write_outputs(
         RunMismatchError: its tokenizer is another one than the plan's.
     """
     rows = OutputRows(connection, run, job, shards, id_type)
+    token_of = _token_of(run, job)
     num_rows = num_errors = 0
     with Progress("finish", expected, "rows") as progress:
         for shard in shards:
             if shard.problem is not None:
                 continue
-            target = run.output(shard.name)
-            with table_writer(target, rows.schema, scratch=run.finish_scratch, manifest=manifest) as writer:
+            target, *targets = output_files(run, shard.name, job.output.format)
+            with ExitStack() as stack:
+                scratch = run.finish_scratch
+                writer = stack.enter_context(table_writer(target, rows.schema, scratch=scratch, manifest=manifest))
+                puts = [stack.enter_context(lines_writer(path, scratch=scratch, manifest=manifest)) for path in targets]
+                lines = _lines(connection, job, shard, rows.num_own, token_of)
                 for table in rows.of(connection, shard):
                     writer.write_table(table)
+                    for file, data in lines.of(table):
+                        puts[file](data)
                     num_rows += len(table)
                     num_errors += sum(status == "error" for status in table["status"].to_pylist())
                     progress.advance(len(table))
+                for file, data in lines.rest():
+                    puts[file](data)
     if num_rows != expected:
         raise IncompleteRunError(f"{expected} rows were asked for, but {num_rows} written; please report this fault")
     return num_rows, num_errors
+
+
+def _lines(
+    connection: duckdb.DuckDBPyConnection, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf
+) -> Lines:
+    """What the files of lines beside the Parquet file hold, by output.format."""
+    if job.output.format == "openai":
+        return OpenAIAnswers(job, shard, num_own, token_of)
+    return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
 
 class OutputRows:
@@ -85,6 +107,11 @@ class OutputRows:
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
         self._texts = _token_texts(run, job) if job.output.token_texts else None
 
+    @property
+    def num_own(self) -> int:
+        """Columns in front of the kept ones."""
+        return len(self._own.names)
+
     def of(self, connection: duckdb.DuckDBPyConnection, shard: Shard, where: str = "true") -> Iterator[pa.Table]:
         """One shard's rows in order.
 
@@ -98,10 +125,21 @@ class OutputRows:
             yield pa.table([*shown.columns, *kept_rows.take(batch["row"])], schema=self.schema)
 
 
-def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
+def _tokenizer(run: RunDir, job: JobConfig) -> PromptTokenizer:
     tokenizer = load_tokenizer(Path(job.model.path))
     check_same(read_state(run)["fingerprint"], {"tokenizer and template": tokenizer.digest}, run.root)
+    return tokenizer
+
+
+def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
+    tokenizer = _tokenizer(run, job)
     return TokenTexts(lambda token_id: tokenizer.decode([token_id], with_special=True))
+
+
+def _token_of(run: RunDir, job: JobConfig) -> TokenOf:
+    """Texts and bytes of tokens; the tokenizer is loaded when the first is asked for."""
+    tokenizer = cache(lambda: _tokenizer(run, job))
+    return cache(lambda id: (tokenizer().decode([id], with_special=True), token_bytes(tokenizer(), id)))
 
 
 def _output_reader(

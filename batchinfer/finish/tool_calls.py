@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchinfer.data.schemas import TOOL_CALLS
 
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)```", re.DOTALL)
 
@@ -31,7 +31,7 @@ def parse_tool_calls(text: str) -> list[dict[str, str]] | None:
     Returns:
         [] for an answer that calls nothing; None where one of its calls is cut off or not in a known form.
     """
-    before, *blocks = text.split(_CALLS_BEGIN)
+    before, *blocks = text.split(CALLS_BEGIN)
     if _CALL_BEGIN in before:
         return None
     calls = []

@@ -70,7 +70,8 @@ def _checks(run: RunDir) -> Iterator[Check]:
             manifest = Manifest(run.root, read_state(run).get("files"))
     write_again = f"`batchinfer finish {run.root}` writes all outputs again"
     for path in manifest:
-        remedy = write_again if path.is_relative_to(run.outputs) else plan_again(run.root)
+        is_output = path.is_relative_to(run.outputs) or path.is_relative_to(run.dataset)
+        remedy = write_again if is_output else plan_again(run.root)
         yield path, partial(manifest.check, path), remedy
     yield from _unit_checks(run)
     for path in sorted(run.stats.rglob("*.parquet")):

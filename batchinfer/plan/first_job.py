@@ -15,6 +15,7 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import is_id_type, python_values
+from batchinfer.data.formats.openai_batch import LINE_KEYS
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.shards import find_shards
@@ -59,18 +60,15 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
-    columns = _Columns(readable[0])
-    keys, name, words = columns.prompts()
-    ids = columns.ids(name)
+    is_batch = readable[0].format == "jsonl" and set(shard_schema(readable[0]).names) >= LINE_KEYS
+    inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
         files=_toml(files if is_uri(files) else _from(folder, files)),
-        prompts="\n".join(f"{key} = {_toml(value)}" for key, value in keys.items()),
-        words=words,
-        chat_hint=_CHAT_HINT.format(name=name) if "prompt" in keys and has_chat_template(model) else "",
-        ids=_toml(ids or NO_IDS),
+        inputs=inputs,
         run=_toml(run),
+        outputs=_BATCH_OUTPUTS if is_batch else "",
         model=_toml(_from(folder, str(model.absolute()))),
         dtype=dtype,
         why=why,
@@ -81,13 +79,32 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     num_rows = sum(shard.num_rows for shard in readable)
     choices = [
         ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
-        ("prompts", f"column {name!r}, {words}"),
-        ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
+        *of_inputs,
         ("model", f"{model}, {dtype}: {why}"),
         ("answers", f"at most {max_tokens} tokens, greedy"),
         ("run folder", run),
     ]
     return FirstJob(text, choices)
+
+
+def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, str]]]:
+    """(keys of [input] for prompts and ids, what was chosen).
+
+    Raises:
+        ConfigError: no column holds prompts.
+    """
+    keys, name, words = columns.prompts()
+    ids = columns.ids(name)
+    lines = [f"{key} = {_toml(value)}" for key, value in keys.items()]
+    lines[-1] += f"    # {words}"
+    lines.append(f'id = {_toml(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
+    if "prompt" in keys and has_chat_template(model):
+        lines.append(_CHAT_HINT.format(name=name))
+    chosen = [
+        ("prompts", f"column {name!r}, {words}"),
+        ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
+    ]
+    return "\n".join(lines), chosen
 
 
 def write_question(folder: Path, question: str, model: Path, max_tokens: int) -> Path:
@@ -221,7 +238,13 @@ def _toml(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-_CHAT_HINT = """
+_OF_BATCH = (
+    'format = "openai"    # lines of an OpenAI batch: they hold prompts, ids and sampling',
+    [("prompts", "lines of an OpenAI batch"), ("ids", "their custom_id")],
+)
+_BATCH_OUTPUTS = """
+format = "openai"    # outputs/*.jsonl too, as OpenAI answers a batch, and *.errors.jsonl"""
+_CHAT_HINT = """\
 # The text goes to the model as it is. To ask it as a user's message through the model's chat template, write instead:
 #   template = "{{{{ {name} }}}}"
 #   system = "You are a helpful assistant."
@@ -231,11 +254,10 @@ _TEMPLATE = """\
 
 [input]
 files = [{files}]
-{prompts}    # {words}
-id = {ids}    # a column of text or integers; "none": rows have no ids{chat_hint}
+{inputs}
 
 [output]
-dir = {run}    # the run folder: outputs/*.parquet and stats/ come here
+dir = {run}    # the run folder: outputs/*.parquet and stats/ come here{outputs}
 # keep_columns = ["..."]    # input columns to copy to the outputs
 
 [model]

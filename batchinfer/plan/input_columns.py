@@ -6,6 +6,8 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
+from batchinfer.data.duckdb_sql import refuse_strange
+from batchinfer.data.formats.openai_batch import LINE_KEYS
 from batchinfer.data.inputs import column_type, kept_fields, shard_schema
 from batchinfer.data.schemas import asked_for
 from batchinfer.records import ConfigErrors, Shard
@@ -43,13 +45,15 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
 
 
 def _check_kept(job: JobConfig, shards: list[Shard]) -> None:
-    kept_fields(shards, job.output.keep_columns, job.s3)
+    kept = kept_fields(shards, job.output.keep_columns, job.s3)
+    if job.output.format == "jsonl":
+        refuse_strange(kept)
     may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None
     own = {column.name for table in asked_for(job, prompt_logprobs=may_score) for column in table.columns}
     found = [
-        f"output.keep_columns names {kept!r}, which outputs of this job have already; rename it in the input"
-        for kept in job.output.keep_columns
-        if kept in own
+        f"output.keep_columns names {name!r}, which outputs of this job have already; rename it in the input"
+        for name in job.output.keep_columns
+        if name in own
     ]
     if found:
         raise ConfigErrors(found)
@@ -61,6 +65,8 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         have = ", ".join(first.names[:NAMED_COLUMNS])
         no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
+        if set(first.names) >= LINE_KEYS:
+            hint = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
     problems = [column.problem(schema) for schema in schemas]

@@ -94,7 +94,7 @@ def plan_job(
         if can_run_here is not None:
             can_run_here()
         with _locked(run, job, again=again is not None):
-            check_names(run, shards)
+            check_names(run, shards, job.output.format)
             claim_place(job, fingerprint)
             state = _open_run(run, job, fingerprint, shards, again=again is not None)
             session.attach(run)

@@ -14,7 +14,7 @@ from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_rows
 from batchinfer.parallel.layout import rank_places
 from batchinfer.records import ConfigError, Shard, slots_per_rank
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, output_files
 
 # The device of ranks with these backends, wherever they are; of the others it depends on the machine.
 DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "sdpa": "cuda"}
@@ -42,15 +42,23 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
             check_rows(exchange, job.model.dtype, model.hidden_size)
 
 
-def check_names(run: RunDir, shards: list[Shard]) -> None:
-    """Refuse shards whose outputs could not be written for the length of their names: objects may have longer ones.
+def check_names(run: RunDir, shards: list[Shard], form: str) -> None:
+    """Refuse shards whose outputs could not be written for their names: objects may have longer ones.
+
+    Args:
+        form: output.format.
 
     Raises:
         ConfigError: names the first of them.
     """
     most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
-    for shard in shards:
-        target = run.output(shard.name)
+    shard_of: dict[Path, Shard] = {}
+    for target, shard in [(file, one) for one in shards for file in output_files(run, one.name, form)]:
+        other = shard_of.setdefault(target, shard)
+        if other is not shard:
+            raise ConfigError(
+                f"{other.path} and {shard.path} would share the output file {target.name}; rename one of them"
+            )
         if len(os.fsencode(target)) >= most_path or any(len(os.fsencode(part)) > most_name for part in target.parts):
             raise ConfigError(
                 f"the output of {shard.path} would have a longer name than the {most_name} bytes of a name and "

@@ -1,7 +1,7 @@
-"""A copy of outputs/ and stats/ in an object store, or on another file system named by URI: output.publish.
+"""A copy of outputs/, dataset/ and stats/ in an object store, or on another file system named by URI: output.publish.
 
 _JOB                whose results these are; put by plan, which so finds out whether it may write there
-outputs/… stats/…   each object appears whole
+outputs/… dataset/… stats/…   each object appears whole
 _SUCCESS            put last: its objects with their sizes (`_PARTIAL` after `finish --allow-partial`)
 """
 
@@ -48,7 +48,7 @@ def claim_place(job: JobConfig, fingerprint: Fingerprint) -> None:
 
 
 def publish_run(run: RunDir, job: JobConfig, finished: dict[str, Any]) -> int:
-    """Put what is new in outputs/ and stats/ where output.publish says, with a mark at the end; call again to go on.
+    """Put what is new of results and statistics where output.publish says, with a mark at the end; call again to go on.
 
     Args:
         finished: counts for the mark; `num_missing` says which one.
@@ -70,7 +70,7 @@ def publish_run(run: RunDir, job: JobConfig, finished: dict[str, Any]) -> int:
     if not due:
         return 0
     _remove(place.below(other))
-    if any(name.startswith("outputs/") for name in due):
+    if any(not name.startswith("stats/") for name in due):
         _remove(place.below(mark))  # until all are there again
     with Progress("publish", len(due), "files") as progress, ThreadPoolExecutor(PUTS) as pool:
         for _ in pool.map(lambda name: put_file(files[name], place.below(name)), due):
@@ -82,7 +82,8 @@ def publish_run(run: RunDir, job: JobConfig, finished: dict[str, Any]) -> int:
 
 
 def _files(run: RunDir) -> list[Path]:
-    return sorted([*run.outputs.rglob("*.parquet"), *run.stats.rglob("*.parquet")])
+    wanted = [(run.outputs, (".parquet", ".jsonl")), (run.dataset, (".parquet", ".md")), (run.stats, (".parquet",))]
+    return sorted(path for folder, ends in wanted for path in folder.rglob("*") if path.suffix in ends)
 
 
 def _state(path: Path) -> list[int]:

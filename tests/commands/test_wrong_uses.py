@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from support.jobs import Ended, batchinfer, write_job, write_shard
+from support.openai_batches import DOCUMENTED
 
 CHAT = [[{"role": "user", "content": "Hello"}]] * 2
 SHAREGPT = [[{"from": "human", "value": "Hello"}]] * 2
@@ -15,6 +16,7 @@ COLUMNS = {
     "tokens": [[1, 2], [3]],
     "length": [1.5, 2.0],
     "how": [{"n": 1}, {"n": 1}],
+    "half": pa.array([1.5, 2.5], pa.float16()),
 }
 
 
@@ -60,6 +62,21 @@ JOBS = [
         {"input": {"prompt": "promt", "id": "idd"}, "output": {"keep_columns": ["lenght"]}},
         ["did you mean id?", "did you mean prompt?", "did you mean length?"],
     ),
+    # formats
+    ({"input": {"format": "openai"}}, ["prompt does not go with format = 'openai', whose lines say all that"]),
+    ({"input": {"format": "openai", "prompt": None, "id": "id"}}, ["input.id does not go with format = 'openai'"]),
+    ({"input": {"format": "openai", "prompt": None, "tools": "t"}}, ["tools does not go with format = 'openai'"]),
+    ({"input": {"format": "open-ai", "prompt": None}}, ["did you mean openai?"]),
+    ({"input": {"files": ["batch.jsonl"]}}, ['lines of an OpenAI batch: set input.format = "openai" instead']),
+    ({"input": {"files": ["batch.jsonl"], "prompt": None, "messages": "messages"}}, ['input.format = "openai"']),
+    ({"output": {"format": "json"}}, ["did you mean jsonl?"]),
+    ({"output": {"push": "hf_folder"}}, ["did you mean hf-folder?"]),
+    ({"output": {"format": "openai"}, "input": {"id": "none"}}, ["lines are answers by id, but rows have no ids"]),
+    (
+        {"output": {"format": "openai"}, "input": {"choices": "how"}, "sampling": {"max_tokens": 0}},
+        ["but input.choices is set; use jsonl"],
+    ),
+    ({"output": {"format": "jsonl", "keep_columns": ["half"]}}, ["'half', which is halffloat, a type that output.f"]),
     # the model
     ({"model": {"path": "modle"}}, ["modle"]),
 ]  # fmt: skip
@@ -68,6 +85,7 @@ JOBS = [
 @pytest.mark.parametrize(("changes", "words"), JOBS, ids=[str(changes) for changes, _ in JOBS])
 def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words):
     write_shard(tmp_path / "prompts" / "a.parquet", COLUMNS)
+    (tmp_path / "batch.jsonl").write_text(DOCUMENTED)
     ended = batchinfer("plan", write_job(tmp_path, **changes))
     lines = told(ended)
     assert (ended.code, ended.out) == (2, ""), ended.err

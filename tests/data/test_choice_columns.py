@@ -14,7 +14,7 @@ from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from support.hostile import SAMPLE_MODEL, model_folder
 from support.jobs import batchinfer, write_job, write_shard
-from support.open_encoders import close_all, encoders_of
+from support.open_encoders import encoders_of
 
 TEXTS = pa.list_(pa.string())
 IDS = pa.list_(pa.list_(pa.int64()))
@@ -34,12 +34,6 @@ def make_job(sampling: dict | None = None, /, **columns) -> JobConfig:
             "sampling": {"max_tokens": 0, **(sampling or {})},
         }
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers_end():
-    yield
-    close_all()
 
 
 def check(folder, columns: dict, job: JobConfig | None = None, window: int = 2048) -> list[dict]:

@@ -23,17 +23,11 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.validate import ShardRows, tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
-from support.open_encoders import close_all, encoders_of
+from support.open_encoders import encoders_of
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 LIMITS = PromptLimits(window=2048, vocab_size=1024)
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers_end():
-    yield
-    close_all()
 
 
 @pytest.fixture(scope="module")

@@ -18,21 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
-from batchinfer.config import DEFAULT_S3, JobConfig
+from batchinfer.config import DEFAULT_S3
 from batchinfer.data.formats import jsonl, lines
 from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import kept_fields, read_batches, shard_schema
-from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards, refuse_changed
-from batchinfer.data.validate import tokenize_shard
-from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard, sampling_from_json
+from batchinfer.records import ConfigError, InputError, RunMismatchError, sampling_from_json
 from batchinfer.run.fingerprint import settings_fingerprint
+from support.checked_rows import checked, errors, make_job
 from support.jobs import batchinfer, output_bytes, outputs, write_job
-from support.open_encoders import close_all, encoders_of
-from support.paths import RANDOM_MODEL
 
-LIMITS = PromptLimits(window=2048, vocab_size=1024)
 ROWS = [
     {
         "id": f"row {row}",
@@ -89,40 +85,6 @@ FORMATS = {
     "in.stream.arrow": lambda rows, path: as_arrow(rows, path, pa.ipc.new_stream),
     "in.feather": lambda rows, path: feather.write_feather(pa.Table.from_pylist(rows), str(path)),
 }
-
-
-def make_job(files: Path | str, *, keep: list[str] | None = None, of_job: dict | None = None, **columns: Any):
-    return JobConfig.model_validate(
-        {
-            "input": {"files": [str(files)], **(columns or {"prompt": "prompt"})},
-            "output": {"dir": "unused", "keep_columns": keep or []},
-            "model": {"path": str(RANDOM_MODEL)},
-            "sampling": {"max_tokens": 16, **(of_job or {})},
-        }
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers_end():
-    yield
-    close_all()
-
-
-def checked(path: Path, job: JobConfig | None = None) -> tuple[Shard, list[dict]]:
-    """(the shard, rows of tokens/<shard>.parquet)."""
-    job = job or make_job(path)
-    encoders = encoders_of(job, window=LIMITS.window)
-    roles = column_roles(job, encoders.columns)
-    (shard,) = find_shards(job.input.files, format=job.input.format, roles=roles)
-    assert shard.problem is None, shard.problem
-    tokenize_shard(shard, job, encoders, LIMITS, path.parent / "tokens.parquet", lambda rows: None)
-    rows = pq.read_table(path.parent / "tokens.parquet").to_pylist()
-    assert [row["row"] for row in rows] == list(range(shard.num_rows))
-    return shard, rows
-
-
-def errors(path: Path, job: JobConfig | None = None) -> list[str | None]:
-    return [row["error"] for row in checked(path, job)[1]]
 
 
 def column(path: Path, name: str, role: str = "kept") -> pa.Array:

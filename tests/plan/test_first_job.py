@@ -1,5 +1,6 @@
 """A job file for data that somebody has: the columns that are chosen, and that the file runs as it is."""
 
+import gzip
 import json
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ from batchinfer.config import load_job
 from batchinfer.plan.first_job import first_job
 from batchinfer.records import ConfigError, InputError
 from support.jobs import batchinfer, write_shard
+from support.openai_batches import DOCUMENTED, read_lines
 from support.paths import RANDOM_MODEL
 
 CHAT = [[{"role": "user", "content": "Hello"}]]
@@ -72,6 +74,20 @@ def test_columns_of_lines_are_chosen_by_what_is_in_them(tmp_path, name, content,
     chosen = load_job(target).input.model_dump()
     assert {key: chosen[key] for key in keys} == keys
     assert batchinfer("plan", target).code == 0
+
+
+@pytest.mark.parametrize("name", ["batch.jsonl", "batch.jsonl.gz"])
+def test_lines_of_an_openai_batch_are_known_by_their_keys_and_answered_in_kind(tmp_path, name):
+    data = DOCUMENTED.replace("1000", "3").encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    target = tmp_path / "job.toml"
+    made = first_job(str(tmp_path / name), RANDOM_MODEL, target)
+    assert ("prompts", "lines of an OpenAI batch") in made.choices
+    target.write_text(made.text)
+    assert (load_job(target).input.format, load_job(target).output.format) == ("openai", "openai")
+    assert batchinfer("run", target).code == 0
+    found = read_lines(tmp_path / "runs" / "job" / "outputs" / "batch.jsonl")
+    assert [line["custom_id"] for line in found] == ["request-1", "request-2"]
 
 
 def test_data_without_prompts_is_refused_with_its_columns(made):

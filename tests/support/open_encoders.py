@@ -1,4 +1,4 @@
-"""Tokenizers in their processes that the tests of a file share, as the shards of a plan do."""
+"""Tokenizers in their processes that the tests of a file share, as the shards of a plan do; conftest.py ends them."""
 
 from __future__ import annotations
 

@@ -23,6 +23,13 @@ _ODD = re.compile(r'["\\\x00-\x1f]')  # in names of columns, which msgspec does 
 _INTEGERS = b"0123456789-," + _SPACE  # of JSON nothing but integers is made of these
 
 
+def filled_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | None]]:
+    """The lines that are not blank, as `numbered_lines` has them."""
+    for number, line in numbered_lines(content):
+        if line is None or line.strip(_SPACE):
+            yield number, line
+
+
 def json_records(content: io.BufferedReader, integers: str | None = None) -> Iterator[Record]:
     """The objects in a file of JSON lines.
 
@@ -30,18 +37,19 @@ def json_records(content: io.BufferedReader, integers: str | None = None) -> Ite
         integers: the column in which lists of integers come as msgspec.Raw; other values come as they are.
     """
     rows = None if integers is None else _Rows(integers)
-    for number, line in numbered_lines(content):
+    for number, line in filled_lines(content):
         if line is None:
             yield number, 0, too_long(number)
-        elif text := line.strip(_SPACE):
-            values = None if rows is None else rows.decode(text)
-            if values is None:
-                found = _object(number, text)
-                if rows is not None and not isinstance(found, str):
-                    rows.learn(found)
-                yield number, len(line), found
-            else:
-                yield number, len(line), values
+            continue
+        text = line.strip(_SPACE)
+        values = None if rows is None else rows.decode(text)
+        if values is None:
+            found = _object(number, text)
+            if rows is not None and not isinstance(found, str):
+                rows.learn(found)
+            yield number, len(line), found
+        else:
+            yield number, len(line), values
 
 
 def integer_lists(values: Sequence[object]) -> pa.Array | None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchinfer.data.formats.delimited import csv_records
-from batchinfer.data.formats.jsonl import integer_lists, json_records
-from batchinfer.data.formats.lines import Bytes, HashedBytes, Record, decompressed
+from batchinfer.data.formats.jsonl import filled_lines, integer_lists, json_records
+from batchinfer.data.formats.lines import BadRow, Bytes, HashedBytes, Record, decompressed
 from batchinfer.data.formats.names import compression_of, delimiter_of
+from batchinfer.data.formats.openai_batch import SCHEMA, openai_records
 from batchinfer.data.formats.values import Columns, WrongValueError, fitting, role_of
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import RunMismatchError, Shard
@@ -27,13 +28,17 @@ def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
     """
     hashed = HashedBytes(source)
     columns, num_rows = Columns(roles, is_text=shard.format == "csv"), 0
-    integers = next((name for name, role in roles.items() if role == "token_ids"), None)
-    for _, _, values in _records(shard, hashed, integers):
-        num_rows += 1
-        if not isinstance(values, str):
-            columns.see(values)
+    if shard.format == "openai":
+        num_rows, found = sum(1 for _ in filled_lines(_content(shard, hashed))), SCHEMA
+    else:
+        integers = next((name for name, role in roles.items() if role == "token_ids"), None)
+        for _, _, values in _records(shard, hashed, integers):
+            num_rows += 1
+            if not isinstance(values, str):
+                columns.see(values)
+        found = columns.schema()
     footer = hashed.digest()
-    schema = base64.b64encode(columns.schema().serialize().to_pybytes()).decode()
+    schema = base64.b64encode(found.serialize().to_pybytes()).decode()
     return replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows, schema=schema)
 
 
@@ -76,15 +81,22 @@ def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
     return {row: clip(sentence) for row, sentence in enumerate(batch[ROW_ERROR].to_pylist()) if sentence is not None}
 
 
+def _content(shard: Shard, source: HashedBytes) -> io.BufferedReader:
+    return decompressed(source, compression_of(shard.path))
+
+
 def _records(shard: Shard, source: HashedBytes, integers: str | None) -> Iterator[Record]:
-    content: io.BufferedReader = decompressed(source, compression_of(shard.path))
-    if shard.format == "jsonl":
-        return json_records(content, integers)
-    return csv_records(content, delimiter_of(shard.path))
+    content = _content(shard, source)
+    if shard.format == "csv":
+        return csv_records(content, delimiter_of(shard.path))
+    return openai_records(content) if shard.format == "openai" else json_records(content, integers)
 
 
 def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:
-    errors = [values if isinstance(values, str) else None for _, _, values in records]
+    errors = [
+        values if isinstance(values, str) else values.sentence if isinstance(values, BadRow) else None
+        for _, _, values in records
+    ]
     arrays = []
     for field in fields:
         found = [None if isinstance(values, str) else values.get(field.name) for _, _, values in records]

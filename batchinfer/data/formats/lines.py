@@ -13,7 +13,18 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 Record = tuple[int, int, dict[str, object] | str]
-"""(number of its first line from 1, bytes, its values by column or the sentence that says why there are none)."""
+"""(number of its first line from 1, bytes, its values by column or the sentence that says why there are none).
+
+A BadRow has some of its values although it is bad.
+"""
+
+
+class BadRow(dict[str, object]):
+    """What is known of a row that is bad, and why it is."""
+
+    def __init__(self, values: dict[str, object], sentence: str) -> None:
+        super().__init__(values)
+        self.sentence = sentence
 
 
 class Bytes(Protocol):

@@ -14,7 +14,7 @@ _EXTENSION = re.compile(r"\.(parquet|jsonl|csv|tsv|arrow|feather)$|\.(jsonl|csv|
 
 
 def format_of(path: str, wanted: str | None) -> str:
-    """parquet, jsonl, csv or arrow: what the job says, or else the extension; Parquet when that says nothing.
+    """parquet, jsonl, csv, arrow or openai: what the job says, or else the extension; Parquet when that says nothing.
 
     Args:
         path: of a file, or the URI of an object.

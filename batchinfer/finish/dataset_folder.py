@@ -1,0 +1,173 @@
+"""dataset/: the outputs as a dataset of the Hugging Face hub, by output.push = "hf-folder".
+
+dataset/README.md                            the card; its licence is for people to name
+dataset/data/train-00000-of-00002.parquet    the first file of outputs/ by another name: a hard link, no copy
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+
+from batchinfer.config import JobConfig, dump_parts
+from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.data.schemas import OUTPUT_TABLES
+from batchinfer.manifest import Manifest
+from batchinfer.records import Shard
+from batchinfer.rundir import RunDir, cannot_write, publish_text, sync_folder
+
+# https://huggingface.co/docs/hub/datasets-cards: size_categories
+_SIZES = (
+    *((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")),
+    *((10**8, "10M<n<100M"), (10**9, "100M<n<1B"), (10**10, "1B<n<10B"), (10**11, "10B<n<100B")),
+)
+_COUNTS = """
+SELECT count(*) AS rows, count_if(status = 'ok') AS "rows with an answer", count_if(status = 'error') AS "error rows",
+       coalesce(sum(prompt_tokens) FILTER (sample = 0), 0)::BIGINT AS "prompt tokens",
+       coalesce(sum(completion_tokens), 0)::BIGINT AS "generated tokens"
+FROM {files}
+"""
+
+
+def write_dataset(
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    manifest: Manifest,
+    job: JobConfig,
+    shards: Sequence[Shard],
+    weights: str,
+) -> None:
+    """Make dataset/ of the files in outputs/; one of an earlier finish goes where output.push asks for none.
+
+    Args:
+        manifest: vouches for outputs/, and for the dataset's data afterwards. Not for the card, which people edit.
+        weights: digest of the model's.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    links = dataset_files(run, shards) if job.output.push is not None else {}
+    earlier = [path for path in manifest if path.is_relative_to(run.dataset)]
+    for path in earlier:
+        manifest.remove(path)
+    if not links:
+        if earlier:
+            shutil.rmtree(run.dataset, ignore_errors=True)
+        return
+    for target, source in links.items():
+        _link(source, target)
+        manifest.add(target, manifest[source])
+    publish_text(card_of(run), _card(connection, list(links.values()), job, weights))
+
+
+def card_of(run: RunDir) -> Path:
+    """The dataset's card."""
+    return run.dataset / "README.md"
+
+
+def dataset_files(run: RunDir, shards: Sequence[Shard]) -> dict[Path, Path]:
+    """The dataset's data files, each with the file of outputs/ that it is, in the order of the shards."""
+    sources = [run.output(shard.name) for shard in shards if shard.problem is None]
+    data = run.dataset / "data"
+    return {data / f"train-{place:05d}-of-{len(sources):05d}.parquet": file for place, file in enumerate(sources)}
+
+
+def _link(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        temporary.rename(target)
+        temporary.unlink(missing_ok=True)  # a rename to another name of the same file leaves it
+        sync_folder(target.parent)
+    except OSError as error:
+        raise cannot_write(target, error) from None
+
+
+# ---- the card
+
+
+def _card(connection: duckdb.DuckDBPyConnection, files: list[Path], job: JobConfig, weights: str) -> str:
+    found = connection.execute(_COUNTS.format(files=read_parquet(*files)))
+    counts = dict(zip((name for name, *_ in found.description or []), found.fetchall()[0], strict=True))
+    meaning = {column.name: column.doc for table in OUTPUT_TABLES for column in table.columns}
+    columns = {name: meaning.get(name, "of the input") for name in pq.read_schema(files[0]).names}
+    columns |= dict.fromkeys(job.output.keep_columns, "of the input")
+    title = _cell(Path(job.output.dir).name)
+    return _CARD.format(
+        name=json.dumps(title),
+        title=title,
+        size=next((word for end, word in _SIZES if counts["rows"] < end), "100B<n<1T"),
+        model=_cell(Path(job.model.path).name),
+        dtype=job.model.dtype,
+        weights=weights,
+        counts="\n".join(f"| {name} | {count:,} |" for name, count in counts.items()),
+        columns="\n".join(f"| {_cell(name)} | {_cell(text)} |" for name, text in columns.items()),
+        settings=dump_parts(_settings(job)),
+    )
+
+
+def _settings(job: JobConfig) -> dict[str, Any]:
+    """What decides about answers, without the names of folders and files."""
+    return {
+        "input": job.input.model_dump(exclude_none=True, exclude={"files"}),
+        "output": {"reasoning": job.output.reasoning},
+        "sampling": job.sampling.model_dump(exclude_none=True),
+    }
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+_CARD = """\
+---
+# license: which one the answers have is yours to say, as https://huggingface.co/docs/hub/repositories-licenses names it
+pretty_name: {name}
+size_categories:
+- {size}
+tags:
+- synthetic
+- batchinfer
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*.parquet
+---
+
+# {title}
+
+Answers of {model}, computed by batchinfer.
+
+| what | count |
+|---|---|
+{counts}
+
+## Model
+
+| what | |
+|---|---|
+| name | {model} |
+| dtype | {dtype} |
+| digest of the weights | {weights} |
+
+## Columns
+
+| column | meaning |
+|---|---|
+{columns}
+
+## Settings
+
+The same settings, model and rows give the same answers.
+
+```toml
+{settings}```
+"""

@@ -1,0 +1,182 @@
+"""Answers as OpenAI gives those of a batch: a line for each input row, with all its samples as choices.
+
+rows 0, 2      ──► outputs/x.jsonl          {"custom_id": …, "response": {"status_code": 200, "body": {…}}}
+row 1, failed  ──► outputs/x.errors.jsonl   {"custom_id": …, "response": {"status_code": 400, "body": {"error": …}}}
+
+Equal jobs give equal bytes: ids are digests of shard, row and custom_id, and `created`, which a moment would be, is 0.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
+from batchinfer.finish.join import NOT_COMPUTED
+from batchinfer.finish.json_lines import Lines
+from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.tool_calls import CALLS_BEGIN
+from batchinfer.records import Shard
+
+SLICE_ROWS = 64  # that are Python objects at a time: log-probabilities are large
+LEAST_LOGPROB = -9999.0  # OpenAI's word for everything below
+_PARAM = re.compile(r"\bbody\.([A-Za-z_]+)")
+
+Row = dict[str, Any]
+TokenOf = Callable[[int], tuple[str, bytes | None]]
+"""Text and bytes (None: not known) of a token by its id."""
+
+
+class OpenAIAnswers(Lines):
+    """The lines of one shard: answers in the first file, errors in the second.
+
+    Args:
+        num_own: columns of the rows in front of those kept from the input, which may have any name.
+    """
+
+    def __init__(self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf) -> None:
+        self._num_own = num_own
+        self._shard, self._token_of = shard, token_of
+        self._model = Path(job.model.path).name  # for rows that name none
+        self._url = CHAT if job.input.makes_chats else COMPLETIONS
+        of_input = [pa.field("url", pa.string()), pa.field("model", pa.string())]
+        self._asked = KeptRows(shard, of_input if shard.format == "openai" else [], job.s3)
+        self._samples: list[Row] = []  # so far, of the last row
+
+    def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
+        asked = self._asked.take(rows["row"].combine_chunks())
+        rows = rows.select(range(self._num_own))
+        for name, values in zip(("url", "model"), asked, strict=False):
+            rows = rows.append_column(f"\0{name}", values)
+        for first in range(0, len(rows), SLICE_ROWS):
+            for sample in rows.slice(first, SLICE_ROWS).to_pylist():
+                if self._samples and self._samples[0]["row"] != sample["row"]:
+                    yield from self.rest()
+                self._samples.append(sample)
+
+    def rest(self) -> Iterator[tuple[int, bytes]]:
+        if self._samples:
+            is_ok, line = self._line(self._samples)
+            yield int(not is_ok), msgspec.json.encode(line) + b"\n"
+        self._samples = []
+
+    def _line(self, samples: list[Row]) -> tuple[bool, Row]:
+        first = samples[0]
+        custom_id = None if first["id"] is None else str(first["id"])
+        key = hashlib.blake2b(
+            f"{self._shard.name}\x1f{first['row']}\x1f{custom_id}".encode(), digest_size=12
+        ).hexdigest()
+        failed = next((sample for sample in samples if sample["status"] != "ok"), None)
+        line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
+        if failed is not None and failed["error"] == NOT_COMPUTED:
+            return False, {**line, "error": {"code": "batch_expired", "message": NOT_COMPUTED}}
+        status, body = (200, self._body(key, samples)) if failed is None else _failure(failed)
+        return failed is None, {
+            **line,
+            "response": {"status_code": status, "request_id": f"req_{key}", "body": body},
+        }
+
+    def _body(self, key: str, samples: list[Row]) -> Row:
+        first = samples[0]
+        is_chat = first.get("\0url", self._url) == CHAT
+        choose = self._chat_choice if is_chat else self._text_choice
+        prompt_logprobs = self._of_prompt(first.get("prompt_logprobs"))
+        num_prompt, num_new = first["prompt_tokens"], sum(sample["completion_tokens"] for sample in samples)
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": 0,
+            "model": first.get("\0model", self._model),
+            "choices": [choose(key, sample) for sample in samples],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_new,
+                "total_tokens": num_prompt + num_new,
+                "prompt_tokens_details": {"cached_tokens": first["cached_tokens"]},
+                "completion_tokens_details": {
+                    "reasoning_tokens": sum(sample.get("reasoning_tokens", 0) for sample in samples)
+                },
+            },
+            **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
+        }
+
+    def _chat_choice(self, key: str, sample: Row) -> Row:
+        calls, content = sample.get("tool_calls"), sample["text"]
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if sample.get("reasoning") is not None:
+            message["reasoning_content"] = sample["reasoning"]
+        if calls:
+            message["content"] = content.partition(CALLS_BEGIN)[0] or None
+            message["tool_calls"] = [
+                {"id": f"call_{key}_{sample['sample']}_{place}", "type": "function", "function": call}
+                for place, call in enumerate(calls)
+            ]
+        logprobs = sample["logprobs"]
+        if logprobs is not None:
+            content = [{**self._scored(item), "top_logprobs": [*map(self._scored, item["top"])]} for item in logprobs]
+            logprobs = {"content": content, "refusal": None}
+        finish_reason = "tool_calls" if calls else sample["finish_reason"]
+        return {"index": sample["sample"], "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _text_choice(self, key: str, sample: Row) -> Row:
+        logprobs = sample["logprobs"]
+        if logprobs is not None:
+            scored = [self._scored(item) for item in logprobs]
+            ends = [0]
+            tops: list[dict[str, float]] = [{} for _ in logprobs]
+            for item, own, top in zip(logprobs, scored, tops, strict=True):
+                ends.append(ends[-1] + len(own["token"]))
+                # most likely first: of several tokens with one text the likeliest counts
+                for other in [*map(self._scored, item["top"]), own]:
+                    top.setdefault(other["token"], other["logprob"])
+            logprobs = {
+                "text_offset": ends[:-1],
+                "token_logprobs": [item["logprob"] for item in scored],
+                "tokens": [item["token"] for item in scored],
+                "top_logprobs": tops,
+            }
+        kept = {name: sample[name] for name in ("text", "finish_reason")}
+        return {"index": sample["sample"], **kept, "logprobs": logprobs}
+
+    def _scored(self, item: Row) -> Row:
+        token, as_bytes = self._token_of(item["token_id"])
+        return {
+            "token": token,
+            "bytes": None if as_bytes is None else list(as_bytes),
+            "logprob": max(item["logprob"], LEAST_LOGPROB),
+        }
+
+    def _of_prompt(self, items: list[Row | None] | None) -> list[Row | None] | None:
+        """Log-probabilities of the prompt as vLLM tells them: by token id."""
+        if items is None:
+            return None
+        return [
+            None
+            if item is None
+            else {
+                str(scored["token_id"]): {
+                    "logprob": max(scored["logprob"], LEAST_LOGPROB),
+                    "decoded_token": self._token_of(scored["token_id"])[0],
+                }
+                for scored in [item, *item["top"]]
+            }
+            for item in items
+        ]
+
+
+def _failure(sample: Row) -> tuple[int, Row]:
+    """(HTTP status, body) of a row that failed: 400 where the plan refused it, 500 where computing it did."""
+    is_bad_row = not sample["prompt_tokens"]
+    param = _PARAM.search(sample["error"])
+    error = {
+        "message": sample["error"],
+        "type": "invalid_request_error" if is_bad_row else "server_error",
+        "param": param and param[1],
+        "code": None,
+    }
+    return 400 if is_bad_row else 500, {"error": error}

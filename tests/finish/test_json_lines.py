@@ -1,0 +1,252 @@
+"""Outputs as lines: the rows of the Parquet file, whole or not at all, vouched for and published like it."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.finish.json_lines import JsonLines
+from batchinfer.rundir import RunDir, read_state
+from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
+from support.object_store import s3_server
+from support.openai_batches import chat, completion, read_lines, write_batch
+
+OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None}, "output": {"format": "openai"}}
+
+
+def lines_of(table: pa.Table) -> list[dict[str, Any]]:
+    found = list(JsonLines(duckdb.connect()).of(table))
+    assert all(file == 0 and data.endswith(b"\n") and data.count(b"\n") == 1 for file, data in found)
+    return [json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for _, data in found]
+
+
+# ---- values
+
+
+def test_lines_are_the_rows_of_the_parquet_file(tmp_path):
+    columns = {
+        "id": [3, 4, 5],
+        "prompt": ["Hello", None, "there"],
+        "Extra": [[1.5], None, []],
+        "extra": ["a", "é\n", ""],
+    }
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    write_shard(tmp_path / "prompts" / "deep" / "b.parquet", {**columns, "id": [6, 7, 8]})
+    job = write_job(
+        tmp_path,
+        input={"files": ["prompts/**/*.parquet"]},
+        output={"format": "jsonl", "keep_columns": ["Extra", "extra"]},
+        sampling={"n": 2, "logprobs": 2, "max_tokens": 3, "temperature": 1.0},
+    )
+    assert batchinfer("run", job).code == 3
+    for name, rows in outputs(tmp_path / "run").items():
+        assert read_lines((tmp_path / "run" / "outputs" / name).with_suffix(".jsonl")) == rows
+    assert len(output_bytes(tmp_path / "run")) == 4
+
+
+VALUES = {
+    "numbers": ([1.5, math.nan, math.inf, -math.inf, None], [1.5, None, None, None, None]),
+    "large": ([2**63 - 1, -(2**63)], [2**63 - 1, -(2**63)]),
+    "texts": (["NaN", '"Infinity" \\', "a\0b\u2028", "é\n"], ["NaN", '"Infinity" \\', "a\0b\u2028", "é\n"]),
+    "in lists": ([[math.nan, 1.0], []], [[None, 1.0], []]),
+    "in structs": ([{"a": math.inf, "b": "NaN"}], [{"a": None, "b": "NaN"}]),
+    "times": ([datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.UTC)], ["2020-01-01 12:00:00+00"]),
+    "days": ([datetime.date(2020, 1, 31)], ["2020-01-31"]),
+    "flags": ([True, None], [True, None]),
+    "nothing": ([None, None], [None, None]),
+}
+
+
+@pytest.mark.parametrize(("values", "wanted"), VALUES.values(), ids=VALUES)
+def test_values_are_json_whatever_their_type(values, wanted, monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    assert lines_of(pa.table({"x": values, "NaN": [math.nan] * len(values)})) == [
+        {"x": value, "NaN": None} for value in wanted
+    ]
+
+
+def test_decimals_keep_their_digits_beside_a_number_that_is_none():
+    table = pa.table({"x": [decimal.Decimal("1234567890123456789.25")], "y": [math.nan]})
+    ((_, data),) = JsonLines(duckdb.connect()).of(table)
+    assert data == b'{"x":1234567890123456789.25,"y":null}\n'
+
+
+def test_bytes_that_are_no_text_cost_their_value_only():
+    def text(data: bytes) -> pa.Array:
+        offsets = pa.py_buffer(b"".join(end.to_bytes(4, "little") for end in (0, len(data), len(data) + 1)))
+        return pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(data + b"x")])
+
+    bad = text(b"a\xffb")
+    table = pa.table({"x": bad, "y": pa.StructArray.from_arrays([bad], ["z"]), "n": [1, 2]})
+    assert lines_of(table) == [{"x": "a\ufffdb", "y": None, "n": 1}, {"x": "x", "y": {"z": "x"}, "n": 2}]
+
+
+# ---- files
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """A computed run of an OpenAI batch that is not finished, and its outputs."""
+    folder = tmp_path_factory.mktemp("computed")
+    lines = [chat(f"row {row}", f"What is {row}?", n=1 + row % 2, logprobs=True) for row in range(30)]
+    write_batch(folder / "batch.jsonl", [*lines, completion("text"), "{"])
+    job = write_job(folder, **OPENAI, sampling={"max_tokens": 3})
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("work", job).code == 0
+    calm = folder / "calm"
+    shutil.copytree(folder / "run", calm)
+    assert batchinfer("finish", calm).code == 3
+    return folder / "run", output_bytes(calm)
+
+
+KILLED = """
+import os, signal, sys
+left = int(sys.argv.pop(1))
+def look(event, arguments):
+    global left
+    is_write = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+    if event == "os.rename" or (is_write and sys.argv[2] in str(arguments[0])):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(look)
+from batchinfer.program import program
+program()
+"""
+
+
+def test_finish_killed_at_any_step_loses_and_doubles_nothing(computed, tmp_path):
+    run, expected = computed
+    target = shutil.copytree(run, tmp_path / "run")
+    for step in range(100):
+        program = [sys.executable, "-c", KILLED, str(step), "finish", str(target)]
+        ended = subprocess.run(program, capture_output=True, text=True, check=False)
+        if ended.returncode != -signal.SIGKILL:
+            break
+        there = output_bytes(target) if (target / "outputs").exists() else {}
+        assert there.items() <= expected.items()  # each file is whole or absent
+        if step % 3 == 0:
+            again = shutil.copytree(target, tmp_path / f"again {step}")
+            assert batchinfer("finish", again).code == 3
+            assert output_bytes(again) == expected
+    assert step > 5
+    assert ended.returncode == 3, ended.stderr
+    assert output_bytes(target) == expected
+
+
+@pytest.mark.parametrize("name", ["batch.jsonl", "batch.errors.jsonl", "batch.parquet"])
+def test_damage_to_a_file_of_lines_is_found_and_repaired(computed, tmp_path, name):
+    run, expected = computed
+    target = shutil.copytree(run, tmp_path / "run")
+    assert batchinfer("finish", target).code == 3
+    assert batchinfer("verify", target).code == 0
+    path = target / "outputs" / name
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    ended = batchinfer("verify", target)
+    assert ended.code != 0
+    assert f"outputs/{name}" in ended.out + ended.err
+    assert batchinfer("finish", target).code == 3
+    assert output_bytes(target) == expected
+    path.unlink()
+    assert batchinfer("finish", target).code == 3
+    assert output_bytes(target) == expected
+
+
+def test_another_format_has_its_own_files_and_no_others(computed, tmp_path):
+    run, expected = computed
+    target = shutil.copytree(run, tmp_path / "run")
+    names = {
+        "openai": {"batch.parquet", "batch.jsonl", "batch.errors.jsonl"},
+        "jsonl": {"batch.parquet", "batch.jsonl"},
+        "parquet": {"batch.parquet"},
+    }
+    for form in ("openai", "jsonl", "openai", "parquet", "jsonl", "jsonl"):
+        ended = batchinfer("finish", target, "--set", f"output.format={form}")
+        assert ended.code == 3, ended.err
+        found = output_bytes(target)
+        assert set(found) == {f"outputs/{name}" for name in names[form]}
+        vouched = {name for name in read_state(RunDir(target))["files"] if name.startswith("outputs/")}
+        assert vouched == set(found)
+        if form == "openai":
+            assert found == expected
+        if form == "jsonl":
+            rows = pq.read_table(target / "outputs" / "batch.parquet").to_pylist()
+            assert read_lines(target / "outputs" / "batch.jsonl") == rows
+    assert batchinfer("verify", target).code == 0
+
+
+def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": ["x"], "prompt": ["Hello"]})
+    for form in ("parquet", "openai", "jsonl"):
+        assert batchinfer("run", write_job(tmp_path, output={"format": form})).code == 0
+        assert batchinfer("finish", tmp_path / "run").code == 0
+        assert (tmp_path / "run" / "outputs" / "a.jsonl").exists() is (form != "parquet")
+    assert read_lines(tmp_path / "run" / "outputs" / "a.jsonl") == outputs(tmp_path / "run")["a.parquet"]
+
+
+def test_files_of_lines_are_published(computed, tmp_path):
+    run, expected = computed
+    target = shutil.copytree(run, tmp_path / "run")
+    with s3_server() as server:
+        server.make_bucket("results")
+        to = ("--set", "output.publish=s3://results/here", "--set", f"s3.endpoint={server.endpoint}")
+        assert batchinfer("finish", target, *to).code == 3
+        found = server.objects("results", "here")
+    assert expected.items() <= found.items()
+    assert json.loads(found["_SUCCESS"])["objects"]["outputs/batch.errors.jsonl"] == len(
+        expected["outputs/batch.errors.jsonl"]
+    )
+
+
+def test_files_that_two_shards_would_share_are_refused(tmp_path):
+    for name in ("a.parquet", "a.errors.parquet"):
+        write_shard(tmp_path / "prompts" / name, {"id": ["x"], "prompt": ["Hello"]})
+    ended = batchinfer("plan", write_job(tmp_path, output={"format": "openai"}))
+    assert ended.code == 2
+    assert "would share the output file a.errors.jsonl; rename one of them" in ended.err
+    assert batchinfer("plan", write_job(tmp_path, output={"format": "jsonl"})).code == 0
+
+
+WRITER = """
+import re, sys
+from pathlib import Path
+from batchinfer.config import load_job
+from batchinfer.finish import finish
+from batchinfer.rundir import RunDir
+def peak_kb():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+run = RunDir(Path(sys.argv[1]))
+job = load_job(run.job, [f"output.format={sys.argv[2]}"])
+finish.finish_run(run, job)
+print(peak_kb())
+"""
+
+
+@pytest.mark.parametrize("form", ["jsonl", "openai"])
+def test_lines_are_written_in_bounded_memory(tmp_path, form):
+    """Many megabytes of lines, most of it log-probabilities, take little more than the Parquet file alone."""
+    write_questions(tmp_path / "prompts", (40,))
+    table = pq.read_table(tmp_path / "prompts" / "part-0.parquet")
+    table = pa.concat_tables([table] * 100).set_column(0, "id", pa.array([f"q{row}" for row in range(4000)]))
+    pq.write_table(table, tmp_path / "prompts" / "part-0.parquet")
+    job = write_job(tmp_path, sampling={"max_tokens": 30, "logprobs": 10, "ignore_eos": True})
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("work", job).code == 0
+    peaks = {}
+    for how in ("parquet", form):
+        program = [sys.executable, "-c", WRITER, str(tmp_path / "run"), how]
+        peaks[how] = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()[-1])
+    assert (tmp_path / "run" / "outputs" / "part-0.jsonl").stat().st_size > 30_000_000
+    assert peaks[form] - peaks["parquet"] < 100_000, peaks

@@ -1,0 +1,277 @@
+"""Answers in OpenAI's form: what its own types say of them, and that they are the rows of the Parquet file."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, ConfigDict
+
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.finish.openai_answers import OpenAIAnswers
+from batchinfer.records import Shard
+from support.checked_rows import make_job
+from support.faults import fail_some
+from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
+from support.openai_batches import CHAT, DOCUMENTED, MODEL, WEATHER, chat, completion, read_lines, write_batch
+from support.paths import RANDOM_MODEL
+
+CALL = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+FLAG = {
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False
+}  # fmt: skip
+LINES: list[Any] = [
+    chat("plain"),
+    chat("one", temperature=1, seed=5),
+    chat("several", n=3, temperature=1.5, max_completion_tokens=9),
+    chat("scored", logprobs=True, top_logprobs=4, max_tokens=5, temperature=1),
+    chat("scored alone", logprobs=True, max_tokens=5),
+    chat("several scored", n=2, logprobs=True, top_logprobs=2, temperature=2),
+    chat("until", guided_choice=["Hello. It rains."], stop=[" It"]),
+    chat(
+        "schema", response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": FLAG}}, max_tokens=400
+    ),
+    chat("called", tools=[WEATHER], guided_choice=[CALL], max_tokens=200),
+    chat("said and called", tools=[WEATHER], guided_choice=[f"I look.{CALL}"], max_tokens=200),
+    chat("refused", images=[]),
+    completion("text"),
+    completion("text scored", logprobs=3, max_tokens=5, temperature=1),
+    completion("text alone", logprobs=0, n=2, max_tokens=5, temperature=1),
+    completion("ids", [5, 6, 7], prompt_logprobs=1),
+    "{",
+    completion("also refused", "Hello", echo=True),
+]
+PARTS: dict[str, Any] = {
+    "input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None},
+    "output": {"format": "openai"},
+    "sampling": {"max_tokens": 12},
+}
+
+
+class Envelope(BaseModel):
+    """A line of an output or error file, as https://platform.openai.com/docs/api-reference/batch/request-output."""
+
+    class Response(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True)
+        status_code: int
+        request_id: str
+        body: dict[str, Any]
+
+    class Error(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True)
+        code: str
+        message: str
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Error | None
+
+
+def answered(path: Path) -> dict[str, ChatCompletion | Completion]:
+    """The answers in a file by custom_id, each parsed by the types of the openai package without changing a value."""
+    found: dict[str, ChatCompletion | Completion] = {}
+    for text in path.read_bytes().splitlines():
+        envelope = Envelope.model_validate_json(text)
+        assert envelope.error is None
+        assert envelope.response is not None
+        assert envelope.response.status_code == 200
+        body = envelope.response.body
+        kind = ChatCompletion if body["object"] == "chat.completion" else Completion
+        parsed = kind.model_validate_json(json.dumps(body), strict=True)
+        assert json.loads(parsed.model_dump_json(exclude_unset=True)) == body
+        found[envelope.custom_id or ""] = parsed
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder of a finished run of LINES."""
+    folder = tmp_path_factory.mktemp("openai")
+    write_batch(folder / "batch.jsonl", LINES)
+    ended = batchinfer("run", write_job(folder, **PARTS))
+    assert ended.code == 3, ended.err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(ran):
+    return answered(ran / "run" / "outputs" / "batch.jsonl")
+
+
+@pytest.fixture(scope="module")
+def rows(ran):
+    """The rows of the Parquet file by id."""
+    found: dict[str | None, list[dict]] = {}
+    for row in outputs(ran / "run")["batch.parquet"]:
+        found.setdefault(row["id"], []).append(row)
+    return found
+
+
+def test_every_input_line_is_answered_or_refused_once_and_in_order(ran, answers, rows):
+    ids = [line["custom_id"] if isinstance(line, dict) else None for line in LINES]
+    bad = ["refused", None, "also refused"]
+    failed = [Envelope.model_validate(line) for line in read_lines(ran / "run" / "outputs" / "batch.errors.jsonl")]
+    assert [*answers] == [name for name in ids if name not in bad]
+    assert [line.custom_id for line in failed] == bad
+    assert set(rows) == {*answers, *bad}
+    folder = ran / "run" / "outputs"
+    whole = read_lines(folder / "batch.jsonl") + read_lines(folder / "batch.errors.jsonl")
+    assert len({line["id"] for line in whole}) == len({line["response"]["request_id"] for line in whole}) == len(LINES)
+
+
+def test_answers_say_what_the_rows_say(answers, rows):
+    for name, answer in answers.items():
+        mine = rows[name]
+        assert (answer.created, answer.model) == (0, MODEL)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == mine[0]["prompt_tokens"]
+        assert answer.usage.completion_tokens == sum(row["completion_tokens"] for row in mine)
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert [choice.index for choice in answer.choices] == [row["sample"] for row in mine]
+        if isinstance(answer, Completion):
+            assert [choice.text for choice in answer.choices] == [row["text"] for row in mine]
+        elif "called" not in name:
+            assert [choice.message.content for choice in answer.choices] == [row["text"] for row in mine]
+            assert all(choice.message.tool_calls is None for choice in answer.choices)
+        if "called" not in name:
+            assert [choice.finish_reason for choice in answer.choices] == [row["finish_reason"] for row in mine]
+    assert len(answers["several"].choices) == 3
+    assert answers["until"].choices[0].message.content == "Hello."
+    assert json.loads(answers["schema"].choices[0].message.content) in ({"ok": True}, {"ok": False})
+
+
+def test_calls_of_tools_are_in_the_message(answers):
+    for name, content in (("called", None), ("said and called", "I look.")):
+        (choice,) = answers[name].choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "weather")
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def test_log_probabilities_have_the_texts_and_bytes_of_their_tokens(answers, rows):
+    decode = load_tokenizer(RANDOM_MODEL).decode
+    for name, num_top in (("scored", 4), ("scored alone", 0), ("several scored", 2)):
+        for choice, row in zip(answers[name].choices, rows[name], strict=True):
+            content = choice.logprobs.content
+            assert [token.logprob for token in content] == [item["logprob"] for item in row["logprobs"]]
+            assert [len(token.top_logprobs) for token in content] == [num_top] * len(row["token_ids"])
+            for token, item in zip(content, row["logprobs"], strict=True):
+                shown = [(token, item), *zip(token.top_logprobs, item["top"], strict=True)]
+                for scored, as_row in shown:
+                    assert scored.token == decode([as_row["token_id"]], with_special=True)
+                    assert scored.bytes is None or bytes(scored.bytes).decode(errors="replace") == scored.token
+            known = [token.bytes for token in content if token.token != "\ufffd"]
+            assert None not in known
+    for name, num_top in (("text scored", 3), ("text alone", 0)):
+        for choice, row in zip(answers[name].choices, rows[name], strict=True):
+            found = choice.logprobs
+            assert found.token_logprobs == [item["logprob"] for item in row["logprobs"]]
+            assert found.tokens == [decode([token], with_special=True) for token in row["token_ids"]]
+            assert found.text_offset[0] == 0
+            for token, own, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+                assert top[token] >= own
+                assert [*top.values()] == sorted(top.values(), reverse=True) or len(top) == num_top + 1
+    of_prompt = answers["ids"].model_extra["prompt_logprobs"]
+    assert of_prompt[0] is None
+    assert [next(iter(item)) for item in of_prompt[1:]] == ["6", "7"]
+
+
+def test_refused_lines_name_the_field_in_the_error_file(ran):
+    found = read_lines(ran / "run" / "outputs" / "batch.errors.jsonl")
+    told = [(line["response"]["status_code"], line["response"]["body"]["error"]["param"]) for line in found]
+    assert told == [(400, "images"), (400, None), (400, "echo")]
+    error = found[0]["response"]["body"]["error"]
+    assert error["message"] == f"line 11: body.images is not supported for {CHAT}; leave it out"
+    assert error["type"] == "invalid_request_error"
+
+
+def test_equal_jobs_give_equal_bytes(ran, tmp_path):
+    shutil.copy(ran / "batch.jsonl", tmp_path)
+    assert batchinfer("run", write_job(tmp_path, **PARTS)).code == 3
+    first, again = output_bytes(ran / "run"), output_bytes(tmp_path / "run")
+    assert {name: again[name] for name in first} == first
+
+
+def test_rows_of_other_formats_are_answered_by_their_ids(tmp_path):
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "there")]
+    columns = {"id": [7, None], "m": [chats[0], chats[1]], "tool_calls": ["kept", "too"]}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    keys = {"prompt": None, "messages": "m"}
+    job = write_job(tmp_path, input=keys, output={"format": "openai", "keep_columns": ["tool_calls"]})
+    assert batchinfer("run", job).code == 0
+    found = answered(tmp_path / "run" / "outputs" / "a.jsonl")
+    assert [*found] == ["7", ""]
+    assert {answer.model for answer in found.values()} == {RANDOM_MODEL.name}
+    assert all(isinstance(answer, ChatCompletion) for answer in found.values())
+    assert (tmp_path / "run" / "outputs" / "a.errors.jsonl").read_bytes() == b""
+
+
+def test_rows_that_could_not_be_computed_are_errors_of_the_server_and_others_have_expired(tmp_path):
+    write_batch(tmp_path / "batch.jsonl", [chat(f"row {row}", f"Hello {row}", n=2) for row in range(4)])
+    job = write_job(tmp_path, **PARTS)
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("finish", job, "--allow-partial").code == 3
+    folder = tmp_path / "run" / "outputs"
+    assert (folder / "batch.jsonl").read_bytes() == b""
+    found = [Envelope.model_validate(line) for line in read_lines(folder / "batch.errors.jsonl")]
+    assert [(line.custom_id, line.response, line.error.code) for line in found] == [
+        (f"row {row}", None, "batch_expired") for row in range(4)
+    ]
+    assert batchinfer("work", job).code == 0
+    fail_some(tmp_path / "run", 1)
+    assert batchinfer("finish", job).code == 3
+    (failed,) = read_lines(folder / "batch.errors.jsonl")
+    assert failed["response"]["status_code"] == 500
+    assert failed["response"]["body"]["error"] == {
+        "message": "the rank died", "type": "server_error", "param": None, "code": None
+    }  # fmt: skip
+    assert len(answered(folder / "batch.jsonl")) == 3
+
+
+ROW = {
+    **{"id": "a", "row": 0, "sample": 0, "status": "ok", "error": None, "text": "It rains.", "finish_reason": "stop"},
+    **{"prompt_tokens": 1, "completion_tokens": 5, "cached_tokens": 0, "logprobs": None},
+}
+
+
+def answer_of(row: dict[str, Any]) -> ChatCompletion:
+    """The answer that a row alone makes; token 5 is the first byte of a character, of others nothing is known."""
+    job, shard = make_job("a", messages="m"), Shard(0, "a", "a.parquet", 1, "", 1)
+    answers = OpenAIAnswers(job, shard, len(row), lambda token: ("\ufffd", b"\xc3" if token == 5 else None))
+    (line,) = [data for _, data in [*answers.of(pa.Table.from_pylist([row])), *answers.rest()]]
+    return ChatCompletion.model_validate_json(json.dumps(json.loads(line)["response"]["body"]), strict=True)
+
+
+def test_thinking_is_beside_the_answer():
+    answer = answer_of(ROW | {"reasoning": "I see.", "reasoning_tokens": 3})
+    assert answer.choices[0].message.content == "It rains."
+    assert answer.choices[0].message.model_extra == {"reasoning_content": "I see."}
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+    assert answer_of(ROW | {"reasoning": None, "reasoning_tokens": 0}).choices[0].message.model_extra == {}
+
+
+def test_log_probabilities_are_never_below_the_least_that_openai_tells_and_bytes_may_be_unknown():
+    top = [{"token_id": 6, "logprob": -1e30}]
+    answer = answer_of(ROW | {"logprobs": [{"token_id": 5, "logprob": -math.inf, "top": top}]})
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.logprob, token.bytes, token.top_logprobs[0].logprob) == (-9999.0, [0xC3], -9999.0)
+    assert token.top_logprobs[0].bytes is None
+
+
+def test_the_documented_batch_is_answered(tmp_path):
+    (tmp_path / "batch.jsonl").write_text(DOCUMENTED)
+    job = write_job(tmp_path, **PARTS)
+    assert batchinfer("run", job).code == 0
+    found = answered(tmp_path / "run" / "outputs" / "batch.jsonl")
+    assert [*found] == ["request-1", "request-2"]
+    assert {answer.model for answer in found.values()} == {MODEL}
