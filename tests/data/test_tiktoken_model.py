@@ -90,12 +90,13 @@ def test_texts_are_split_where_tiktoken_splits_them(folder, codes, context):
     assert not wrong
 
 
-def test_words_become_the_tokens_that_tiktoken_makes_of_them(folder):
+@pytest.mark.parametrize("num_texts", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_words_become_the_tokens_that_tiktoken_makes_of_them(folder, num_texts):
     tokens, draw = long_tokens(), random.Random(2)
     ours, expected = tokenizer_of(folder / FILE, lines_of(tokens)), theirs(tokens)
     assert max(map(len, tokens)) > 8
     parts = [token.decode(errors="ignore") for token in tokens] + ["'s", "\r\n", "  ", "…", "é", "漢字", "🎉"]
-    for _ in range(2000):
+    for _ in range(num_texts):
         text = "".join(draw.choice(parts) for _ in range(draw.randrange(40)))
         ids = ours.encode(text, add_special_tokens=False).ids
         assert ids == expected.encode_ordinary(text), text
