@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -95,9 +96,18 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
     values: Sequence[Any] = rows
     if kind == "messages":
         values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
-    column_type = pa.list_(pa.int64()) if kind == "token_ids" else pa.string()
-    table = pa.table({"id": range(len(rows)), next(iter(columns.values())): pa.array(values, column_type)})
+    column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else _texts(values)
+    table = pa.table({"id": range(len(rows)), next(iter(columns.values())): column})
     return table.to_reader(BATCH_ROWS), columns
+
+
+def _texts(values: Sequence[str | None]) -> pa.Array:
+    """As a column; a text with half a surrogate pair, which UTF-8 has not, stays one that is found to be bad."""
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        raw = [None if value is None else value.encode("utf-8", "surrogatepass") for value in values]
+        return pc.cast(pa.array(raw, pa.binary()), options=pc.CastOptions(pa.string(), allow_invalid_utf8=True))
 
 
 def _kind(row: Any, place: int) -> str:

@@ -27,21 +27,31 @@ class ChatError(ValueError):
 class ChatTemplate:
     """A compiled template with the special tokens that it may name.
 
+    Attributes:
+        writes_tools: whether it names the tools that it is given.
+
     Raises:
         ModelError: the template is not valid Jinja.
     """
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
         self._variables = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+        layout = {"trim_blocks": True, "lstrip_blocks": True}
+        environment = _environment(**layout)
         try:
-            self._template = _environment(trim_blocks=True, lstrip_blocks=True).from_string(text)
+            self._template = environment.from_string(text)
+            self.writes_tools = "tools" in meta.find_undeclared_variables(environment.parse(text))
+            self._of_calls = _environment(**layout, finalize=_null_is_empty).from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None
 
     def render(
         self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None, *, continues: bool = False
     ) -> str:
-        """The prompt text of a chat, up to where the assistant answers; keys without a value are left out.
+        """The prompt text of a chat, up to where the assistant answers.
+
+        Keys without a value are left out, but for the content of a message that calls tools: templates ask whether it
+        is none, and where they write it, it is empty.
 
         Args:
             variables: `tools` and others for the template.
@@ -53,15 +63,23 @@ class ChatTemplate:
         Raises:
             ChatError: the template refuses the chat, or fails on it.
         """
-        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chat = [
+            {
+                key: value
+                for key, value in message.items()
+                if value is not None or (key == "content" and message.get("tool_calls"))
+            }
+            for message in messages
+        ]
         values = {**self._variables, **(variables or {}), "messages": chat}
+        template = self._of_calls if any(None in message.values() for message in chat) else self._template
         if not continues:
-            return _written(self._template, values, "the chat template", _failure)
+            return _written(template, values, "the chat template", _failure)
         final = chat[-1].get("content")
         if final is None:
             raise ChatError("the final message has no content to continue (input.continue_final_message)")
         chat[-1]["content"] = final + _CONTINUE
-        text = _written(self._template, {**values, "add_generation_prompt": False}, "the chat template", _failure)
+        text = _written(template, {**values, "add_generation_prompt": False}, "the chat template", _failure)
         # the template may have cut white space around the content, and with it the mark's own blank
         before, mark, after = text.rpartition(_CONTINUE.strip())
         if not mark or final.strip() not in text:
@@ -115,6 +133,10 @@ def _written(template: Template, variables: dict[str, Any], what: str, failure: 
         # whatever the template's code does wrong concerns this row only
         raise ChatError(failure(error)) from None
     return "".join(pieces)
+
+
+def _null_is_empty(value: Any) -> Any:
+    return "" if value is None else value
 
 
 def _not_null(value: Any) -> Any:

@@ -65,6 +65,7 @@ class Encoders:
     Attributes:
         columns: the input columns that prompts are made of.
         digest: changes with anything in the model folder that changes a prompt's ids.
+        writes_tools: whether the chat template, where there is one, writes the tools that it is given.
         ends_thinking: whether there is a token for the end of thinking.
         most_chars: characters with which a text cannot fit into the window; None: not known.
     """
@@ -102,6 +103,7 @@ class Encoders:
         self.window = window
         self.columns: list[str] = loaded["columns"]
         self.digest: str = loaded["digest"]
+        self.writes_tools: bool = loaded["writes_tools"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.most_chars: int | None = loaded["most_chars"]
         self.num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)

@@ -61,15 +61,36 @@ def tokenizer_of(file: Path, text: str) -> Tokenizer:
     return tokenizer
 
 
-def named_tokens(config: dict[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
-    """`added_tokens_decoder` with the ids that have no name in tokenizer_config.json.
+def named_tokens(file: Path, config: dict[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
+    """`added_tokens_decoder` with the ids that have no name there.
 
     Args:
+        file: tokenizer_config.json, for messages.
+        config: what it holds.
         num_ranks: tokens of the vocabulary file.
+
+    Raises:
+        ModelError: it is no object of tokens by their ids.
     """
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(
+        id.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        for id, token in listed.items()
+    ):
+        raise ModelError(f"added_tokens_decoder in {file} is no object of tokens by their ids; {_RESTORE}")
     ids = range(num_ranks, num_ranks + NUM_RESERVED)
-    reserved = {str(id): {"content": f"<|reserved_token_{id}|>", "special": True} for id in ids}
-    return reserved | (config.get("added_tokens_decoder") or {})
+    return {str(id): {"content": f"<|reserved_token_{id}|>", "special": True} for id in ids} | listed
+
+
+def check_names(file: Path, tokenizer: Tokenizer, names: dict[str, dict[str, Any]]) -> None:
+    """Raise a ModelError unless each named token has the id that it is listed with in `file`."""
+    for listed, token in names.items():
+        found = tokenizer.token_to_id(token["content"])
+        if found != int(listed):
+            raise ModelError(
+                f"added_tokens_decoder in {file} gives {token['content']!r} the id {listed}, but it is {found} behind "
+                f"{FILE}: ids follow each other, and a name stands once and is no token of the vocabulary; {_RESTORE}"
+            )
 
 
 def _read_ranks(file: Path, text: str) -> dict[bytes, int]:

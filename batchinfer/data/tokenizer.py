@@ -36,17 +36,21 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     Raises:
         ModelError: both are missing, or a file is broken; the message names it.
     """
-    config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    settings_file = folder / "tokenizer_config.json"
+    config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(settings_file)}
     file = _vocabulary_file(folder, config)
     try:
         text = file.read_text(encoding="utf-8")
         if file.name == tiktoken_model.FILE:
             tokenizer = tiktoken_model.tokenizer_of(file, text)
-            config["added_tokens_decoder"] = tiktoken_model.named_tokens(config, tokenizer.get_vocab_size())
+            names = tiktoken_model.named_tokens(settings_file, config, tokenizer.get_vocab_size())
+            config["added_tokens_decoder"] = names
         else:
             tokenizer = Tokenizer.from_str(text)
         named = _named_tokens(config)
         _add_special_tokens(tokenizer, config, named)
+        if file.name == tiktoken_model.FILE:
+            tiktoken_model.check_names(settings_file, tokenizer, names)
     except ModelError:
         raise
     except Exception as error:

@@ -85,6 +85,9 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
+        "writes_tools": not prompts.may_make_chats
+        or tokenizer.template_text is None
+        or tokenizer.chat_template().writes_tools,
         "ends_thinking": tokenizer.token_id(END_OF_THINKING) is not None,
     }
 

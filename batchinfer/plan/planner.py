@@ -340,6 +340,11 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
         raise ConfigError(
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
         )
+    if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
+        note(
+            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of those "
+            f"{'that lines have' if job.input.tools is None else 'of input.tools'}; give the folder one that does"
+        )
     check_columns(job, shards, encoders.columns)
 
 

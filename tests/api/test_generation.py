@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchinfer
-from batchinfer.api import generation, job, prompts
+from batchinfer.api import generation, job, model, prompts
 from support.jobs import batchinfer as command
 from support.jobs import output_bytes, question, write_job
 from support.paths import RANDOM_MODEL, ROOT
@@ -123,6 +123,11 @@ def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
     assert found == [{"prompt": "text"}, {"prompt": "label"}]
 
 
+def test_a_row_that_is_no_utf8_is_an_error_row():
+    found = batchinfer.generate(["a\ud800", "The ferry"], **SETTINGS).to_pylist()
+    assert [row["error"] for row in found] == ["prompt is not valid UTF-8", None]
+
+
 def test_rows_with_choices_come_whole():
     table = pa.table({"prompt": ["2 plus 3 is", "The ferry"], "choices": [[" 5", " 6"], [" sails", " 7", ""]]})
     settings = {**SETTINGS, "max_tokens": 0, "input": {"choices": "choices"}}
@@ -151,7 +156,6 @@ WRONG = [
     ({"data": [{"prompt": "a"}]}, "row 0 of data is a dict that is no prompt"),
     ({"data": [["a"]]}, "row 0 of data is a list that is no prompt"),
     ({"data": [[{"role": "user", "content": {1}}]]}, "data cannot be read as Arrow columns: Object of type set"),
-    ({"data": ["\ud800"]}, "data cannot be read as Arrow columns"),
     ({"data": [[2**70]]}, "data cannot be read as Arrow columns"),
     ({"data": "a"}, "data is a str, which holds no prompts"),
     ({"data": iter(["a"])}, "which holds no prompts"),
@@ -187,7 +191,7 @@ def test_examples_of_the_documentation_are_true(monkeypatch, tmp_path):
     for name in ("sample_data", "jobs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    for module in (generation, job):
+    for module in (generation, job, model):
         found = doctest.testmod(module, extraglobs={"batchinfer": batchinfer})
         assert (found.failed, found.attempted > 0) == (0, True)
     page = ROOT / "docs" / "python.md"

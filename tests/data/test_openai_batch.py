@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from batchinfer.records import sampling_from_json
 from support.checked_rows import LIMITS, checked, errors, make_job
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
 from support.openai_batches import CHAT, DOCUMENTED, MODEL, WEATHER, chat, completion, line, write_batch
+from support.paths import RANDOM_MODEL
 
 OPENAI = {"format": "openai"}
 PARTS = {"input": {"files": ["batch.jsonl"], "prompt": None, **OPENAI}}
@@ -102,6 +104,17 @@ def test_prompts_are_texts_token_ids_or_chats(tmp_path):
     chats = [[{"role": "user", "content": "Hello"}], [{"role": "system", "content": "Be brief."}, both[1]]]
     one, two = token_ids(tmp_path, {"m": chats}, messages="m")
     assert [row["token_ids"] for row in rows] == [text, text, [5, 6, 7], [5, 6, 7], one, one, two]
+
+
+@pytest.mark.parametrize("writes_tools", [False, True])
+def test_a_template_that_does_not_write_tools_is_told(tmp_path, writes_tools):
+    model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    if writes_tools:
+        (model / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages[0].content }}")
+    write_batch(tmp_path / "batch.jsonl", [chat("a", tools=[WEATHER])])
+    ended = batchinfer("plan", write_job(tmp_path, **PARTS, model={"path": str(model)}))
+    assert ended.code == 0, ended.err
+    assert ("does not write tools, so the model is not told of those that lines have" in ended.err) != writes_tools
 
 
 def test_tools_and_keywords_of_a_line_go_to_the_chat_template_unless_tools_may_not_be_called(tmp_path):

@@ -158,3 +158,22 @@ def test_a_folder_that_splits_by_another_rule_is_refused(folder, tmp_path):
     (model / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match="tokenizer_class beside it is None, not 'TikTokenTokenizer'"):
         load_tokenizer(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"5000": "[FAR]"}, r"gives '\[FAR\]' the id 5000, but it is 956"),
+        ({"700": "a"}, "gives 'a' the id 700, but it is 97"),
+        ({"700": "[X]", "701": "[X]"}, r"gives '\[X\]' the id 701, but it is 700"),
+        ({"abc": "[X]"}, "is no object of tokens by their ids"),
+    ],
+)
+def test_names_that_cannot_have_their_ids_are_refused(folder, tmp_path, names, told):
+    model = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {id: {"content": name, "special": True} for id, name in names.items()}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=told) as refused:
+        load_tokenizer(model)
+    assert "tokenizer_config.json" in str(refused.value)

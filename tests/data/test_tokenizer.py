@@ -90,6 +90,28 @@ def test_templates_render_as_in_transformers(sample, reference, template):
     assert ChatTemplate(template, names).render(chat) == expected
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = [
+    {"role": "user", "content": "hi", "tool_calls": None},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "4", "tool_calls": None},
+]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        # as DeepSeek's own templates ask
+        ("{% if m.content is none %}{% for c in m.tool_calls %}[{{ c.function.name }}]{% endfor %}{% endif %}", "[f]"),
+        ("{{ m['content'] }};{{ tools }}", "hi;;4;"),
+        ("{% if m['tool_calls'] is defined %}{{ m['content'] or 'calls' }}{% endif %}", "calls"),
+    ],
+)
+def test_the_content_of_a_message_that_calls_tools_is_none_and_is_written_as_nothing(written, expected):
+    template = "{% for m in messages %}" + written + "{% endfor %}"
+    assert ChatTemplate(template, {}).render(CALLS) == expected
+
+
 @pytest.mark.parametrize("processor", ["none", "bos", "bos and eos"])
 @pytest.mark.parametrize("add_bos_token", [True, False, None])
 def test_tokenizer_json_alone_decides_the_special_tokens(folder, processor, add_bos_token):
