@@ -5,6 +5,7 @@ they may read and write. Out: float32 logits of the rows that were asked for, an
 Choosing pages and batches belongs to the rank; moving rows between ranks to `parallel`.
 
 config.py reads and checks config.json, headers.py and tensor_names.py say whether the tensors fit it (all without
-torch, so planning can use them), weights.py reads these; mla.py and moe.py are the two halves of a layer,
-layer.py and transformer.py put them together; schedules.py has the ways to run a step, fused/ the quick ones.
+torch, so planning can use them), weights.py reads these, stored_weights.py from whatever form they are stored in;
+mla.py and moe.py are the two halves of a layer, layer.py and transformer.py put them together; schedules.py has the
+ways to run a step, fused/ the quick ones.
 """

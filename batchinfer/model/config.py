@@ -11,6 +11,7 @@ from pathlib import Path
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
+from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ModelError
 
 # The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
@@ -26,8 +27,6 @@ _MOE_KEYS = (
     "n_group",
     "topk_group",
 )
-# Of an FP8 checkpoint: how scales were rounded when they were made, and which tensors have none, as their headers say.
-_FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,8 @@ class ModelConfig:
     routed_scaling_factor: float
     # layers after the last one that predict further tokens; their weights are not read
     num_mtp_layers: int
-    # rows and columns of one FP8 scale, None when the weights are not quantised
-    fp8_block: tuple[int, int] | None
+    fp8_block: tuple[int, int] | None  # rows and columns of one FP8 scale, None when no weights are stored in FP8
+    int4_group: int | None  # columns of one scale of packed 4-bit weights, None when there are none
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -229,7 +228,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_mtp_layers=reader.size(
             "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0, maximum=_MAX_LAYERS
         ),
-        fp8_block=None if quantization is None else _read_fp8_block(quantization),
+        **read_quantization(quantization),
     )
     _check_layer_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
@@ -427,16 +426,6 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
         attention_factor=rope.optional_number("attention_factor", above=0.0),
         truncate=rope.flag("truncate", default=True),
     )
-
-
-def _read_fp8_block(section: ConfigReader) -> tuple[int, int]:
-    """Block of one scale in an FP8 checkpoint (DeepSeek-V3 report section 3.3.2)."""
-    section.expect("quant_method", "fp8", '"fp8" with blocks of [128, 128], or no quantization_config', needed=True)
-    section.expect("fmt", "e4m3", '"e4m3"')
-    section.expect("activation_scheme", "dynamic", '"dynamic"')
-    section.expect("weight_block_size", [128, 128], "[128, 128]", needed=True)
-    section.pass_over(*_FP8_NOTES)
-    return 128, 128
 
 
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:

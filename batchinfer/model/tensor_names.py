@@ -12,9 +12,17 @@ from batchinfer.model.headers import TensorHeaders
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
+# A weight in 4 bits is three tensors instead of one: eight values per integer, scales, rows and columns.
+PACKED_SUFFIX, INT4_SCALE_SUFFIX, INT4_SHAPE_SUFFIX = "_packed", "_scale", "_shape"
 
 _FP8 = "F8_E4M3"
+_FP8_SCALES = ("F32", "F8_E8M0")
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_INT4_FORMATS = {
+    PACKED_SUFFIX: ("I32",),
+    INT4_SCALE_SUFFIX: ("BF16", "F16", "F32"),
+    INT4_SHAPE_SUFFIX: ("I64", "I32"),
+}
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _MAX_LISTED = 10
@@ -27,7 +35,11 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         ModelError: with the first offending tensors by name and how many more there are.
     """
     folder = checkpoint.folder
-    expected = dict(expected_tensors(config))
+    expected = {
+        part: part_shape
+        for name, shape in expected_tensors(config)
+        for part, part_shape in _as_stored(checkpoint, config, name, shape)
+    }
     unknown: list[str] = []
     scales: list[str] = []
     for name in checkpoint:
@@ -62,10 +74,11 @@ def num_bytes_to_read(checkpoint: TensorHeaders, config: ModelConfig, expert_ids
     held = dict(zip(config.moe_layers, map(Counter, expert_ids), strict=True))
     total = 0
     for name, _ in expected_tensors(config):
-        parts = name.split(".")  # model.layers.3.mlp.experts.7.up_proj.weight
-        times = held[int(parts[2])][int(parts[5])] if parts[4:5] == ["experts"] else 1
+        words = name.split(".")  # model.layers.3.mlp.experts.7.up_proj.weight
+        times = held[int(words[2])][int(words[5])] if words[4:5] == ["experts"] else 1
         if times:
-            found = [part for part in (name, name + SCALE_SUFFIX) if part in checkpoint]
+            parts = (name + suffix for suffix in ("", SCALE_SUFFIX, *_INT4_FORMATS))
+            found = [part for part in parts if part in checkpoint]
             total += times * sum(checkpoint.info(part).num_bytes for part in found)
     return total
 
@@ -127,6 +140,24 @@ def _expected_linear(prefix: str, num_out: int, num_in: int, bias: bool) -> Iter
         yield f"{prefix}.bias", (num_out,)
 
 
+def _as_stored(
+    checkpoint: TensorHeaders, config: ModelConfig, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of the tensors that a weight is stored as."""
+    if name + PACKED_SUFFIX not in checkpoint or len(shape) != 2:
+        yield name, shape
+        return
+    (num_out, num_in), group = shape, config.int4_group
+    path = checkpoint.info(name + PACKED_SUFFIX).path
+    if group is None:
+        raise ModelError(f"{path}: {name} is packed, but the quantization_config of config.json says nothing of that.")
+    if num_in % group:
+        raise ModelError(f"{path}: {name} is packed, but group_size {group} does not divide its {num_in} columns.")
+    yield name + PACKED_SUFFIX, (num_out, -(-num_in // 8))
+    yield name + INT4_SCALE_SUFFIX, (num_out, num_in // group)
+    yield name + INT4_SHAPE_SUFFIX, (2,)
+
+
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that may be there and are not used."""
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
@@ -139,12 +170,17 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A weight is of a float format, or FP8 with a scale per block."""
+    """A weight is of a float format, or FP8 with a scale per block, or packed."""
     info = checkpoint.info(name)
+    for suffix, formats in _INT4_FORMATS.items():
+        if name.endswith(suffix):
+            if info.dtype not in formats:
+                raise ModelError(f"{info.path}: {name} is {info.dtype} instead of {' or '.join(formats)}.")
+            return
     has_scale = name + SCALE_SUFFIX in checkpoint
     if info.dtype == _FP8:
         if config.fp8_block is None:
-            raise ModelError(f"{info.path}: {name} is FP8, but config.json has no quantization_config.")
+            raise ModelError(f"{info.path}: {name} is FP8, but config.json has no quantization_config with blocks.")
         if not has_scale or len(info.shape) != 2:
             raise ModelError(f"{info.path}: {name} is FP8, but there is no {name}{SCALE_SUFFIX} for its blocks.")
     elif info.dtype not in _FLOATS:
@@ -154,13 +190,14 @@ def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> 
 
 
 def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A scale is float32, one per block; the blocks at the edges may be smaller than the others."""
+    """A scale is a float or a power of two, one per block; the blocks at the edges may be smaller than the others."""
     info = checkpoint.info(name)
     rows, columns = config.fp8_block or (1, 1)
     num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape
     needed = (-(-num_out // rows), -(-num_in // columns))
-    if info.shape != needed or info.dtype != "F32":
-        raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of F32 {list(needed)}.")
+    if info.shape != needed or info.dtype not in _FP8_SCALES:
+        needs = f"{' or '.join(_FP8_SCALES)} {list(needed)}"
+        raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of {needs}.")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,9 +1,9 @@
 """The model's tensors as the layers use them, read from a checkpoint.
 
 The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
-block) are dequantized to the run's dtype here, unless the operations hold projections and experts in FP8: then those
-go through as they are stored, bit for bit, and weights that are stored in other dtypes are rounded once. Either way the
-rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
+block) and packed 4-bit ones are widened to the run's dtype here, unless the operations hold projections and experts in
+FP8: then FP8 weights go through as they are stored, bit for bit, and others are rounded once. Either way the rest
+(latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
 
 In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
 intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
@@ -25,9 +25,9 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
-from batchinfer.model.tensor_names import SCALE_SUFFIX, check_tensors, num_bytes_to_read
+from batchinfer.model.stored_weights import StoredWeights
+from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.records import ModelError
-from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
@@ -200,18 +200,18 @@ class _Loader:
         self.dtype = dtype
         self.device = device
         self._expert_ids = iter(expert_ids)
-        self._dequantize = registry.select("dequantize_fp8_block")
+        self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
-        out = self._empty(self.checkpoint.info(name).shape, dtype or self.dtype)
-        return out.copy_(self._read(name, out.dtype))
+        out = self._empty(self._stored.shape(name), dtype or self.dtype)
+        return out.copy_(self._stored.read(name, out.dtype))
 
     def source(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
-        return self._read(name, dtype or self.dtype) if self._format.copies else self.tensor(name, dtype)
+        return self._stored.read(name, dtype or self.dtype) if self._format.copies else self.tensor(name, dtype)
 
     def pack(self, weight: torch.Tensor) -> Weight:
         """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
@@ -288,7 +288,7 @@ class _Loader:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        width = self._mlp_width(self.checkpoint.info(f"{prefix}.gate_proj.weight").shape[0])
+        width = self._mlp_width(self._stored.shape(f"{prefix}.gate_proj.weight")[0])
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
         return MlpWeights(
@@ -309,7 +309,7 @@ class _Loader:
             is_paired: these are a gate and an up projection without biases.
         """
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        form, (stored_rows, stored_columns) = self._narrow_format, self.checkpoint.info(f"{prefixes[0]}.weight").shape
+        form, (stored_rows, stored_columns) = self._narrow_format, self._stored.shape(f"{prefixes[0]}.weight")
         num_rows = num_rows or stored_rows
         shape = (len(prefixes) * num_rows, num_columns or stored_columns)
         held = form.empty(1, *shape, is_paired=is_paired, memory=self._empty)
@@ -319,14 +319,5 @@ class _Loader:
 
     def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
-        if form.keeps_fp8 and name + SCALE_SUFFIX in self.checkpoint:
-            return BlockScaled(self.checkpoint.read(name), self.checkpoint.read(name + SCALE_SUFFIX))
-        return self._read(name, self.dtype)
-
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor; not to be kept, since it may be a view of the mapped file."""
-        stored = self.checkpoint.read(name)
-        if stored.dtype == torch.float8_e4m3fn:
-            scale = self.checkpoint.read(name + SCALE_SUFFIX)
-            return self._dequantize(stored, scale, dtype, self.config.fp8_block)
-        return stored.to(dtype)
+        blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
+        return self._stored.read(name, self.dtype) if blocks is None else blocks

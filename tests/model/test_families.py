@@ -17,6 +17,7 @@ from batchinfer.model.headers import read_headers
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.packed_weights import KIMI_INT4
 from support.paths import RANDOM_MODEL
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -88,11 +89,6 @@ KIMI_K2 = of_type(
     eos_token_id=163585,
     quantization_config=FP8,
 )
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True}}},
-}
 KIMI_K25 = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
@@ -145,7 +141,13 @@ ACCEPTED = {
     "v3.1": (V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, {"fp8_block": (128, 128)}),
     "moonlight": (MOONLIGHT, {"num_moe_layers": 26, "q_lora_rank": None, "num_mtp_layers": 0}),
     "kimi-k2": (KIMI_K2, {"num_moe_layers": 60, "eos_token_ids": (163585,), "fp8_block": (128, 128)}),
+    "kimi-k2-thinking": (KIMI_K2 | {"quantization_config": KIMI_INT4}, {"int4_group": 32, "fp8_block": None}),
     "kimi-k2.5": (KIMI_K25, {"num_moe_layers": 60, "eos_token_ids": (163586,), "family": "kimi_k2"}),
+    "kimi-k2.5-int4": (
+        KIMI_K25 | {"text_config": KIMI_K25["text_config"] | {"quantization_config": KIMI_INT4}},
+        {"int4_group": 32, "fp8_block": None},
+    ),
+    "kimi-k2.5-int4-outside": (KIMI_K25 | {"quantization_config": KIMI_INT4}, {"int4_group": 32, "fp8_block": None}),
     "glm-4.7-flash": (GLM_FLASH | {"first_k_dense_replace": 1}, {"num_moe_layers": 46, "rms_norm_eps": 1e-5}),
     "glm-4.7-flash-lists": (GLM_FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 46}, {"num_moe_layers": 46}),
     "glm-4.7-flash-says-nothing": (GLM_FLASH, {"num_moe_layers": 46, "num_router_groups": 1, "max_positions": 202752}),
@@ -153,11 +155,6 @@ ACCEPTED = {
     "youtu-untied": (YOUTU | {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
 }
 REFUSED = {
-    "kimi-k2-thinking": (KIMI_K2 | {"quantization_config": INT4}, ["quantization_config.quant_method", "compressed"]),
-    "kimi-k2.5-int4": (
-        KIMI_K25 | {"quantization_config": INT4},
-        ["text_config.quantization_config.quant_method", '"compressed-tensors"'],
-    ),
     "v3.2": (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, ["deepseek_v32", "sparse", "DSA"]),
     "glm-5": (V3 | {"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse", "glm4_moe_lite"]),
     "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),

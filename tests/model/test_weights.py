@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
 from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
+from batchinfer.model.stored_weights import StoredWeights, widen_int4
 from batchinfer.model.weights import exchange_experts, load_weights
 from batchinfer.records import ModelError
 from batchinfer_kernels.cpu import build
@@ -18,6 +21,7 @@ from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, line
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.weight_format import format_of
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
+from support.packed_weights import int4_config, pack, pack_int4
 
 FP8 = {
     "quant_method": "fp8",
@@ -95,6 +99,81 @@ def test_an_fp8_checkpoint_equals_its_dequantised_twin_exactly(tmp_path):
     assert same(load(quantised, dtype=torch.bfloat16), load(twin, dtype=torch.bfloat16))
 
 
+# rows of 12 values as compressed-tensors 0.20.0 packs them in 4 bits (pack_to_int32); the first is 0xfea98710, 0xb0ff
+#   values         -8 -7 -1  0  1  2  6  7 | 7  7 -8  3
+#   four bits each  0  1  7  8  9  a  e  f | f  f  0  b      the first in the lowest bits
+PACKED = torch.tensor([[-22444272, 45311], [-2004318072, 17767], [1514880045, 7695]], dtype=torch.int32)
+VALUES = torch.tensor(
+    [
+        [-8, -7, -1, 0, 1, 2, 6, 7, 7, 7, -8, 3],
+        [0, 0, 0, 0, 0, 0, 0, 0, -1, -2, -3, -4],
+        [5, -6, 4, -5, 3, -4, 2, -3, 7, -8, 6, -7],
+    ]
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 4, 12])
+def test_packed_values_are_those_of_compressed_tensors(group, dtype):
+    assert torch.equal(pack(VALUES), PACKED)
+    scale = torch.rand(3, 12 // group, generator=torch.Generator().manual_seed(group)).bfloat16().float()
+    exact = VALUES.double() * scale.double().repeat_interleave(group, dim=1)  # 4 bits × 8 bits: exact in float32
+    assert torch.equal(widen_int4(PACKED, scale, group, dtype), exact.float().to(dtype))
+
+
+# groups that fill integers or not, of all projections or of experts alone, beside other formats of scales
+INT4 = {
+    "kimi-k2": {"words": ".experts."},
+    "kimi-k25": {"words": ".experts.", "group": 8},
+    "v3-no-q-lora": {"words": "_proj", "group": 4, "scale_dtype": torch.float16},
+    "v3-odd-sizes": {"words": ".mlp.", "group": 9, "scale_dtype": torch.float32},
+}
+WHOLE_GROUPS = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96}
+
+
+def packed_and_wide(folder, name):
+    """Folders of a packed checkpoint and of the same weights wide."""
+    sizes = {"hidden_size": 72, "moe_intermediate_size": 36, "intermediate_size": 63} if name == "v3-odd-sizes" else {}
+    for part in ("packed", "wide"):
+        make_checkpoint(folder / part, name, **WHOLE_GROUPS | sizes)
+    write_tensors(folder / "wide", pack_int4(folder / "packed", **INT4[name]))
+    return folder / "packed", folder / "wide"
+
+
+def in_bfloat16(folder):
+    """Store all floats in bfloat16; scales are already."""
+    tensors = read_tensors(folder)
+    write_tensors(folder, {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()})
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_a_packed_checkpoint_equals_its_dequantised_twin_exactly(tmp_path, name):
+    packed, wide = packed_and_wide(tmp_path, name)
+    options = [{}, {"dtype": torch.bfloat16}, IN_BFLOAT16]
+    assert [same(load(packed, **chosen), load(wide, **chosen)) for chosen in options] == [True] * 3
+    if "scale_dtype" not in INT4[name]:
+        in_bfloat16(packed)
+        in_bfloat16(wide)  # rounded where it is stored, not where it is loaded
+        assert [same(load(packed, **chosen), load(wide, **chosen)) for chosen in options[1:]] == [True] * 2
+
+
+def test_one_expert_of_a_packed_checkpoint_is_wide_at_a_time(tmp_path, monkeypatch):
+    packed, _ = packed_and_wide(tmp_path, "kimi-k2")
+    read, most, original = [], 0, StoredWeights.read
+
+    def watched(self, name, dtype):
+        nonlocal most
+        weight = original(self, name, dtype)
+        read.append(weakref.ref(weight))
+        most = max(most, sum(one() is not None for one in read))
+        return weight
+
+    monkeypatch.setattr(StoredWeights, "read", watched)
+    load(packed)
+    assert len(read) > 50
+    assert most <= 3  # gate, up and down
+
+
 def test_shards_and_their_index_equal_a_single_file(tmp_path):
     make_checkpoint(tmp_path, "v3")
     single = load(tmp_path)
@@ -114,8 +193,11 @@ def test_router_stays_float32_in_bfloat16(tmp_path):
     assert dtypes == {torch.bfloat16}
 
 
-def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_only_the_experts_asked_for_are_read(tmp_path, monkeypatch, packed):
     make_checkpoint(tmp_path, "v3")
+    if packed:
+        pack_int4(tmp_path, group=8)
     everything, read = load(tmp_path), []
     original = Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name: read.append(name) or original(self, name))
@@ -230,13 +312,16 @@ def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
     assert torch.equal(y, alone("model.layers.1.mlp.experts.2"))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True), ("reference", True)]
 )
-def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, tmp_path):
+def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, packed, tmp_path):
     if backend == "cpu" and build.why_not() is not None:
         pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
     make_checkpoint(tmp_path, "v3")
+    if packed:
+        pack_int4(tmp_path, group=8)
     config = load_model_config(tmp_path)
     options = {"dtype": torch.bfloat16, "ops": Ops.select(backend, torch.bfloat16, eight_bit=eight_bit)}
     before, after = [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
@@ -281,14 +366,21 @@ def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fp8", "experts"),
-    [({}, False, None), (RAGGED, True, None), ({}, False, [0, 3, 3]), ({"tie_word_embeddings": True}, False, [])],
-    ids=["all", "fp8", "some, one of them twice", "tied"],
+    ("sizes", "store", "experts"),
+    [
+        ({}, None, None),
+        (RAGGED, quantise, None),
+        (WHOLE_GROUPS, pack_int4, None),
+        (WHOLE_GROUPS, pack_int4, [0, 3, 3]),
+        ({}, None, [0, 3, 3]),
+        ({"tie_word_embeddings": True}, None, []),
+    ],
+    ids=["all", "fp8", "packed", "packed, some", "some, one of them twice", "tied"],
 )
-def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, fp8, experts):
+def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, store, experts):
     make_checkpoint(tmp_path, "v3", **sizes)
-    if fp8:
-        quantise(tmp_path)
+    if store:
+        store(tmp_path)
     config, told = load_model_config(tmp_path), []
     held = None if experts is None else [experts] * config.num_moe_layers
     load(tmp_path, expert_ids=held, told=lambda done, total: told.append((done, total)))
@@ -347,8 +439,8 @@ O_PROJ = "model__layers__0__self_attn__o_proj__weight"
     ("changes", "words"),
     [
         ({f"{O_PROJ}_scale_inv": None}, "is FP8, but there is no"),
-        ({f"{O_PROJ}_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] instead of F32 \[2, 1\]"),
-        ({f"{O_PROJ}_scale_inv": torch.ones(2, 1).bfloat16()}, r"BF16 \[2, 1\] instead of F32 \[2, 1\]"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] instead of F32 or F8_E8M0 \[2, 1\]"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(2, 1).bfloat16()}, r"BF16 \[2, 1\] instead of F32 or F8_E8M0 \[2, 1\]"),
         ({O_PROJ: None}, r"1 missing: model\.layers\.0\.self_attn\.o_proj\.weight"),
         ({O_PROJ: torch.ones(144, 16)}, "is a scale, but"),
     ],
@@ -359,6 +451,91 @@ def test_fp8_weights_and_scales_that_do_not_fit(tmp_path, changes, words):
     change(tmp_path, **changes)
     with pytest.raises(ModelError, match=words):
         load(tmp_path)
+
+
+def powers_of_two(folder, dtype):
+    """Change the scales of an FP8 checkpoint to powers of two in this dtype, as `scale_fmt` "ue8m0" means them."""
+    tensors = read_tensors(folder)
+    scales = {name: scale.log2().round().exp2() for name, scale in tensors.items() if name.endswith("_scale_inv")}
+    write_tensors(folder, tensors | {name: scale.to(dtype) for name, scale in scales.items()})
+    edit_config(folder, quantization_config=FP8 | {"scale_fmt": "ue8m0"})
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, IN_BFLOAT16], ids=["float32", "bfloat16", "fp8"])
+def test_scales_in_e8m0_equal_those_in_float32(tmp_path, options):
+    for folder, dtype in ((tmp_path / "e8m0", torch.float8_e8m0fnu), (tmp_path / "float32", torch.float32)):
+        make_checkpoint(folder, "v3", **RAGGED)
+        quantise(folder)
+        powers_of_two(folder, dtype)
+    assert read_tensors(tmp_path / "e8m0")[f"{O_PROJ}_scale_inv".replace("__", ".")].dtype == torch.float8_e8m0fnu
+    assert same(load(tmp_path / "e8m0", **options), load(tmp_path / "float32", **options))
+
+
+@pytest.mark.parametrize("options", [{}, IN_BFLOAT16], ids=["widened", "held"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize(("store", "suffix"), [(quantise, "_scale_inv"), (pack_int4, "_scale")])
+def test_scales_that_cannot_be_are_refused(tmp_path, store, suffix, value, options):
+    make_checkpoint(tmp_path, "v3", **WHOLE_GROUPS)
+    store(tmp_path)
+    name = f"model.layers.1.mlp.experts.3.up_proj.weight{suffix}"
+    scale = read_tensors(tmp_path)[name]
+    scale[0, -1] = value
+    change(tmp_path, **{name: scale})
+    with pytest.raises(ModelError, match=rf"{name} is from .* a scale is finite and not negative"):
+        load(tmp_path, **options)
+
+
+def test_a_scale_in_e8m0_that_is_no_number_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "v3", **RAGGED)
+    quantise(tmp_path)
+    nothing = torch.full((2, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    change(tmp_path, **{f"{O_PROJ}_scale_inv": nothing})
+    with pytest.raises(ModelError, match="is from nan to nan"):
+        load(tmp_path)
+
+
+GATE = "model.layers.2.mlp.experts.7.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"_packed": None}, f"1 missing: {GATE}; 2 unknown: {GATE}_scale, {GATE}_shape"),
+        ({"_scale": None}, f"1 missing: {GATE}_scale"),
+        ({"_shape": None}, f"1 missing: {GATE}_shape"),
+        ({"": torch.ones(32, 64)}, f"1 unknown: {GATE}."),
+        ({"_g_idx": torch.ones(64, dtype=torch.int32)}, f"1 unknown: {GATE}_g_idx"),
+        ({"_zero_point": torch.ones(4, 2, dtype=torch.int32)}, f"1 unknown: {GATE}_zero_point"),
+        ({"_packed": torch.ones(32, 9, dtype=torch.int32)}, f"{GATE}_packed is [32, 9] instead of [32, 8]"),
+        ({"_packed": torch.ones(32, 8)}, f"{GATE}_packed is F32 instead of I32"),
+        ({"_scale": torch.ones(32, 1)}, f"{GATE}_scale is [32, 1] instead of [32, 2]"),
+        ({"_scale": torch.ones(32, 2, dtype=torch.float64)}, f"{GATE}_scale is F64 instead of BF16 or F16 or F32"),
+        ({"_shape": torch.tensor([32, 64, 1])}, f"{GATE}_shape is [3] instead of [2]"),
+        ({"_shape": torch.tensor([32.0, 64.0])}, f"{GATE}_shape is F32 instead of I64 or I32"),
+        ({"_shape": torch.tensor([64, 32])}, f"{GATE}_shape says [64, 32], but the weight that is packed is [32, 64]"),
+    ],
+)
+def test_packed_weights_that_do_not_fit(tmp_path, changes, words):
+    make_checkpoint(tmp_path, "v3", **WHOLE_GROUPS)
+    pack_int4(tmp_path)
+    change(tmp_path, **{f"{GATE}{suffix}": tensor for suffix, tensor in changes.items()})
+    with pytest.raises(ModelError, match=re.escape(words)) as error:
+        load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_packed_weights_and_a_config_that_says_otherwise(tmp_path):
+    make_checkpoint(tmp_path, "v3", **WHOLE_GROUPS)
+    pack_int4(tmp_path)
+    for group, words in ((64, "group_size 64 does not divide its 32 columns"), (16, "[64, 1] instead of [64, 2]")):
+        edit_config(tmp_path, quantization_config=int4_config(group_size=group))
+        with pytest.raises(ModelError, match=re.escape(words)):
+            load(tmp_path)
+    for config in (None, FP8):
+        edit_config(tmp_path, quantization_config=config)
+        with pytest.raises(ModelError, match="is packed, but the quantization_config of"):
+            load(tmp_path)
 
 
 def test_fp8_weights_without_a_quantization_config(tmp_path):

@@ -1,0 +1,107 @@
+"""Whole jobs over checkpoints of packed 4-bit weights: the answers of the same weights stored wide, or one sentence."""
+
+import json
+import shutil
+
+import pyarrow as pa
+import pytest
+import torch
+
+from batchinfer.config import load_job
+from batchinfer.model.config import load_model_config
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.plan.first_dtype import stored_dtype
+from batchinfer.plan.preflight import check_job
+from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
+from support.jobs import answers, batchinfer, write_job, write_shard
+from support.packed_weights import int4_config, pack_int4
+from support.paths import RANDOM_MODEL
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}  # whole groups of 32
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+ONE_RANK = {"prefill_ranks": 1}
+TWO_RANKS = {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2, "redundant_experts": 2, "overlap": True}
+
+
+@pytest.fixture(scope="module", params=["kimi-k25", pytest.param("kimi-k2", marks=pytest.mark.slow)])
+def folder(request, tmp_path_factory):
+    """Prompts, a packed checkpoint, and the same weights wide; a carrier says in its text_config what is packed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for name in ("packed", "wide"):
+        make_checkpoint(folder / name, request.param, **SIZES)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(RANDOM_MODEL / file, folder / name / file)
+    write_tensors(folder / "wide", pack_int4(folder / "packed"))
+    if request.param == "kimi-k25":
+        config = json.loads((folder / "packed" / "config.json").read_text())
+        text = config["text_config"] | {"quantization_config": config["quantization_config"]}
+        edit_config(folder / "packed", quantization_config=None, text_config=text)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (70, 5, 64, 1, 33)]
+    write_shard(folder / "prompts" / "a.parquet", {"ids": pa.array([*prompts, prompts[0]], pa.list_(pa.int32()))})
+    return folder
+
+
+def job_of(folder, model, dtype="float32", **parts):
+    sampling = {"max_tokens": 6, "logprobs": 2, "ignore_eos": True}
+    given = {"input": {"prompt": None, "token_ids": "ids"}, "model": {"path": model, "dtype": dtype}}
+    return write_job(folder, **given, sampling=sampling, **parts)
+
+
+def answered(folder, model, dtype, cluster):
+    """Tokens and log-probabilities."""
+    name = f"{model}-{dtype}-{len(cluster)}"
+    job = job_of(folder, model, dtype, output={"dir": name}, cluster=cluster)
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    found = answers(folder / name)
+    assert [len(row["token_ids"]) for row in found] == [6] * 6
+    return found
+
+
+@pytest.mark.parametrize("cluster", [ONE_RANK, TWO_RANKS], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_answers_and_their_log_probabilities_are_those_of_the_weights_stored_wide(folder, dtype, cluster):
+    assert answered(folder, "packed", dtype, cluster) == answered(folder, "wide", dtype, cluster)
+
+
+def test_memory_is_asked_for_what_is_held_and_the_first_dtype_is_bfloat16(folder):
+    packed, wide = (load_model_config(folder / name) for name in ("packed", "wide"))
+    assert (packed.int4_group, wide.int4_group) == (32, None)
+    assert weight_bytes(packed, "bfloat16") == weight_bytes(wide, "bfloat16")
+    assert stored_dtype(folder / "packed") == "bfloat16"
+
+
+@pytest.fixture
+def model(tmp_path):
+    make_checkpoint(tmp_path / "model", "kimi-k2", **SIZES)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"ids": pa.array([[1, 2]], pa.list_(pa.int32()))})
+    pack_int4(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(command, folder):
+    ended = batchinfer(command, job_of(folder, "model"))
+    assert ended.code == 2, ended.err
+    (sentence,) = (line for line in ended.err.splitlines() if line.startswith("error: "))
+    return sentence
+
+
+def test_a_plan_refuses_what_headers_and_config_show(tmp_path, model):
+    tensors = read_tensors(model)
+    write_tensors(model, {name: tensor for name, tensor in tensors.items() if name != f"{EXPERT}_scale"})
+    assert f"1 missing: {EXPERT}_scale" in refused("plan", tmp_path)
+    write_tensors(model, tensors)
+    check_job(load_job(job_of(tmp_path, "model")), load_model_config(model))
+    edit_config(model, quantization_config=int4_config(symmetric=False))
+    assert "weights.symmetric is false" in refused("plan", tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_refuses_scales_that_are_no_numbers(tmp_path, model):
+    tensors = read_tensors(model)
+    tensors[f"{EXPERT}_scale"][3, 1] = float("nan")
+    write_tensors(model, tensors)
+    assert f"{EXPERT}_scale is from nan to nan, but a scale is finite" in refused("run", tmp_path)

@@ -1,0 +1,113 @@
+"""quantization_config: how published checkpoints say that they are packed, and every way of storing that is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.model.config import load_model_config
+from batchinfer.records import ModelError
+from support.checkpoints import edit_config, make_checkpoint
+from support.packed_weights import KIMI_INT4, int4_config
+
+WEIGHTS = "quantization_config.config_groups.group_0.weights"
+SCHEME = KIMI_INT4["config_groups"]["group_0"]
+
+
+def load(folder, quantization: Any):
+    make_checkpoint(folder, "v3")
+    edit_config(folder, quantization_config=quantization)
+    return load_model_config(folder)
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def of_groups(**groups: Any) -> dict[str, Any]:
+    return KIMI_INT4 | {"config_groups": groups}
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], int]] = {
+    "as Kimi-K2-Thinking says it": (KIMI_INT4, 32),
+    "groups of 128": (int4_config(group_size=128), 128),
+    "as newer releases write it": (
+        without(KIMI_INT4, "kv_cache_scheme", "quantization_status")
+        | {"config_groups": {"experts": SCHEME | {"format": "pack-quantized"}}, "version": "0.14.0"}
+        | {"sparsity_config": {}, "transform_config": {}, "global_compression_ratio": 1.9, "run_compressed": False},
+        32,
+    ),
+    "the least": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 64}}},
+        },
+        64,
+    ),
+}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+REFUSED: list[tuple[Any, str]] = [
+    # other methods and formats
+    *(
+        ({"quant_method": name, "bits": 4}, f'quantization_config.quant_method is "{name}", but supported is "fp8"')
+        for name in ("awq", "gptq", "mxfp4", "modelopt", "bitsandbytes")
+    ),
+    *(
+        (int4_config(format=name), f'quantization_config.format is "{name}", but supported is "pack-quantized"')
+        for name in (
+            *("naive-quantized", "float-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+            *("marlin-24", "dense"),
+        )
+    ),
+    (without(KIMI_INT4, "format"), "quantization_config.format is missing or null"),
+    (without(KIMI_INT4, "quant_method"), "quantization_config.quant_method is missing or null"),
+    (KIMI_INT4 | {"quantization_status": "frozen"}, 'quantization_status is "frozen", but supported is "compressed"'),
+    (
+        of_groups(group_0=SCHEME | {"format": "nvfp4-pack-quantized"}),
+        'config_groups.group_0.format is "nvfp4-pack-quantized"',
+    ),
+    # other groups
+    (of_groups(), "quantization_config.config_groups is [], but supported is one group with weights"),
+    (of_groups(a=SCHEME, b=SCHEME), 'quantization_config.config_groups is ["a", "b"], but supported is one group'),
+    (of_groups(W4A16=["Linear"]), 'config_groups.W4A16 is ["Linear"], but supported is a JSON object'),
+    (of_groups(group_0={"targets": ["Linear"]}), 'config_groups is ["group_0"], but supported is one group with'),
+    # other weights
+    (int4_config(num_bits=8), f"{WEIGHTS}.num_bits is 8, but supported is 4"),
+    (int4_config(num_bits=None), f"{WEIGHTS}.num_bits is missing or null"),
+    (int4_config(type="float"), f'{WEIGHTS}.type is "float", but supported is "int"'),
+    (int4_config(symmetric=False), f"{WEIGHTS}.symmetric is false, but supported is true: there are no zero points"),
+    (int4_config(strategy="channel"), f'{WEIGHTS}.strategy is "channel", but supported is "group"'),
+    (int4_config(strategy="tensor_group"), f'{WEIGHTS}.strategy is "tensor_group"'),
+    (int4_config(group_size=-1), f"{WEIGHTS}.group_size is -1"),
+    (int4_config(group_size=None), f"{WEIGHTS}.group_size is missing or null"),
+    (int4_config(actorder="group"), f'{WEIGHTS}.actorder is "group", which changes what the model computes'),
+    (int4_config(dynamic=True), f"{WEIGHTS}.dynamic is true, which changes"),
+    (int4_config(block_structure=[128, 128]), f"{WEIGHTS}.block_structure is [128, 128], which changes"),
+    (of_groups(group_0=SCHEME | {"weights": SCHEME["weights"] | {"odd": 1}}), f"{WEIGHTS}.odd is 1, which changes"),
+    # what is computed with them
+    (int4_config(input_activations=ACTIVATIONS), "group_0.input_activations is {"),
+    (int4_config(output_activations=ACTIVATIONS), "group_0.output_activations is {"),
+    (int4_config(kv_cache_scheme={"num_bits": 8}), 'quantization_config.kv_cache_scheme is {"num_bits": 8}, which'),
+    (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "quantization_config.sparsity_config is {"),
+    (KIMI_INT4 | {"transform_config": {"config_groups": {"u": 1}}}, "quantization_config.transform_config is {"),
+]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_symmetric_groups_of_4_bit_integers_are_accepted_without_a_word(tmp_path, name):
+    quantization, group = ACCEPTED[name]
+    config = load(tmp_path, quantization)
+    assert (config.int4_group, config.fp8_block, config.unknown_keys) == (group, None, ())
+
+
+@pytest.mark.parametrize(("quantization", "words"), REFUSED)
+def test_other_ways_of_storing_are_refused_by_key_and_value(tmp_path, quantization, words):
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, quantization)
+    message = str(error.value)
+    assert words in message
+    assert message.startswith(f"{tmp_path / 'config.json'}: ")
+    assert json.dumps(message).count("\\n") == 0
