@@ -178,6 +178,11 @@ class RunDir:
         return self.stats / table / f"{session}{suffix}.parquet"
 
 
+def is_run_folder(folder: str) -> bool:
+    """Whether a folder holds a run; its files are no data of a job that does not name it."""
+    return all(os.path.isfile(path) for path in (RunDir(Path(folder)).run_json, RunDir(Path(folder)).job))
+
+
 def output_files(run: RunDir, shard_name: str, form: str) -> list[Path]:
     """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
     table = run.output(shard_name)

@@ -4,27 +4,54 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote
 
 from batchinfer.config import S3Config
 from batchinfer.data.formats.names import is_data_file
-from batchinfer.data.stores import StoreFile, objects_below
+from batchinfer.data.stores import WILDCARDS, StoreFile, objects_below
 from batchinfer.records import ConfigError
+from batchinfer.rundir import is_run_folder
 
+_ESCAPED = re.compile(r"\[([*?[])\]")  # of a pattern: a letter that stands for itself
 _PARTITION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _SAVED = "state.json"  # of a dataset that was written by its save_to_disk
 
 
-def files_in_folder(folder: str) -> list[str]:
+def files_in_folder(folder: str, runs: set[str]) -> list[str]:
     """The data files in a folder and those below, all splits; of a saved dataset those that it consists of.
+
+    Args:
+        runs: gets the run folders below it, whose files are not among these.
 
     Raises:
         ConfigError: there are none, or the list of a saved dataset cannot be read.
     """
-    names = _data_files(folder, _names_below(folder), lambda name: Path(folder, name).read_bytes())
+    names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes())
     return [os.path.join(folder, name) for name in names]
+
+
+def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
+    """Of what matches a pattern, all but run folders, and what its ** finds in run folders that it does not name.
+
+    Args:
+        runs: gets these run folders.
+    """
+    parts = pattern.split(os.sep)
+    named = takewhile(lambda part: not WILDCARDS.search(_ESCAPED.sub("", part)), parts)
+    top = os.path.abspath(_ESCAPED.sub(r"\1", os.sep.join(named)) or os.sep)
+    is_inside = {top: False, os.sep: False}  # by folder; what is named without wildcards is meant
+
+    def is_in_run(path: str) -> bool:
+        if path not in is_inside:
+            if is_run_folder(path):
+                runs.add(path)
+            is_inside[path] = path in runs or ("**" in parts and is_in_run(os.path.dirname(path)))
+        return is_inside[path]
+
+    return [match for match in matches if not is_in_run(os.path.abspath(match))]
 
 
 def objects_in_folder(uri: str, s3: S3Config) -> list[str]:
@@ -70,9 +97,12 @@ def partition_values(path: str) -> dict[str, str | None]:
     return {match[1]: None if match[2] == _NULL else unquote(match[2]) for match in found if match is not None}
 
 
-def _names_below(folder: str) -> Iterator[str]:
+def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+        below = [name for name in folders if not _is_hidden(name)]
+        found = {name for name in below if is_run_folder(os.path.join(place, name))}
+        runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
+        folders[:] = [name for name in below if name not in found]
         yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 

@@ -1,5 +1,6 @@
 """A row's own sampling: the column of structs or JSON texts named by input.sampling, laid over [sampling]."""
 
+from sys import getsizeof
 from typing import Any
 
 import msgspec
@@ -9,7 +10,8 @@ from batchinfer.config import SamplingConfig
 from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
 
-MAX_KNOWN = 65536  # resolved overrides that are remembered; jobs have few distinct ones, or one per row (seeds)
+KNOWN_BYTES = 32 << 20  # of resolved overrides that are remembered: few distinct ones, or one per row (seeds)
+ENTRY_BYTES = 1000  # of one beside its texts
 
 
 class SamplingOverrides:
@@ -20,6 +22,7 @@ class SamplingOverrides:
         self._job_sampling = job.to_sampling()
         self._column, self._vocab_size, self._has_choices = column, vocab_size, with_choices
         self._known: dict[str, tuple[Sampling, str | None] | str] = {}
+        self._known_bytes = 0
 
     def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
         """The row's sampling and its JSON (None: it is the job's own), or the sentence that says what is wrong."""
@@ -27,9 +30,7 @@ class SamplingOverrides:
         # repr keeps apart what Python calls equal: 1, 1.0 and True
         text = repr(given)
         if text not in self._known:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[text] = self._check(given)
+            self._remember(text, self._check(given))
         return self._known[text]
 
     def of_text(self, text: str) -> tuple[Sampling, str | None] | str:
@@ -41,6 +42,15 @@ class SamplingOverrides:
             return self.resolve(override)
         except (msgspec.DecodeError, RecursionError) as error:
             return f"{self._column} is not valid JSON: {error}"
+
+    def _remember(self, text: str, found: tuple[Sampling, str | None] | str) -> None:
+        said = found if isinstance(found, str) else found[1] or text
+        num_bytes = getsizeof(text) + 2 * getsizeof(said) + ENTRY_BYTES  # a sampling's own texts are in its JSON, too
+        if self._known_bytes + num_bytes > KNOWN_BYTES:
+            self._known.clear()
+            self._known_bytes = 0
+        self._known[text] = found
+        self._known_bytes += num_bytes
 
     def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
         try:

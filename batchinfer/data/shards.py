@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
-from batchinfer.data.folders import files_in_folder, objects_in_folder
+from batchinfer.data.folders import files_in_folder, objects_in_folder, outside_runs
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
@@ -23,7 +23,7 @@ from batchinfer.progress import note
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 
 INSPECTORS = 16  # files looked into at a time
-MOST_NAMED = 5  # files, in a warning
+MOST_NAMED = 5  # files or folders, in a warning
 
 
 def find_shards(
@@ -38,7 +38,7 @@ def find_shards(
 
     Args:
         patterns: absolute paths, folders, URIs or globs (`**` crosses folders); each file counts once, in the order of
-            its path.
+            its path. Folders and `**` pass over run folders that the pattern does not name, with a note.
         exclude: the run folder, whose own files a wide pattern must not take for input.
         format: input.format.
         roles: what columns are for, as values.column_roles has it; of lines, only these get types.
@@ -97,24 +97,32 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
 
 
 def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> list[str]:
-    outside = f"{os.path.realpath(exclude)}{os.sep}" if exclude is not None else None
+    own = os.path.realpath(exclude) if exclude is not None else None
     path_of_file: dict[str, str] = {}
     again: dict[str, None] = {}
-    for pattern in patterns:
-        files = _matching_uris(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, outside)
-        if not files:
-            raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
-        for file in sorted(files):
-            key = file if is_uri(file) else os.path.realpath(file)
-            if key in path_of_file:
-                again[path_of_file[key]] = None
-            path_of_file.setdefault(key, file)
+    runs: set[str] = set()
+    try:
+        for pattern in patterns:
+            files = _matching_uris(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, own, runs)
+            if not files:
+                raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
+            for file in sorted(files):
+                key = file if is_uri(file) else os.path.realpath(file)
+                if key in path_of_file:
+                    again[path_of_file[key]] = None
+                path_of_file.setdefault(key, file)
+    finally:  # a pattern that matches nothing else may have meant them
+        if passed := sorted(run for run in runs if os.path.realpath(run) != own):
+            one = f"{glob.escape(passed[0])}/outputs/*.parquet"
+            note(f"input.files passes over run folders; name one to read it, as in {one}: {_named(passed)}")
     if again:
-        named = ", ".join(list(again)[:MOST_NAMED]) + (
-            f" and {len(again) - MOST_NAMED} more" * (len(again) > MOST_NAMED)
-        )
-        note(f"warning: input.files lists these more than once, and each counts once: {named}")
+        note(f"warning: input.files lists these more than once, and each counts once: {_named(list(again))}")
     return sorted(path_of_file.values())
+
+
+def _named(paths: list[str]) -> str:
+    more = len(paths) - MOST_NAMED
+    return f"{', '.join(paths[:MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _matching_uris(pattern: str, s3: S3Config) -> list[str]:
@@ -122,13 +130,14 @@ def _matching_uris(pattern: str, s3: S3Config) -> list[str]:
     return [uri for match in matches for uri in (objects_in_folder(match, s3) if match.endswith("/") else [match])]
 
 
-def _matching_paths(pattern: str, outside: str | None) -> list[str]:
+def _matching_paths(pattern: str, own: str | None, runs: set[str]) -> list[str]:
     # a path that exists is meant as it stands, even when it holds glob characters
-    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+    is_plain = os.path.lexists(pattern)
+    matches = [pattern] if is_plain else outside_runs(pattern, glob.glob(pattern, recursive=True), runs)
     files = [os.path.abspath(match) for match in matches if not os.path.isdir(match)]
     if matches and not files:
-        files = [os.path.abspath(file) for match in matches for file in files_in_folder(match)]
-    return [file for file in files if outside is None or not os.path.realpath(file).startswith(outside)]
+        files = [os.path.abspath(file) for match in matches for file in files_in_folder(match, runs)]
+    return [file for file in files if own is None or not os.path.realpath(file).startswith(f"{own}{os.sep}")]
 
 
 def _output_names(paths: list[str]) -> list[str]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
+import xxhash
 
 from batchinfer.config import JobConfig, dump_parts
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.schemas import OUTPUT_TABLES
 from batchinfer.manifest import Manifest
+from batchinfer.progress import note
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, cannot_write, publish_text, sync_folder
 
@@ -45,7 +47,8 @@ def write_dataset(
     """Make dataset/ of the files in outputs/; one of an earlier finish goes where output.push asks for none.
 
     Args:
-        manifest: vouches for outputs/, and for the dataset's data afterwards. Not for the card, which people edit.
+        manifest: vouches for outputs/, and for the dataset's data afterwards. Not for the card, which people edit:
+            one that is no longer what a finish wrote stays, with a note.
         weights: digest of the model's.
 
     Raises:
@@ -62,7 +65,11 @@ def write_dataset(
     for target, source in links.items():
         _link(source, target)
         manifest.add(target, manifest[source])
-    publish_text(card_of(run), _card(connection, list(links.values()), job, weights))
+    if _is_edited(card_of(run)):
+        edited = f"{card_of(run)} was edited (or an earlier version wrote it) and stays"
+        note(f"{edited}; for one with the counts of now delete it and run `batchinfer finish {run.root}`")
+    else:
+        publish_text(card_of(run), _signed(_card(connection, list(links.values()), job, weights)))
 
 
 def card_of(run: RunDir) -> Path:
@@ -91,6 +98,21 @@ def _link(source: Path, target: Path) -> None:
 
 
 # ---- the card
+
+
+def _is_edited(card: Path) -> bool:
+    try:
+        found = card.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise cannot_write(card, error) from None
+    return found != _signed(found.rpartition(_WRITTEN)[0])
+
+
+def _signed(text: str) -> str:
+    """The card with a last line that tells whether it was edited."""
+    return f"{text}{_WRITTEN}{xxhash.xxh3_64_hexdigest(text.encode())} -->\n"
 
 
 def _card(connection: duckdb.DuckDBPyConnection, files: list[Path], job: JobConfig, weights: str) -> str:
@@ -126,6 +148,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+_WRITTEN = "\n<!-- Written by batchinfer, which keeps a card that was edited. Digest of what is above: "
 _CARD = """\
 ---
 # license: which one the answers have is yours to say, as https://huggingface.co/docs/hub/repositories-licenses names it

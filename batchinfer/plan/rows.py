@@ -22,6 +22,32 @@ _NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_
 NO_CODE = -1  # of null: for sampling, a row that uses the job's own
 
 
+class SamplingTexts:
+    """Distinct overrides; a schema that many have beside seeds of their own is held once."""
+
+    def __init__(self) -> None:
+        self._code_of: dict[tuple[str, ...], int] = {}
+        self._parts: list[tuple[str, ...]] = []  # by code
+        self._shared: dict[str, str] = {}
+
+    def code_of(self, text: str) -> int:
+        """The text's place among them; a new one gets the next."""
+        # inside a value the quotes would be escaped: this is the key, and up to the next one is what it must be
+        head, key, rest = text.partition('"structured": ')
+        shared, next_key, tail = rest.partition(', "temperature": ')
+        parts = (head + key, self._shared.setdefault(shared, shared), next_key + tail)
+        code = self._code_of.setdefault(parts, len(self._parts))
+        if code == len(self._parts):
+            self._parts.append(parts)
+        return code
+
+    def __getitem__(self, code: int) -> str:
+        return "".join(self._parts[code])
+
+    def __iter__(self) -> Iterator[str]:
+        return map("".join, self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class RowTable:
     """The good rows of all shards in input order (R rows), one per choice of a row with choices: 42 bytes per row."""
@@ -31,7 +57,7 @@ class RowTable:
     n: np.ndarray  # [R] int32, samples
     max_tokens: np.ndarray  # [R] int32
     sampling_code: np.ndarray  # [R] int32, index into sampling_texts or NO_CODE
-    sampling_texts: list[str]  # distinct overrides, as JSON
+    sampling_texts: SamplingTexts  # distinct overrides, as JSON
     num_tokens: np.ndarray  # [R] int64
     choice: np.ndarray  # [R] int32, the row's choice that ends this prompt; 0 for a row without choices
     score_from: np.ndarray  # [R] int64, see records.Request
@@ -66,7 +92,7 @@ def load_rows(
         ConfigError: a file of the run folder is damaged.
     """
     parts: dict[str, list[np.ndarray]] = {name: [] for name in _NAMES}
-    code_of_text: dict[str, int] = {}
+    texts = SamplingTexts()
     num_bad = num_input_rows = num_control = 0
     for shard, batch in _batches(run, manifest, shards, COLUMNS):
         is_good = pc.is_null(batch["error"])
@@ -74,7 +100,7 @@ def load_rows(
         num_control += batch["control_tokens"].true_count
         num_bad += pc.sum(batch["n"].filter(pc.invert(is_good))).as_py() or 0
         good = batch if is_good.true_count == len(batch) else batch.filter(is_good)  # a filter copies the tokens
-        codes = _codes(good["sampling"], code_of_text)
+        codes = _codes(good["sampling"], texts)
         for prompts in prompts_of(good["token_ids"], good["choices"]):
             add_prompts(prompts.token_ids, prompts.offsets)
             parts["shard"].append(np.full(len(prompts.row), shard.index, dtype=np.int32))
@@ -91,17 +117,17 @@ def load_rows(
         n=columns["n"],
         max_tokens=columns["max_tokens"],
         sampling_code=columns["code"].astype(np.int32, copy=False),
-        sampling_texts=list(code_of_text),
+        sampling_texts=texts,
         num_tokens=columns["length"],
         choice=columns["choice"].astype(np.int32, copy=False),
-        score_from=_score_from(columns["score_from"], columns["code"], list(code_of_text), default),
+        score_from=_score_from(columns["score_from"], columns["code"], texts, default),
         num_bad=num_bad,
         num_input_rows=num_input_rows,
         num_control=num_control,
     )
 
 
-def _score_from(of_choices: np.ndarray, codes: np.ndarray, texts: list[str], default: Sampling) -> np.ndarray:
+def _score_from(of_choices: np.ndarray, codes: np.ndarray, texts: SamplingTexts, default: Sampling) -> np.ndarray:
     """[R] int64: from the choice on, or from the second token on where the prompt's log-probabilities are wanted."""
     wanted = [default.prompt_logprobs is not None]
     wanted += [json.loads(text)["prompt_logprobs"] is not None for text in texts]
@@ -153,10 +179,10 @@ def _row_groups(run: RunDir, manifest: Manifest, shard: Shard, columns: list[str
             yield from file.read_row_group(group, columns=columns).combine_chunks().to_batches()
 
 
-def _codes(texts: pa.Array, code_of_text: dict[str, int]) -> np.ndarray:
+def _codes(texts: pa.Array, known_texts: SamplingTexts) -> np.ndarray:
     """[N] int32 codes, NO_CODE for null; new texts get the next codes."""
     encoded = texts.dictionary_encode()
-    known = [code_of_text.setdefault(text, len(code_of_text)) for text in encoded.dictionary.to_pylist()]
+    known = [known_texts.code_of(text) for text in encoded.dictionary.to_pylist()]
     # the code of null comes last, where index -1 finds it
     return np.array([*known, NO_CODE], dtype=np.int32)[encoded.indices.fill_null(-1).to_numpy()]
 

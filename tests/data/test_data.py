@@ -110,6 +110,57 @@ def test_the_run_folder_is_not_input(tmp_path):
     assert [shard.name for shard in shards] == ["a.parquet"]
 
 
+@pytest.fixture
+def beside_a_run(tmp_path):
+    """A folder with one file of data, and runs below it with files of their own."""
+    write(tmp_path / "a.parquet", {"prompt": ["x"]})
+    for run in ("runs/one", "runs/deep/two", "runs/[1]"):
+        for name in ("outputs/a", "tokens/00000", "dataset/data/train"):
+            write(tmp_path / run / f"{name}.parquet", {"prompt": ["x"]})
+        for name in ("run.json", "job.toml"):
+            (tmp_path / run / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.parquet", "**/*t", "[!.]*/../**/*.parquet"])
+def test_a_folder_and_two_stars_pass_over_run_folders(beside_a_run, capsys, pattern):
+    write(beside_a_run / "b" / "b.parquet", {"prompt": ["x"]})
+    (beside_a_run / "b" / "job.toml").touch()  # alone it makes no run folder
+    shards = find_shards([str(beside_a_run / pattern)])
+    assert [shard.name for shard in shards] == ["a.parquet", "b/b.parquet"]
+    runs = beside_a_run / "runs"
+    named = f"name one to read it, as in {runs}/[[]1]/outputs/*.parquet: {runs}/[1], {runs}/deep/two, {runs}/one\n"
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_files"),
+    [
+        ("runs/one/outputs/*.parquet", 1),
+        ("runs/one/outputs", 1),
+        ("runs/one/**/*.parquet", 3),
+        ("runs/one", 3),
+        ("runs/one/dataset", 1),
+        ("runs/one/dataset/**/*.parquet", 1),
+        ("runs/*/outputs/*.parquet", 2),
+        ("runs/o*/outputs", 1),
+        ("runs/deep/../one/outputs/**", 1),
+        ("runs/[[]1]", 3),
+        ("runs/[[]1]/**/*.parquet", 3),
+    ],
+)
+def test_a_run_folder_that_is_named_is_input(beside_a_run, capsys, pattern, num_files):
+    assert len(find_shards([f"{beside_a_run}/{pattern}"])) == num_files
+    assert "passes over" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["runs", "runs/*", "runs/**/*.parquet"])
+def test_where_there_are_only_run_folders_nothing_is_found_and_the_note_says_why(beside_a_run, capsys, pattern):
+    with pytest.raises(ConfigError):
+        find_shards([f"{beside_a_run}/{pattern}"])
+    assert f"as in {beside_a_run}/runs/" in capsys.readouterr().err
+
+
 def test_a_name_with_glob_characters_is_found_as_it_stands(tmp_path):
     path = write(tmp_path / "part[1]?.parquet", {"prompt": ["x"]})
     assert one_shard(path).num_rows == 1

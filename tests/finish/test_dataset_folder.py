@@ -120,17 +120,38 @@ def test_its_files_are_vouched_for_and_written_again(run):
     assert "writes all outputs again" in ended.out + ended.err
     for gone in (path, run / "dataset" / DATA[0], run / "dataset" / "README.md"):
         gone.unlink()
-        assert batchinfer("finish", run).code == 3
+        ended = batchinfer("finish", run)
+        assert ended.code == 3
+        assert "was edited" not in ended.err
         assert (dataset_bytes(run), output_bytes(run)) == (expected, outputs)
     assert batchinfer("verify", run).code == 0
 
 
-def test_a_card_that_was_edited_stays(run):
+@pytest.mark.parametrize(
+    "edited",
+    [
+        lambda card: card.replace(b"# license: which", b"license: cc-by-4.0 # which"),
+        lambda card: card.rpartition(b"\n<!-- ")[0],
+        lambda card: card + b"Thanks to all.\n",
+        lambda card: b"---\nlicense: mit\n---\nMine, \xff\n",
+    ],
+    ids=["licence", "no last line", "more text", "another"],
+)
+def test_a_card_that_was_edited_stays_when_all_outputs_are_written_again(run, edited):
     card = run / "dataset" / "README.md"
-    card.write_text(card.read_text().replace("# license: which", "license: cc-by-4.0 # which"))
+    written = card.read_bytes()
+    card.write_bytes(edited(written))
     assert batchinfer("verify", run).code == 0
+    for again in ("not at all", "all"):
+        if again == "all":
+            (run / "outputs" / "b.parquet").unlink()
+        ended = batchinfer("finish", run)
+        assert ended.code == 3
+        assert card.read_bytes() == edited(written)
+        assert (f"{card} was edited (or an earlier version wrote it) and stays" in ended.err) == (again == "all")
+    card.unlink()
     assert batchinfer("finish", run).code == 3
-    assert card_of(run)[0]["license"] == "cc-by-4.0"
+    assert card.read_bytes() == written
 
 
 def test_the_folder_comes_and_goes_with_the_key_and_holds_nothing_else(run):
