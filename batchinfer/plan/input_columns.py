@@ -13,6 +13,7 @@ from batchinfer.data.schemas import asked_for
 from batchinfer.records import ConfigErrors, Shard
 
 NAMED_COLUMNS = 20  # in a message
+_OF_BATCH = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
 
 
 def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> None:
@@ -66,7 +67,7 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
         if set(first.names) >= LINE_KEYS:
-            hint = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
+            hint = _OF_BATCH
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
     problems = [column.problem(schema) for schema in schemas]
@@ -83,7 +84,9 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     settings = None if kind is None else prompt_settings(kind)
     if settings is not None:
         words, keys = settings
-        return f"; it is {words}: set {_assignments(keys, column.name)} instead"
+        return f"; it is {words}: set {assignments(keys, column.name)} instead"
+    if set(schema.names) >= LINE_KEYS:
+        return f"; {_OF_BATCH}"
     for name in schema.names:
         other = column_type(schema, name)
         if other is not None and column.type[0](other):
@@ -91,7 +94,8 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     return ""
 
 
-def _assignments(keys: dict[str, str], name: str) -> str:
+def assignments(keys: dict[str, str], name: str) -> str:
+    """Keys of [input] as the job file has them, with a column's name where a value is ""."""
     return " and ".join(f"input.{key} = {json.dumps(value or name, ensure_ascii=False)}" for key, value in keys.items())
 
 

@@ -32,6 +32,7 @@ from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.input_columns import check_columns
+from batchinfer.plan.input_rows import check_rows
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
@@ -341,6 +342,7 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
         )
     check_columns(job, shards, encoders.columns)
+    check_rows(job, shards)
 
 
 def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> list[Shard]:

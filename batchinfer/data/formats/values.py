@@ -2,7 +2,7 @@
 
 What a column is for decides about values of several kinds. Prompts and ids of a wrong kind are errors of their rows;
 messages, tools and sampling may differ from row to row and become JSON text; other columns get the narrowest type that
-holds every value, or JSON text where none does:
+holds every value, or JSON text where none does. So do prompts and ids of which not one is of the right kind:
 
     1, 2.5 → double      [1], null → list<int64>      {"a": 1}, {"b": "x"} → struct<a, b>      1, "x" → JSON text
 """
@@ -74,6 +74,8 @@ class Columns:
     def __init__(self, roles: Mapping[str, str], *, is_text: bool) -> None:
         self._roles, self._is_text = roles, is_text
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
+        # columns that no value was right for so far; where that stays so, they get the type of what they hold
+        self._unfit = {name: _FITTINGS[role] for name, role in roles.items() if role in ("text", "token_ids", "id")}
         self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
         self._kinds: dict[str, Kind] = {}
 
@@ -81,7 +83,9 @@ class Columns:
         """Take note of one row."""
         kinds = self._kinds
         for name, value in values.items():
-            if name in self._typed:
+            if name in self._unfit and value is not None and _fits(self._unfit[name], value):
+                del self._unfit[name]
+            if name in self._typed or name in self._unfit:
                 known = kinds.get(name, "null")
                 kinds[name] = known if known == "mixed" else _wider(known, self._kind_of(value))
             elif name not in kinds and (name in self._roles or len(kinds) < MOST_NAMES):
@@ -94,6 +98,8 @@ class Columns:
     def _field(self, name: str, kind: Kind) -> pa.Field:
         kept, how = _arrow_type(kind), ""
         role = self._roles.get(name, "kept")
+        if name in self._unfit and kind != "null" and kept is not None:
+            role = "kept"
         if role in ("text", "json"):
             kept, how = pa.string(), role
         elif role == "token_ids":
@@ -179,6 +185,14 @@ def _arrow_type(kind: Kind) -> pa.DataType | None:
         return None if item is None else pa.list_(item)
     fields = {name: _arrow_type(part) for name, part in kind[1].items()}
     return None if not fields or None in fields.values() else pa.struct(list(fields.items()))
+
+
+def _fits(fit: Callable[[Any], Any], value: Any) -> bool:
+    """Whether a value is what its column is for; msgspec.Raw is a list of integers."""
+    try:
+        return isinstance(value, msgspec.Raw) or fit(value) is not None
+    except WrongValueError:
+        return False
 
 
 # ---- further passes: values
