@@ -33,9 +33,15 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
-    if is_id_wanted or any(ids.name in schema.names for schema in schemas):
+    has_ids = any(ids.name in schema.names for schema in schemas)
+    if is_id_wanted or has_ids:
         wanted.insert(0, ids)
     found = [_problem(column, schemas) for column in wanted]
+    if job.output.format == "openai" and not is_id_wanted and not has_ids:
+        found.append(
+            f"output.format is 'openai', in which lines are answers by id, but no input shard has a column "
+            f"{ids.name!r}; name the one of ids as input.id, or use jsonl"
+        )
     for name in job.output.keep_columns:
         if not any(name in schema.names for schema in schemas):
             found.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")

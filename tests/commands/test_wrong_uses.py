@@ -90,6 +90,7 @@ JOBS = [
     ({"output": {"format": "json"}}, ["did you mean jsonl?"]),
     ({"output": {"push": "hf_folder"}}, ["did you mean hf-folder?"]),
     ({"output": {"format": "openai"}, "input": {"id": "none"}}, ["lines are answers by id, but rows have no ids"]),
+    ({"output": {"format": "openai"}, "input": {"files": ["x.jsonl"]}}, ["but no input shard has a column 'id'; name"]),
     (
         {"output": {"format": "openai"}, "input": {"choices": "how"}, "sampling": {"max_tokens": 0}},
         ["but input.choices is set; use jsonl"],
@@ -108,6 +109,7 @@ def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words
         {name: COLUMNS[name][row] for name in ("id", "prompt", "chat", "talk", "tokens", "length")} for row in (0, 1)
     ]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "x.jsonl").write_text('{"prompt": "Hello"}')
     (tmp_path / "a.csv").write_text("id,prompt\n1,Hello\n2,there\n")
     ended = batchinfer("plan", write_job(tmp_path, **changes))
     lines = told(ended)
