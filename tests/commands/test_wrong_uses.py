@@ -132,6 +132,7 @@ LINES = [
     (['{"prompt": 5}', '{"prompt": "Hello"}'], {}, 1),
     (['{"prompt": null}', '{"prompt": ""}'], {}, 2),
     (['{"prompt": 5', '{"prompt": ""}'], {}, 2),
+    (['{"prompt": "a"}', '{"prompt": "b", "id": 1.5}'], {}, 1),
     (['{"ids": "x"}', '{"ids": [1, 2]}'], {"prompt": None, "token_ids": "ids"}, 1),
     (
         ['{"chat": "Hello"}', '{"chat": [{"role": "user", "content": "Hello"}]}'],

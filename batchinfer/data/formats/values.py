@@ -82,14 +82,25 @@ class Columns:
     def see(self, values: Mapping[str, object]) -> None:
         """Take note of one row."""
         kinds = self._kinds
+        if self._unfit:
+            self._unfit = {name: fit for name, fit in self._unfit.items() if not self._is_right(name, fit, values)}
         for name, value in values.items():
-            if name in self._unfit and value is not None and _fits(self._unfit[name], value):
-                del self._unfit[name]
             if name in self._typed or name in self._unfit:
                 known = kinds.get(name, "null")
                 kinds[name] = known if known == "mixed" else _wider(known, self._kind_of(value))
             elif name not in kinds and (name in self._roles or len(kinds) < MOST_NAMES):
                 kinds[name] = "null"
+
+    def _is_right(self, name: str, fit: Callable[[Any], Any], values: Mapping[str, object]) -> bool:
+        """Whether a row has what its column is for; it may have no id. msgspec.Raw is a list of integers."""
+        value = values.get(name)
+        if value is None or isinstance(value, msgspec.Raw):
+            return value is not None or self._roles[name] == "id"
+        try:
+            fit(value)
+        except WrongValueError:
+            return False
+        return True
 
     def schema(self) -> pa.Schema:
         """The columns as Arrow has them; `fitting` reads from a field how values get into it."""
@@ -185,14 +196,6 @@ def _arrow_type(kind: Kind) -> pa.DataType | None:
         return None if item is None else pa.list_(item)
     fields = {name: _arrow_type(part) for name, part in kind[1].items()}
     return None if not fields or None in fields.values() else pa.struct(list(fields.items()))
-
-
-def _fits(fit: Callable[[Any], Any], value: Any) -> bool:
-    """Whether a value is what its column is for; msgspec.Raw is a list of integers."""
-    try:
-        return isinstance(value, msgspec.Raw) or fit(value) is not None
-    except WrongValueError:
-        return False
 
 
 # ---- further passes: values
