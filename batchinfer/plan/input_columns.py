@@ -7,10 +7,11 @@ import pyarrow as pa
 from batchinfer.config import JobConfig, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
+from batchinfer.data.formats.first_bytes import advice
 from batchinfer.data.formats.openai_batch import LINE_KEYS
-from batchinfer.data.inputs import column_type, kept_fields, shard_schema
+from batchinfer.data.inputs import column_type, first_bytes, kept_fields, shard_schema
 from batchinfer.data.schemas import asked_for
-from batchinfer.records import ConfigErrors, Shard
+from batchinfer.records import ConfigError, ConfigErrors, Shard
 
 NAMED_COLUMNS = 20  # in a message
 _OF_BATCH = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
@@ -29,7 +30,10 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     readable = [shard for shard in shards if shard.problem is None]
     # a file without rows has types of its own
     told = [shard for shard in readable if shard.num_rows] or readable
-    schemas = [shard_schema(shard, job.s3) for shard in told]
+    # the first is what sentences tell of; lines that are all broken have no columns
+    schemas = sorted((shard_schema(shard, job.s3) for shard in told), key=lambda schema: not schema.names)
+    if not schemas[0].names:
+        raise ConfigError(_no_columns(told[0], job))
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
@@ -49,6 +53,14 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     if problems:
         raise ConfigErrors(problems)
     _check_kept(job, shards)
+
+
+def _no_columns(shard: Shard, job: JobConfig) -> str:
+    if not shard.num_rows:
+        return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
+    hint = advice(first_bytes(shard, job.s3), shard.format)
+    what = "no line is a JSON object with a key in it" if shard.format == "jsonl" else "it has no columns"
+    return f"no row of the input can be read; in {shard.path} {what}{hint}"
 
 
 def _check_kept(job: JobConfig, shards: list[Shard]) -> None:

@@ -87,6 +87,10 @@ JOBS = [
     ({"input": {"prompt": None, "messages": "prompt"}}, ['is text: set input.prompt = "prompt" instead']),
     ({"input": {"files": ["a.jsonl"], "format": "openai", "prompt": None}}, ["line 1: custom_id is missing; leave in"]),
     ({"input": {"format": "openai", "prompt": None}}, ["no line of the input is a request of an OpenAI batch"]),
+    ({"input": {"files": ["empty.jsonl"]}}, ["the input has no rows and no columns", "empty.jsonl is empty"]),
+    ({"input": {"files": ["a.csv"], "format": "jsonl"}}, ['with a key in it; it looks like CSV: set input.format']),
+    ({"input": {"files": ["array.jsonl", "x.jsonl"], "prompt": "promt"}}, ["the first shard has prompt; did"]),
+    ({"input": {"files": ["array.jsonl"]}}, ["no line is a JSON object with a key in it; it looks like one JSON array"]),
     ({"output": {"format": "json"}}, ["did you mean jsonl?"]),
     ({"output": {"push": "hf_folder"}}, ["did you mean hf-folder?"]),
     ({"output": {"format": "openai"}, "input": {"id": "none"}}, ["lines are answers by id, but rows have no ids"]),
@@ -98,6 +102,7 @@ JOBS = [
     ({"output": {"format": "jsonl", "keep_columns": ["half"]}}, ["'half', which is halffloat, a type that output.f"]),
     # the model
     ({"model": {"path": "modle"}}, ["modle"]),
+    ({"model": {"path": "a.csv"}}, ["a.csv is a file; give the folder that holds config.json"]),
 ]  # fmt: skip
 
 
@@ -109,6 +114,8 @@ def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words
         {name: COLUMNS[name][row] for name in ("id", "prompt", "chat", "talk", "tokens", "length")} for row in (0, 1)
     ]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "array.jsonl").write_text('[{"prompt": "Hello"}]')
     (tmp_path / "x.jsonl").write_text('{"prompt": "Hello"}')
     (tmp_path / "a.csv").write_text("id,prompt\n1,Hello\n2,there\n")
     ended = batchinfer("plan", write_job(tmp_path, **changes))
