@@ -85,8 +85,8 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes])
         files += (f"{below}{name}" for name in shards)
     if not files:
         raise ConfigError(
-            f"input.files names the folder {folder}, which holds no *.parquet, *.jsonl, *.csv, *.tsv or *.arrow; "
-            f"write the files' names, as in {folder.rstrip('/')}/*.parquet"
+            f"input.files names the folder {folder}, which holds no *.parquet, *.jsonl, *.ndjson, *.csv, *.tsv or "
+            f"*.arrow; write the files' names, as in {folder.rstrip('/')}/*.parquet"
         )
     return sorted(files)
 

@@ -10,6 +10,7 @@ from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.columns import plain_type
 from batchinfer.data.folders import partition_values
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
+from batchinfer.data.formats.first_bytes import HEAD_BYTES
 from batchinfer.data.parquet import DAMAGE, first_line
 from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.data.stores import StoreFile
@@ -35,6 +36,16 @@ def _file_schema(shard: Shard, s3: S3Config) -> pa.Schema:
         return line_rows.schema_of(shard)
     with _opened(shard, s3) as source, _read_by(shard):
         return arrow_ipc.schema_of(source) if shard.format == "arrow" else parquet_file.schema_of(source)
+
+
+def first_bytes(shard: Shard, s3: S3Config = DEFAULT_S3) -> bytes:
+    """What a shard's file begins with, HEAD_BYTES at most.
+
+    Raises:
+        InputError, StoreError, RunMismatchError: as of `shard_schema`.
+    """
+    with _opened(shard, s3) as source, _read_by(shard):
+        return bytes(source.read(HEAD_BYTES))
 
 
 def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:

@@ -185,6 +185,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     if not Path(folder).exists():
         raise ModelError(_no_folder(Path(folder)))
+    if not Path(folder).is_dir():
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
     path = Path(folder) / "config.json"
     outer = ConfigReader(path, read_json_object(path))
     carrier, reader = _read_carrier(outer)

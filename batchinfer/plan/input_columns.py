@@ -7,12 +7,14 @@ import pyarrow as pa
 from batchinfer.config import JobConfig, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
+from batchinfer.data.formats.first_bytes import advice
 from batchinfer.data.formats.openai_batch import LINE_KEYS
-from batchinfer.data.inputs import column_type, kept_fields, shard_schema
+from batchinfer.data.inputs import column_type, first_bytes, kept_fields, shard_schema
 from batchinfer.data.schemas import asked_for
-from batchinfer.records import ConfigErrors, Shard
+from batchinfer.records import ConfigError, ConfigErrors, Shard
 
 NAMED_COLUMNS = 20  # in a message
+_OF_BATCH = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
 
 
 def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> None:
@@ -28,13 +30,22 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     readable = [shard for shard in shards if shard.problem is None]
     # a file without rows has types of its own
     told = [shard for shard in readable if shard.num_rows] or readable
-    schemas = [shard_schema(shard, job.s3) for shard in told]
+    # the first is what sentences tell of; lines that are all broken have no columns
+    schemas = sorted((shard_schema(shard, job.s3) for shard in told), key=lambda schema: not schema.names)
+    if not schemas[0].names:
+        raise ConfigError(_no_columns(told[0], job))
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
-    if is_id_wanted or any(ids.name in schema.names for schema in schemas):
+    has_ids = any(ids.name in schema.names for schema in schemas)
+    if is_id_wanted or has_ids:
         wanted.insert(0, ids)
     found = [_problem(column, schemas) for column in wanted]
+    if job.output.format == "openai" and not is_id_wanted and not has_ids:
+        found.append(
+            f"output.format is 'openai', in which lines are answers by id, but no input shard has a column "
+            f"{ids.name!r}; name the one of ids as input.id, or use jsonl"
+        )
     for name in job.output.keep_columns:
         if not any(name in schema.names for schema in schemas):
             found.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
@@ -42,6 +53,14 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     if problems:
         raise ConfigErrors(problems)
     _check_kept(job, shards)
+
+
+def _no_columns(shard: Shard, job: JobConfig) -> str:
+    if not shard.num_rows:
+        return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
+    hint = advice(first_bytes(shard, job.s3), shard.format)
+    what = "no line is a JSON object with a key in it" if shard.format == "jsonl" else "it has no columns"
+    return f"no row of the input can be read; in {shard.path} {what}{hint}"
 
 
 def _check_kept(job: JobConfig, shards: list[Shard]) -> None:
@@ -66,7 +85,7 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
         if set(first.names) >= LINE_KEYS:
-            hint = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
+            hint = _OF_BATCH
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
     problems = [column.problem(schema) for schema in schemas]
@@ -83,7 +102,9 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     settings = None if kind is None else prompt_settings(kind)
     if settings is not None:
         words, keys = settings
-        return f"; it is {words}: set {_assignments(keys, column.name)} instead"
+        return f"; it is {words}: set {assignments(keys, column.name)} instead"
+    if set(schema.names) >= LINE_KEYS:
+        return f"; {_OF_BATCH}"
     for name in schema.names:
         other = column_type(schema, name)
         if other is not None and column.type[0](other):
@@ -91,7 +112,8 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     return ""
 
 
-def _assignments(keys: dict[str, str], name: str) -> str:
+def assignments(keys: dict[str, str], name: str) -> str:
+    """Keys of [input] as the job file has them, with a column's name where a value is ""."""
     return " and ".join(f"input.{key} = {json.dumps(value or name, ensure_ascii=False)}" for key, value in keys.items())
 
 

@@ -32,6 +32,7 @@ from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.input_columns import check_columns
+from batchinfer.plan.input_rows import check_rows
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
@@ -346,6 +347,7 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
             f"{'that lines have' if job.input.tools is None else 'of input.tools'}; give the folder one that does"
         )
     check_columns(job, shards, encoders.columns)
+    check_rows(job, shards)
 
 
 def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> list[Shard]:

@@ -1,5 +1,7 @@
 """What newcomers get wrong, as a table: each use with the exit code and the words that it gets."""
 
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -69,9 +71,30 @@ JOBS = [
     ({"input": {"format": "open-ai", "prompt": None}}, ["did you mean openai?"]),
     ({"input": {"files": ["batch.jsonl"]}}, ['lines of an OpenAI batch: set input.format = "openai" instead']),
     ({"input": {"files": ["batch.jsonl"], "prompt": None, "messages": "messages"}}, ['input.format = "openai"']),
+    ({"input": {"files": ["batch.jsonl"], "prompt": "body"}}, ['must be text; these are lines of an OpenAI batch']),
+    # lines hold what they hold: all values of a column are of the wrong type, or no line is a request
+    ({"input": {"files": ["a.jsonl"], "prompt": "id"}}, ["input.prompt: column 'id' is int64, but must be text"]),
+    ({"input": {"files": ["a.jsonl"], "prompt": "tokens"}}, ['set input.token_ids = "tokens" instead']),
+    ({"input": {"files": ["a.jsonl"], "prompt": "chat"}}, ['set input.messages = "chat" instead']),
+    ({"input": {"files": ["a.jsonl"], "prompt": "talk"}}, ['input.format = "sharegpt" and input.messages = "talk"']),
+    ({"input": {"files": ["a.jsonl"], "id": "length"}}, ["column 'length' is double, but must be text or integer"]),
+    ({"input": {"files": ["a.jsonl"], "prompt": None, "token_ids": "prompt"}}, ['set input.prompt = "prompt" inst']),
+    ({"input": {"files": ["a.csv"], "prompt": None, "token_ids": "prompt"}}, ['set input.prompt = "prompt" instead']),
+    ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "prompt"}}, ['set input.prompt = "prompt" inst']),
+    ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "tokens"}}, ['input.token_ids = "tokens" instead']),
+    ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "talk"}}, ['input.format = "sharegpt" and input.m']),
+    ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "length"}}, ["'length' holds a chat", "a number"]),
+    ({"input": {"prompt": None, "messages": "prompt"}}, ['is text: set input.prompt = "prompt" instead']),
+    ({"input": {"files": ["a.jsonl"], "format": "openai", "prompt": None}}, ["line 1: custom_id is missing; leave in"]),
+    ({"input": {"format": "openai", "prompt": None}}, ["no line of the input is a request of an OpenAI batch"]),
+    ({"input": {"files": ["empty.jsonl"]}}, ["the input has no rows and no columns", "empty.jsonl is empty"]),
+    ({"input": {"files": ["a.csv"], "format": "jsonl"}}, ['with a key in it; it looks like CSV: set input.format']),
+    ({"input": {"files": ["array.jsonl", "x.jsonl"], "prompt": "y"}}, ["the first shard has prompt"]),
+    ({"input": {"files": ["array.jsonl"]}}, ["a JSON object with a key in it; it looks like one JSON array"]),
     ({"output": {"format": "json"}}, ["did you mean jsonl?"]),
     ({"output": {"push": "hf_folder"}}, ["did you mean hf-folder?"]),
     ({"output": {"format": "openai"}, "input": {"id": "none"}}, ["lines are answers by id, but rows have no ids"]),
+    ({"output": {"format": "openai"}, "input": {"files": ["x.jsonl"]}}, ["but no input shard has a column 'id'; name"]),
     (
         {"output": {"format": "openai"}, "input": {"choices": "how"}, "sampling": {"max_tokens": 0}},
         ["but input.choices is set; use jsonl"],
@@ -79,6 +102,7 @@ JOBS = [
     ({"output": {"format": "jsonl", "keep_columns": ["half"]}}, ["'half', which is halffloat, a type that output.f"]),
     # the model
     ({"model": {"path": "modle"}}, ["modle"]),
+    ({"model": {"path": "a.csv"}}, ["a.csv is a file; give the folder that holds config.json"]),
 ]  # fmt: skip
 
 
@@ -86,6 +110,14 @@ JOBS = [
 def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words):
     write_shard(tmp_path / "prompts" / "a.parquet", COLUMNS)
     (tmp_path / "batch.jsonl").write_text(DOCUMENTED)
+    rows = [
+        {name: COLUMNS[name][row] for name in ("id", "prompt", "chat", "talk", "tokens", "length")} for row in (0, 1)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "array.jsonl").write_text('[{"prompt": "Hello"}]')
+    (tmp_path / "x.jsonl").write_text('{"prompt": "Hello"}')
+    (tmp_path / "a.csv").write_text("id,prompt\n1,Hello\n2,there\n")
     ended = batchinfer("plan", write_job(tmp_path, **changes))
     lines = told(ended)
     assert (ended.code, ended.out) == (2, ""), ended.err
@@ -100,6 +132,39 @@ def test_rows_of_some_shards_may_be_of_the_wrong_type(tmp_path):
     ended = batchinfer("plan", write_job(tmp_path))
     assert ended.code == 0
     assert "b.parquet; the first: row 0: column 'prompt' is int64, but must be text" in ended.err
+
+
+LINES = [
+    # lines, keys of [input], and how many rows are bad: one is of the right kind, or none of a wrong one
+    (['{"prompt": 5}', '{"prompt": "Hello"}'], {}, 1),
+    (['{"prompt": null}', '{"prompt": ""}'], {}, 2),
+    (['{"prompt": 5', '{"prompt": ""}'], {}, 2),
+    (['{"prompt": "a"}', '{"prompt": "b", "id": 1.5}'], {}, 1),
+    (['{"ids": "x"}', '{"ids": [1, 2]}'], {"prompt": None, "token_ids": "ids"}, 1),
+    (
+        ['{"chat": "Hello"}', '{"chat": [{"role": "user", "content": "Hello"}]}'],
+        {"prompt": None, "messages": "chat"},
+        1,
+    ),
+    (['{"chat": null}', '{"chat": []}'], {"prompt": None, "messages": "chat"}, 2),
+    (['{"prompt": "x"}', '{"custom_id": "a", "method": "GET"}'], {"prompt": None, "format": "openai"}, 2),
+]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "num_bad"), LINES, ids=[" ".join(rows) for rows, _, _ in LINES])
+def test_lines_of_which_one_is_right_or_only_empty_are_planned(tmp_path, rows, inputs, num_bad):
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    ended = batchinfer("plan", write_job(tmp_path, input={"files": ["a.jsonl"], **inputs}))
+    assert ended.code == 0, ended.err
+    assert f"{num_bad} bad rows in" in ended.err
+
+
+def test_chats_in_one_shard_leave_texts_in_another_to_its_rows(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"chat": ["Hello"]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"chat": ['[{"role": "user", "content": "Hello"}]']})
+    ended = batchinfer("plan", write_job(tmp_path, input={"prompt": None, "messages": "chat"}))
+    assert ended.code == 0, ended.err
+    assert "a.parquet; the first: row 0: chat is not valid JSON" in ended.err
 
 
 def test_an_empty_shard_does_not_make_a_wrong_type_right(tmp_path):

@@ -139,6 +139,8 @@ def test_every_format_gives_the_same_outputs_to_the_byte(tmp_path):
         ("a.pq", None, ("parquet", "a.pq.parquet")),
         ("a", None, ("parquet", "a.parquet")),
         ("a.jsonl", None, ("jsonl", "a.parquet")),
+        ("a.ndjson", None, ("jsonl", "a.parquet")),
+        ("a.ndjson.gz", None, ("jsonl", "a.parquet")),
         ("a.b.jsonl.zst", None, ("jsonl", "a.b.parquet")),
         ("a.jsonl", "sharegpt", ("jsonl", "a.parquet")),
         ("a.tsv.gz", None, ("csv", "a.parquet")),
@@ -161,6 +163,32 @@ def test_two_files_of_one_stem_are_refused(tmp_path):
 
 def test_an_unset_format_is_the_job_that_parquet_was():
     assert settings_fingerprint(make_job("a"))["input columns"]["format"] == "parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "a.json",
+            b'{"prompt": "x"}\n{"prompt": "y"}',
+            'looks like JSON lines: set input.format = "jsonl", or name it',
+        ),
+        ("a.txt", b'\xef\xbb\xbf{"prompt": "x"}', 'looks like JSON lines: set input.format = "jsonl"'),
+        ("a.json", b'{"prompt": "' + b"x" * 100_000, 'looks like JSON lines: set input.format = "jsonl"'),
+        ("a.json", b'[{"prompt": "x"}]', "looks like one JSON array: write each of its items on a line of its own"),
+        ("a.txt", b'id,prompt\n1,"Hello, there"\n', 'looks like CSV: set input.format = "csv"'),
+        ("a.bin", b"ARROW1\0\0", 'looks like Arrow IPC: set input.format = "arrow"'),
+        ("a.json", b'{\n  "prompt": "x"\n}', None),
+        ("a.txt", b"Dear reader, hello\n", None),
+        ("a.txt", b"\xff\xfe,a", None),
+        ("a.txt", b"\n", None),
+    ],
+)
+def test_a_file_that_is_not_parquet_tells_what_it_looks_like(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    (shard,) = find_shards([str(tmp_path / name)])
+    wrong = "it is not a Parquet file"
+    assert shard.problem == wrong if told is None else shard.problem.startswith(f"{wrong}; it {told}")
 
 
 # ---- JSON lines

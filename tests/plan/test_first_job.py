@@ -104,6 +104,15 @@ def test_files_that_cannot_be_read_are_passed_over_while_one_can(tmp_path):
     assert ("data", "1 rows in 1 of 2 files that can be read") in found.choices
 
 
+def test_lines_with_another_extension_are_told_as_such(tmp_path):
+    (tmp_path / "a.json").write_text('{"prompt": "Hello"}')
+    ended = batchinfer("init", tmp_path / "a.json", "--model", RANDOM_MODEL, "--output", tmp_path / "job.toml")
+    assert ended.code == 2
+    assert 'set input.format = "jsonl", or name it *.jsonl' in ended.err
+    (tmp_path / "a.json").rename(tmp_path / "a.ndjson")
+    assert first_job(str(tmp_path / "a.ndjson"), RANDOM_MODEL, tmp_path / "job.toml").choices[1][0] == "prompts"
+
+
 def test_paths_are_those_from_the_job_files_folder_and_the_run_folder_is_a_new_one(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     assert 'files = ["data/*.parquet"]' in (tmp_path / "job.toml").read_text()

@@ -5,12 +5,13 @@ import re
 _FORMATS = {
     "parquet": "parquet",
     "jsonl": "jsonl",
+    "ndjson": "jsonl",
     "csv": "csv",
     "tsv": "csv",
     "arrow": "arrow",
     "feather": "arrow",
 }
-_EXTENSION = re.compile(r"\.(parquet|jsonl|csv|tsv|arrow|feather)$|\.(jsonl|csv|tsv)(?:\.(gz|zst))$")
+_EXTENSION = re.compile(r"\.(parquet|jsonl|ndjson|csv|tsv|arrow|feather)$|\.(jsonl|ndjson|csv|tsv)(?:\.(gz|zst))$")
 
 
 def format_of(path: str, wanted: str | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.data.formats.first_bytes import HEAD_BYTES, advice
 from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, look_up
 from batchinfer.records import Shard
 
@@ -96,7 +97,8 @@ def _read_footer(file: pa.NativeFile, size_bytes: int) -> bytes:
     if tail[4:] == b"PARE":
         raise ValueError("it is an encrypted Parquet file")
     if head != MAGIC:
-        raise ValueError("it is not a Parquet file")
+        file.seek(0)
+        raise ValueError(f"it is not a Parquet file{advice(file.read(HEAD_BYTES), 'parquet')}")
     if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
         raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
     file.seek(size_bytes - 8 - footer_bytes)

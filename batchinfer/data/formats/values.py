@@ -2,7 +2,7 @@
 
 What a column is for decides about values of several kinds. Prompts and ids of a wrong kind are errors of their rows;
 messages, tools and sampling may differ from row to row and become JSON text; other columns get the narrowest type that
-holds every value, or JSON text where none does:
+holds every value, or JSON text where none does. So do prompts and ids of which not one is of the right kind:
 
     1, 2.5 → double      [1], null → list<int64>      {"a": 1}, {"b": "x"} → struct<a, b>      1, "x" → JSON text
 """
@@ -74,18 +74,33 @@ class Columns:
     def __init__(self, roles: Mapping[str, str], *, is_text: bool) -> None:
         self._roles, self._is_text = roles, is_text
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
+        # columns that no value was right for so far; where that stays so, they get the type of what they hold
+        self._unfit = {name: _FITTINGS[role] for name, role in roles.items() if role in ("text", "token_ids", "id")}
         self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
         self._kinds: dict[str, Kind] = {}
 
     def see(self, values: Mapping[str, object]) -> None:
         """Take note of one row."""
         kinds = self._kinds
+        if self._unfit:
+            self._unfit = {name: fit for name, fit in self._unfit.items() if not self._is_right(name, fit, values)}
         for name, value in values.items():
-            if name in self._typed:
+            if name in self._typed or name in self._unfit:
                 known = kinds.get(name, "null")
                 kinds[name] = known if known == "mixed" else _wider(known, self._kind_of(value))
             elif name not in kinds and (name in self._roles or len(kinds) < MOST_NAMES):
                 kinds[name] = "null"
+
+    def _is_right(self, name: str, fit: Callable[[Any], Any], values: Mapping[str, object]) -> bool:
+        """Whether a row has what its column is for; it may have no id. msgspec.Raw is a list of integers."""
+        value = values.get(name)
+        if value is None or isinstance(value, msgspec.Raw):
+            return value is not None or self._roles[name] == "id"
+        try:
+            fit(value)
+        except WrongValueError:
+            return False
+        return True
 
     def schema(self) -> pa.Schema:
         """The columns as Arrow has them; `fitting` reads from a field how values get into it."""
@@ -94,6 +109,8 @@ class Columns:
     def _field(self, name: str, kind: Kind) -> pa.Field:
         kept, how = _arrow_type(kind), ""
         role = self._roles.get(name, "kept")
+        if name in self._unfit and kind != "null" and kept is not None:
+            role = "kept"
         if role in ("text", "json"):
             kept, how = pa.string(), role
         elif role == "token_ids":

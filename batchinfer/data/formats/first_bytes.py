@@ -1,0 +1,59 @@
+"""What the first bytes of a file say of its format, for files that are not what they were taken for."""
+
+import csv
+
+import msgspec
+
+from batchinfer.data.formats.lines import BYTE_ORDER_MARK
+
+HEAD_BYTES = 64 << 10
+_ADVICE = {
+    "parquet": 'it looks like Parquet: set input.format = "parquet"',
+    "arrow": 'it looks like Arrow IPC: set input.format = "arrow"',
+    "jsonl": 'it looks like JSON lines: set input.format = "jsonl", or name it *.jsonl',
+    "csv": 'it looks like CSV: set input.format = "csv", or name it *.csv',
+    "array": "it looks like one JSON array: write each of its items on a line of its own (`jq -c '.[]'`), as *.jsonl",
+}
+
+
+def advice(head: bytes, taken_for: str) -> str:
+    """What to do with a file that is not what it was taken for, after a semicolon; "" where its bytes say nothing.
+
+    Args:
+        head: its first HEAD_BYTES, or all.
+        taken_for: the format as which it was read.
+    """
+    found = _looks_like(head)
+    return "" if found in (None, taken_for) else f"; {_ADVICE[found]}"
+
+
+def _looks_like(head: bytes) -> str | None:
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"ARROW1"):
+        return "arrow"
+    text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    first, end, _ = text.partition(b"\n")
+    is_whole = bool(end) or len(head) < HEAD_BYTES
+    if text.startswith(b"{"):
+        return "jsonl" if not is_whole or _is_json(first) else None
+    if text.startswith(b"["):
+        return "array"
+    return "csv" if is_whole and _is_header(first) else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _is_header(line: bytes) -> bool:
+    """Whether it names several columns as CSV does; a line of prose hardly has commas without blanks after them."""
+    try:
+        names = next(csv.reader([line.decode()], strict=True), [])
+    except (UnicodeDecodeError, csv.Error):
+        return False
+    return len(names) > 1 and all(name and name == name.strip() and name.isprintable() for name in names)

@@ -1,0 +1,95 @@
+"""Whether rows can be what the job takes them for, where no column's type says it: chats as text, lines of a batch.
+
+One row that can be ends the search. Rows that are null say nothing.
+"""
+
+import json
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+from batchinfer.data.column_checks import prompt_settings
+from batchinfer.data.columns import is_text, python_values
+from batchinfer.data.formats.line_rows import bad_lines
+from batchinfer.data.formats.values import in_words
+from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.plan.input_columns import assignments
+from batchinfer.records import ConfigError, Shard
+
+
+def check_rows(job: JobConfig, shards: list[Shard]) -> None:
+    """Refuse input of which every row would be bad because it is something else.
+
+    Raises:
+        ConfigError: says what the first row is and what would read it.
+        InputError, StoreError, RunMismatchError: a shard cannot be read (any more).
+    """
+    readable = [shard for shard in shards if shard.problem is None]
+    if job.input.format == "openai":
+        _check_requests(job, readable)
+    elif job.input.messages is not None:
+        _check_chats(job, job.input.messages, readable)
+
+
+def _check_requests(job: JobConfig, shards: list[Shard]) -> None:
+    first = None
+    for shard in shards:
+        for batch in read_batches(shard, ["custom_id", "url"], s3=job.s3):
+            errors = bad_lines(batch)
+            named = zip(batch["custom_id"].to_pylist(), batch["url"].to_pylist(), strict=True)
+            for row, (custom_id, url) in enumerate(named):
+                # a request that nothing answers has these; whatever lacks them is none
+                if url is not None or (custom_id is not None and not errors[row].endswith(" is missing")):
+                    return
+                first = first or f"{shard.path}: {errors[row]}"
+    if first is not None:
+        raise ConfigError(
+            f"input.format is 'openai', but no line of the input is a request of an OpenAI batch, with custom_id, "
+            f"method, url and body; the first: {first}; leave input.format out and name the column of the prompts, "
+            "as `batchinfer init` does"
+        )
+
+
+def _check_chats(job: JobConfig, name: str, shards: list[Shard]) -> None:
+    first = None
+    for shard in shards:
+        kind = column_type(shard_schema(shard, job.s3), name)
+        if kind is None or pa.types.is_null(kind):
+            continue
+        if not is_text(kind):
+            return  # check_columns knows whether it is right
+        for batch in read_batches(shard, [name], s3=job.s3):
+            for value in python_values(batch[name]):
+                if isinstance(value, str):
+                    found = _parsed(value)
+                    if _is_chat(found, "from" if job.input.format == "sharegpt" else "role"):
+                        return
+                    first = first or f"that of {shard.path} is {_told(found, name, shard)}"
+    if first is not None:
+        raise ConfigError(f"input.messages: no row of column {name!r} holds a chat; {first}")
+
+
+def _parsed(text: str) -> Any:
+    """What a text holds as JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_chat(value: Any, key: str) -> bool:
+    return isinstance(value, list) and (not value or any(isinstance(turn, dict) and key in turn for turn in value))
+
+
+def _told(value: Any, name: str, shard: Shard) -> str:
+    """What it is, and the setting that reads it."""
+    try:
+        settings = prompt_settings(pa.infer_type([value]))
+    except pa.ArrowException:
+        settings = None
+    # only lines may have token ids as text
+    if settings is None or settings[1].keys() == {"messages"} or ("token_ids" in settings[1] and not shard.schema):
+        return in_words(value)
+    words, keys = settings
+    return f"{words}: set {assignments(keys, name)} instead"
