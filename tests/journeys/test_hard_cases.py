@@ -224,4 +224,4 @@ def test_names_too_long_for_the_run_folder_are_refused_before_a_row_is_read(tmp_
     shards = find_shards([str(tmp_path / "prompts" / "a.parquet")])
     for long in ("k" * 300 + ".parquet", "/".join(["folder" * 20] * 40) + ".parquet"):
         with pytest.raises(ConfigError, match="longer name"):
-            check_names(RunDir(tmp_path), [replace(shards[0], name=long)])
+            check_names(RunDir(tmp_path), [replace(shards[0], name=long)], "parquet")
