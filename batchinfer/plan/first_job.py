@@ -22,6 +22,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
+from batchinfer.plan.input_columns import no_columns
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.rundir import publish_text
 
@@ -60,6 +61,8 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
+    if not shard_schema(readable[0]).names:
+        raise ConfigError(no_columns(readable[0]))
     is_batch = readable[0].format == "jsonl" and set(shard_schema(readable[0]).names) >= LINE_KEYS
     inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)

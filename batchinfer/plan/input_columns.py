@@ -4,7 +4,7 @@ import json
 
 import pyarrow as pa
 
-from batchinfer.config import JobConfig, did_you_mean
+from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
 from batchinfer.data.formats.first_bytes import advice
@@ -33,7 +33,7 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     # the first is what sentences tell of; lines that are all broken have no columns
     schemas = sorted((shard_schema(shard, job.s3) for shard in told), key=lambda schema: not schema.names)
     if not schemas[0].names:
-        raise ConfigError(_no_columns(told[0], job))
+        raise ConfigError(no_columns(told[0], job.s3))
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
@@ -55,10 +55,11 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     _check_kept(job, shards)
 
 
-def _no_columns(shard: Shard, job: JobConfig) -> str:
+def no_columns(shard: Shard, s3: S3Config = DEFAULT_S3) -> str:
+    """What is told of a shard without columns: that it is empty, or what it looks like."""
     if not shard.num_rows:
         return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
-    hint = advice(first_bytes(shard, job.s3), shard.format)
+    hint = advice(first_bytes(shard, s3), shard.format)
     what = "no line is a JSON object with a key in it" if shard.format == "jsonl" else "it has no columns"
     return f"no row of the input can be read; in {shard.path} {what}{hint}"
 

@@ -104,6 +104,13 @@ def test_files_that_cannot_be_read_are_passed_over_while_one_can(tmp_path):
     assert ("data", "1 rows in 1 of 2 files that can be read") in found.choices
 
 
+@pytest.mark.parametrize(("content", "told"), [("", "a.jsonl is empty"), ("id,prompt\n1,x\n", "it looks like CSV")])
+def test_files_without_columns_are_refused_with_what_they_are(tmp_path, content, told):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        first_job(str(tmp_path / "a.jsonl"), RANDOM_MODEL, tmp_path / "job.toml")
+
+
 def test_lines_with_another_extension_are_told_as_such(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "Hello"}')
     ended = batchinfer("init", tmp_path / "a.json", "--model", RANDOM_MODEL, "--output", tmp_path / "job.toml")
