@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -49,6 +50,14 @@ def quick_ranks() -> Iterator[None]:
 def shared_encoders_end() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture
+def own_interrupts() -> Iterator[None]:
+    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

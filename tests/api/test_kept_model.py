@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchinfer
+from support.faults import descendants
 from support.jobs import output_bytes
 from support.paths import RANDOM_MODEL
 from support.random_model import make_random_twin
@@ -33,21 +34,9 @@ def model():
         yield model
 
 
-@pytest.fixture
-def own_interrupts():
-    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def descendants(pid: int, word: str = "") -> set[int]:
+def started_by(pid: int, word: str) -> set[int]:
     """Living processes that a process has started, and those they have, with this word in their command."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | descendants(child)
-    return {child for child in found if word in command_of(child)}
+    return {child for child in descendants(pid) if word in command_of(child)}
 
 
 def command_of(pid: int) -> str:
@@ -59,7 +48,7 @@ def command_of(pid: int) -> str:
 
 def ranks(model: batchinfer.Model) -> set[int]:
     """The processes of its ranks."""
-    return descendants(model._process._process.pid, "batchinfer.rank.main")
+    return started_by(model._process._process.pid, "batchinfer.rank.main")
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -278,7 +267,7 @@ def test_all_processes_end_with_their_caller(tmp_path, moment):
     assert caller.stdout.readline() == "ready\n"
     if moment != "in a call":
         assert caller.stdout.readline() == "done\n"
-    started = descendants(caller.pid, "batchinfer")
+    started = started_by(caller.pid, "batchinfer")
     assert any("batchinfer.rank.main" in command_of(pid) for pid in started)
     caller.kill()
     caller.wait()

@@ -39,14 +39,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def own_interrupts():
-    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt_once_some_are_done(folder: Path) -> None:
     while not list(folder.glob("units/*/*/part-*.parquet")):
         time.sleep(0.02)
