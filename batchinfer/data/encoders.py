@@ -117,13 +117,16 @@ class Encoders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._process.let_go()
-        else:
+        if error is not None:
             self._process.end()  # first: threads that wait for a worker wait no longer
+        self.close()
+
+    def close(self) -> None:
+        """The job has no more texts: give the memory of the workers back; again: nothing happens."""
+        self._process.let_go()
         self._pool.shutdown(cancel_futures=True)
-        for worker in self._idle:
-            worker.close()
+        while self._idle:
+            self._idle.pop().close()
 
     def start(self, column: pa.Array, what: str = PROMPT) -> Pieces:
         """Begin to encode a column, or a struct of `columns`; the results joined are its rows, as columns.ENCODED.

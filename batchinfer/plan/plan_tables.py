@@ -13,7 +13,7 @@ from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
 from batchinfer.manifest import Manifest
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
-from batchinfer.plan.prefix.in_memory import last_uses
+from batchinfer.plan.prefix.in_memory import last_units
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.requests import PlannedRequests
@@ -111,12 +111,10 @@ def _last_units(
 
     By request; of the blocks that a request is the first to compute, only leading ones outlive its unit.
     """
-    uses, offsets = last_uses(shared_tokens, lengths, block_tokens=block_tokens)
-    units = np.searchsorted(unit_starts, uses, side="right") - 1
-    owner = np.repeat(np.arange(len(lengths)), np.diff(offsets))
-    is_later = units > np.searchsorted(unit_starts, owner, side="right") - 1
+    unit_of_request = np.repeat(np.arange(len(unit_starts) - 1), np.diff(unit_starts))
+    first, last = last_units(shared_tokens, lengths, unit_of_request, block_tokens=block_tokens)
     found: dict[int, list[int]] = {}
-    for request, unit in zip(owner[is_later].tolist(), units[is_later].tolist(), strict=True):
+    for request, unit in zip(first.tolist(), last.tolist(), strict=True):
         found.setdefault(request, []).append(unit)
     return found
 
@@ -154,8 +152,7 @@ class _PromptCursor:
 
 
 def _as_lists(part: SortedPrompts) -> pa.Array:
-    token_ids = part.token_ids.astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(token_ids))
+    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(part.token_ids.view(np.int32)))
 
 
 def _row_groups(first: int, num_tokens: np.ndarray) -> Iterator[slice]:

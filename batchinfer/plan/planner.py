@@ -51,7 +51,7 @@ from batchinfer.run.session import Session
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
 
-PREFIX_MEMORY_BYTES = 512 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
+PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
 
 
@@ -211,6 +211,7 @@ def _plan(
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
+    prepared.encoders.close()
     _refuse_no_shard(shards)
     sampling = job.sampling.to_sampling()
     with (

@@ -19,6 +19,7 @@ from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
 _NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
+BATCH_ROWS = 1024
 NO_CODE = -1  # of null: for sampling, a row that uses the job's own
 
 
@@ -164,19 +165,20 @@ def first_equal(*sorted_keys: np.ndarray) -> np.ndarray:
 def _batches(
     run: RunDir, manifest: Manifest, shards: list[Shard], columns: list[str]
 ) -> Iterator[tuple[Shard, pa.RecordBatch]]:
-    """The tokenised rows row group by row group, which bounds their tokens; the next is read ahead."""
+    """The tokenised rows batch by batch, of one row group each; the next is read ahead."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         for shard in shards:
             if shard.problem is None:
-                for batch in made_ahead(_row_groups(run, manifest, shard, columns), pool):
+                for batch in made_ahead(_batches_of(run, manifest, shard, columns), pool):
                     yield shard, batch
 
 
-def _row_groups(run: RunDir, manifest: Manifest, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches_of(run: RunDir, manifest: Manifest, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
     path = run.tokens(shard.index)
     with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
         for group in range(file.num_row_groups):
-            yield from file.read_row_group(group, columns=columns).combine_chunks().to_batches()
+            # a row group at a time: over several, Arrow keeps what it has read of the earlier ones
+            yield from file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 def _codes(texts: pa.Array, known_texts: SamplingTexts) -> np.ndarray:

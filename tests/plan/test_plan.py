@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.plan import packing
 from batchinfer.plan.packing import MIN_UNIT_TOKENS, cut_units
-from batchinfer.plan.prefix.in_memory import last_uses, plan_prefixes
+from batchinfer.plan.prefix.in_memory import last_units, plan_prefixes
 from batchinfer.records import sampling_key
 from support.jobs import batchinfer, question, write_job, write_shard
 
@@ -63,23 +63,23 @@ def test_the_input_order_changes_neither_the_sharing_nor_the_order_of_prompts():
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("block_tokens", [1, 3, 8])
-def test_the_last_use_of_a_block_is_the_last_prompt_that_begins_with_it(seed, block_tokens):
+def test_the_last_unit_of_a_block_is_that_of_the_last_prompt_that_begins_with_it(seed, block_tokens):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(rng.integers(1, 60))]
     plan = plan_of(prompts)
     ordered = [prompts[place] for place in plan.order]
     lengths = np.array([len(prompt) for prompt in ordered])
-    found, offsets = last_uses(plan.shared_tokens[plan.order], lengths, block_tokens=block_tokens)
+    units = np.sort(rng.integers(0, 4, len(prompts)))
+    first, last = last_units(plan.shared_tokens[plan.order], lengths, units, block_tokens=block_tokens)
     expected, seen = [], set()
-    for prompt in ordered:
-        mine = []
+    for place, prompt in enumerate(ordered):
         for end in range(block_tokens, len(prompt) + 1, block_tokens):
             start = tuple(prompt[:end])
             if start not in seen:
                 seen.add(start)
-                mine.append(max(k for k, other in enumerate(ordered) if tuple(other[:end]) == start))
-        expected.append(mine)
-    assert [found[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
+                unit = max(units[k] for k, other in enumerate(ordered) if tuple(other[:end]) == start)
+                expected += [(place, unit)] if unit > units[place] else []
+    assert list(zip(first.tolist(), last.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize(

@@ -64,34 +64,40 @@ def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarra
     )
 
 
-def last_uses(shared_tokens: np.ndarray, lengths: np.ndarray, *, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Until when each block of KV is used, by the prompt that is the first to compute it.
+def last_units(
+    shared_tokens: np.ndarray, lengths: np.ndarray, unit_of_prompt: np.ndarray, *, block_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last work unit that uses each block of KV which outlives the unit that is the first to compute it.
 
     In prefix order the prompts with a block are together, so after the last of them nobody needs it again.
 
     Args:
         shared_tokens: [N] integers in the order of execution, tokens shared with the prompt before it.
         lengths: [N] integers, prompt lengths in that order.
+        unit_of_prompt: [N] integers, rising.
         block_tokens: tokens per block; only whole blocks count.
 
     Returns:
-        ([B] int64 places in the order, block by block of prompt by prompt; [N + 1] int64: prompt k is the first with
-        the blocks offsets[k] .. offsets[k + 1] - 1).
+        ([B] int64 first prompts, rising; [B] last units): of the blocks that a prompt is the first to compute, in
+        their order, which are leading ones.
     """
-    num_prompts = len(lengths)
     firsts, lasts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    having = np.arange(num_prompts)  # prompts with at least this many blocks
+    having = np.arange(len(lengths))  # prompts with at least this many blocks
     end = block_tokens
     while len(having := having[lengths[having] >= end]):
         starts = np.ones(len(having), dtype=bool)
         starts[1:] = (np.diff(having) > 1) | (shared_tokens[having[1:]] < end)
-        firsts.append(having[starts])
-        lasts.append(having[np.append(np.flatnonzero(starts)[1:], len(having)) - 1])
+        first = having[starts]
+        last = having[np.append(np.flatnonzero(starts)[1:], len(having)) - 1]
+        outlives = unit_of_prompt[last] > unit_of_prompt[first]
+        if not outlives.any():
+            break  # prompts that share more are fewer
+        firsts.append(first[outlives])
+        lasts.append(last[outlives])
         end += block_tokens
     first = np.concatenate(firsts)
-    offsets = np.zeros(num_prompts + 1, dtype=np.int64)
-    np.cumsum(np.bincount(first, minlength=num_prompts), out=offsets[1:])
-    return np.concatenate(lasts)[np.argsort(first, kind="stable")], offsets
+    by_prompt = np.argsort(first, kind="stable")
+    return first[by_prompt], unit_of_prompt[np.concatenate(lasts)[by_prompt]]
 
 
 def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:

@@ -1,15 +1,16 @@
 """The loops over tokens behind the streamed prefix plan: merging sorted prompts, comparing and copying them.
 
-Compiled by numba at the first call (seconds), without Python's lock, so that one thread can sort while another reads.
+Compiled at the first call (seconds), without Python's lock, so that one thread can sort while another reads.
 Prompts are flat token_ids [num_tokens] uint32 with offsets [N + 1] int64, as in in_memory.py; `shared` is [N] int64,
 the tokens a prompt shares with the one before it.
 """
 
 import numpy as np
-from numba import njit
+
+from batchinfer.balance.compiled import compiled
 
 
-@njit(nogil=True)
+@compiled
 def merge_sorted(
     token_ids: np.ndarray, offsets: np.ndarray, shared: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +42,7 @@ def merge_sorted(
     return order, shared
 
 
-@njit(nogil=True)
+@compiled
 def _merge_two(
     token_ids: np.ndarray,
     offsets: np.ndarray,
@@ -80,7 +81,7 @@ def _merge_two(
             right_shared = shared[right] if right < end else 0
 
 
-@njit(nogil=True)
+@compiled
 def _common_tokens(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: int, known: int) -> int:
     """Length of the common prefix of two prompts that share their first `known` tokens."""
     one_start, other_start = offsets[one], offsets[other]
@@ -91,7 +92,7 @@ def _common_tokens(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: 
     return common
 
 
-@njit(nogil=True)
+@compiled
 def _is_not_greater(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: int, common: int) -> bool:
     """Whether prompt `one` comes before or is equal to prompt `other`, given the length of their common prefix."""
     one_place, other_place = offsets[one] + common, offsets[other] + common
@@ -100,7 +101,7 @@ def _is_not_greater(token_ids: np.ndarray, offsets: np.ndarray, one: int, other:
     return other_place < offsets[other + 1] and token_ids[one_place] < token_ids[other_place]
 
 
-@njit(nogil=True)
+@compiled
 def count_up_to(
     token_ids: np.ndarray, offsets: np.ndarray, first: int, limit: np.ndarray, is_equal_counted: bool
 ) -> int:
@@ -121,7 +122,7 @@ def count_up_to(
     return low - first
 
 
-@njit(nogil=True)
+@compiled
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """How many leading tokens two prompts share."""
     most = min(len(one), len(other))
@@ -131,7 +132,7 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return common
 
 
-@njit(nogil=True)
+@compiled
 def take_tails(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray, skipped: np.ndarray) -> np.ndarray:
     """The prompts order[k] one after the other, each without its first skipped[k] tokens."""
     size = 0
@@ -146,7 +147,7 @@ def take_tails(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray, sk
     return taken
 
 
-@njit(nogil=True)
+@compiled
 def join_heads(tails: np.ndarray, offsets: np.ndarray, heads: np.ndarray) -> np.ndarray:
     """The inverse of `take_tails` for sorted prompts: prompt k begins with the first heads[k] tokens of prompt k - 1.
 
