@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchinfer.api.job import Job, Start, plain
 from batchinfer.api.process import CommandProcess, Progress
 from batchinfer.api.prompts import KINDS, reader_of, write_shard
-from batchinfer.config import JobConfig, job_of_table
+from batchinfer.config import JobConfig, did_you_mean, job_of_table
 from batchinfer.config.sampling import JobSampling
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
@@ -164,10 +164,13 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         elif key in JobSampling.model_fields:
             parts["sampling"][key] = plain(value)
         elif key not in JobConfig.model_fields:
-            raise ConfigError(
-                f"{key} is no setting of generate(); use dtype, a key of [sampling] such as max_tokens, or one of "
-                f"{', '.join(JobConfig.model_fields)} with a dict of its keys (see `batchinfer schema`)"
+            instead = did_you_mean(
+                key,
+                ["dtype", *JobSampling.model_fields, *JobConfig.model_fields, *KINDS, "stream", "progress"],
+                "use dtype, a key of [sampling] such as max_tokens, or one of "
+                f"{', '.join(JobConfig.model_fields)} with a dict of its keys (see `batchinfer schema`)",
             )
+            raise ConfigError(f"{key} is no setting of generate(); {instead}")
         elif isinstance(value, Mapping):
             parts[key] = parts.get(key, {}) | plain(value)
         elif key in shorthands and isinstance(value, str | Path):

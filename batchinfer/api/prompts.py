@@ -89,15 +89,16 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
         raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
     kind = kinds.pop() if kinds else next(iter(named), "prompt")
     columns = dict(named) or {kind: kind}
-    # chats may be JSON text, too
-    if kind not in columns and not (kind == "prompt" and "messages" in columns):
+    # chats may be JSON text, too, and a template has the texts as its {{ prompt }}
+    if kind not in columns and not (kind == "prompt" and columns.keys() & {"messages", "template"}):
         (asked, name), *_ = columns.items()
         raise ConfigError(f"{asked} is {name!r}, but data is a list of {kind}; leave {asked} out")
     values: Sequence[Any] = rows
     if kind == "messages":
         values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
     column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else _texts(values)
-    table = pa.table({"id": range(len(rows)), next(iter(columns.values())): column})
+    name = "prompt" if "template" in columns else next(iter(columns.values()))
+    table = pa.table({"id": range(len(rows)), name: column})
     return table.to_reader(BATCH_ROWS), columns
 
 

@@ -115,6 +115,13 @@ def test_tables_come_as_anybody_has_them(kind, tmp_path):
     assert (ended.code, "5 in, 5 out, 0 bad" in ended.out) == (0, True), ended.err
 
 
+def test_a_template_has_the_texts_of_a_list_as_its_prompt():
+    templated = batchinfer.generate(["ferry", "baker"], input={"template": "The {{ prompt }}"}, **SETTINGS)
+    assert templated.equals(batchinfer.generate(["The ferry", "The baker"], **SETTINGS))
+    with pytest.raises(batchinfer.ConfigError, match="data is a list of token_ids; leave template out"):
+        batchinfer.generate([[1]], input={"template": "The {{ prompt }}"}, **SETTINGS)
+
+
 def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
     table = pa.table({"label": ["x"], "text": ["a"]})
     found = [
@@ -145,6 +152,7 @@ def test_columns_of_other_types_are_no_prompts():
 WRONG = [
     ({"data": ["a"], "max_tokens": None}, "sampling.max_tokens is None"),
     ({"data": ["a"], "colour": 1}, "colour is no setting of generate()"),
+    ({"data": ["a"], "temprature": 1}, "temprature is no setting of generate(); did you mean temperature?"),
     ({"data": ["a"], "temperature": "hot"}, "generate(): sampling.temperature is 'hot', but it should be"),
     ({"data": ["a"], "cluster": 2}, "cluster is 2, not a dict"),
     ({"data": ["a"], "cluster": {"ranks": 2}}, "cluster.ranks is not a known key"),

@@ -42,6 +42,26 @@ def test_ray_data_maps_batches_with_a_model(tmp_path):
     assert rows["status"].to_pylist().count("ok") == 318
 
 
+def test_a_task_of_ray_generates(tmp_path):
+    """In a process of its own: a cluster of Ray leaves threads and settings behind."""
+    pytest.importorskip("ray")
+    code = (
+        "import json, ray, batchinfer\n"
+        "ray.init(num_cpus=1, include_dashboard=False)\n"
+        "@ray.remote\n"
+        "def answers(texts, **settings):\n"
+        "    return batchinfer.generate(texts, **settings)['text'].to_pylist()\n"
+        f"settings = dict(model={str(SAMPLE_MODEL)!r}, dtype='float32', max_tokens=8)\n"
+        "texts = ['The ferry', 'The baker']\n"
+        "print(json.dumps([ray.get(answers.remote(texts, **settings)), answers._function(texts, **settings)]))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    of_task, here = json.loads(ended.stdout.splitlines()[-1])
+    assert of_task == here
+    assert all(of_task)
+
+
 def test_datatrove_has_a_step_with_a_model(tmp_path):
     run_example("datatrove", tmp_path)
     (file,) = (tmp_path / "runs" / "datatrove").glob("*.jsonl.gz")

@@ -27,6 +27,10 @@ def told(ended: Ended) -> list[str]:
     return [line for line in ended.err.splitlines() if line.startswith("error: ")]
 
 
+def scored(file: str, column: str) -> dict:
+    return {"input": {"files": [file], "choices": column}, "sampling": {"max_tokens": 0}}
+
+
 JOBS = [
     # what the file says: the words of each line that it gets
     ({"sampling": {"max_tokens": None, "max_token": 4}}, ["max_tokens is missing; add it", "did you mean max_tokens?"]),
@@ -80,6 +84,9 @@ JOBS = [
     ({"input": {"files": ["a.jsonl"], "id": "length"}}, ["column 'length' is double, but must be text or integer"]),
     ({"input": {"files": ["a.jsonl"], "prompt": None, "token_ids": "prompt"}}, ['set input.prompt = "prompt" inst']),
     ({"input": {"files": ["a.csv"], "prompt": None, "token_ids": "prompt"}}, ['set input.prompt = "prompt" instead']),
+    (scored("a.jsonl", "prompt"), ["column 'prompt' is string, but must be a list of texts"]),
+    (scored("a.jsonl", "length"), ["column 'length' is double, but must be a list of texts"]),
+    (scored("a.csv", "prompt"), ["column 'prompt' is string, but must be a list of texts"]),
     ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "prompt"}}, ['set input.prompt = "prompt" inst']),
     ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "tokens"}}, ['input.token_ids = "tokens" instead']),
     ({"input": {"files": ["a.jsonl"], "prompt": None, "messages": "talk"}}, ['input.format = "sharegpt" and input.m']),

@@ -117,12 +117,19 @@ def test_every_format_gives_the_same_rows_and_kept_columns(tmp_path, from_parque
     assert read_rows_as(name, tmp_path) == from_parquet
 
 
-def test_every_format_gives_the_same_outputs_to_the_byte(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "num_rows"),
+    [
+        (("in.parquet", "in.jsonl.gz", "in.csv", "in.stream.arrow"), 40),
+        pytest.param(tuple(FORMATS), len(ROWS), marks=pytest.mark.slow),
+    ],
+)
+def test_every_format_gives_the_same_outputs_to_the_byte(tmp_path, names, num_rows):
     found = {}
-    for name in ("in.parquet", "in.jsonl.gz", "in.csv", "in.stream.arrow"):
+    for name in names:
         folder = tmp_path / name
         folder.mkdir()
-        FORMATS[name](ROWS[:40], folder / name)
+        FORMATS[name](ROWS[:num_rows], folder / name)
         parts = {"input": {"files": [name]}, "output": {"keep_columns": KEPT}, "sampling": {"max_tokens": 2}}
         ended = batchinfer("run", write_job(folder, **parts))
         assert ended.code == 0, ended.err

@@ -75,7 +75,7 @@ class Columns:
         self._roles, self._is_text = roles, is_text
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
         # columns that no value was right for so far; where that stays so, they get the type of what they hold
-        self._unfit = {name: _FITTINGS[role] for name, role in roles.items() if role in ("text", "token_ids", "id")}
+        self._unfit = {name: _RIGHT[role] for name, role in roles.items() if role in _RIGHT}
         self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
         self._kinds: dict[str, Kind] = {}
 
@@ -254,6 +254,13 @@ def _id_lists(value: Any) -> list[list[int] | None]:
     return [None if item is None else _token_ids(item) for item in _list_of(value, list, "lists of integers")]
 
 
+def _choices(value: Any) -> list[Any]:
+    try:
+        return _texts(value)
+    except WrongValueError:
+        return _id_lists(value)
+
+
 def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
     """The list, which a text may hold as JSON (CSV has nothing but text); nulls may be among its items."""
     if isinstance(value, str | msgspec.Raw):
@@ -281,3 +288,5 @@ _FITTINGS: dict[str, Callable[[Any], Any]] = {
     "double": float,
     "bool": _BOOL_TEXTS.__getitem__,
 }
+# of columns that decide about every row: what takes a value only if it is right
+_RIGHT: dict[str, Callable[[Any], Any]] = {"text": _text, "id": _id, "token_ids": _token_ids, "choices": _choices}
