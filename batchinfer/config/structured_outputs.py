@@ -29,7 +29,7 @@ def grammar_of(kind: str, text: str) -> str:
     return grammar_from(kind, text)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(256)  # texts of a million characters are held, too
 def problem_of(kind: str, text: str) -> str | None:
     """Why a grammar cannot be used, in the library's words; None: it can."""
     if len(text) > MOST_CHARS:

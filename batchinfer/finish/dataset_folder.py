@@ -59,7 +59,10 @@ def write_dataset(
     for path in earlier:
         manifest.remove(path)
     if not links:
-        if earlier:
+        if earlier and _is_edited(card_of(run)):
+            shutil.rmtree(run.dataset / "data", ignore_errors=True)
+            note(f"{card_of(run)} was edited and stays; the data beside it is gone")
+        elif earlier:
             shutil.rmtree(run.dataset, ignore_errors=True)
         return
     for target, source in links.items():

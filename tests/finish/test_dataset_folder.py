@@ -174,6 +174,18 @@ def test_the_folder_comes_and_goes_with_the_key_and_holds_nothing_else(run):
     assert expected.items() <= dataset_bytes(run).items()
 
 
+def test_without_the_key_an_edited_card_stays_alone(run):
+    card = run / "dataset" / "README.md"
+    card.write_text(card.read_text() + "Thanks to all.\n")
+    edited = card.read_bytes()
+    (run / "job.toml").write_text((run / "job.toml").read_text().replace('push = "hf-folder"\n', ""))
+    ended = batchinfer("finish", run)
+    assert ended.code == 3
+    assert f"{card} was edited and stays" in ended.err
+    assert dataset_bytes(run) == {"README.md": edited}
+    assert batchinfer("verify", run).code == 0
+
+
 def test_a_partial_dataset_is_made_whole_by_the_next_finish(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "units")
