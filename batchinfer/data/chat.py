@@ -159,6 +159,7 @@ class _Generation(Extension):
 def _environment(**options: Any) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols], **options)
     environment.filters["tojson"] = _to_json
+    environment.filters["fromjson"] = json.loads
     environment.globals["raise_exception"] = _raise_exception
     # chance would give the same row another prompt each time; strftime_now is missing for the same reason
     del environment.filters["random"], environment.globals["lipsum"]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 END_OF_THINKING = "</think>"
+OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
+HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have the form of chats as a program, or not at all
 # how vocabularies of bytes write them, as GPT-2 did: printable ones as they are, the others from U+0100 on
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -345,7 +347,7 @@ def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dic
 
 
 def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else `chat_template` of tokenizer_config.json: a text, or a list with a default."""
+    """chat_template.jinja, else tokenizer_config.json's `chat_template` (text, or a list with a default), else ours."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return _read_text(file)
@@ -353,7 +355,10 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(found, list):
         entries = [entry for entry in found if isinstance(entry, dict)]
         found = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    kind = _read_json(folder / "config.json").get("model_type")
+    return _read_text(OWN_TEMPLATES / f"{kind}.jinja") if kind in HAVE_OWN_TEMPLATE else None
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:

@@ -20,7 +20,7 @@ from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
-from batchinfer.finish.tool_calls import CALLS_BEGIN
+from batchinfer.finish.tool_calls import before_calls
 from batchinfer.records import Shard
 
 SLICE_ROWS = 64  # that are Python objects at a time: log-probabilities are large
@@ -111,7 +111,7 @@ class OpenAIAnswers(Lines):
         if sample.get("reasoning") is not None:
             message["reasoning_content"] = sample["reasoning"]
         if calls:
-            message["content"] = content.partition(CALLS_BEGIN)[0] or None
+            message["content"] = before_calls(content) or None
             message["tool_calls"] = [
                 {"id": f"call_{key}_{sample['sample']}_{place}", "type": "function", "function": call}
                 for place, call in enumerate(calls)

@@ -1,4 +1,4 @@
-"""The calls of tools in an answer's text, as DeepSeek's models write them.
+"""The calls of tools in an answer's text, as the models of the families write them.
 
 V3, R1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
          ```json
@@ -6,18 +6,40 @@ V3, R1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool
          ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 V3.1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"city": "Rome"}
          <｜tool▁call▁end｜><｜tool▁calls▁end｜>   (in one line)
+V3.2     <｜DSML｜function_calls>
+         <｜DSML｜invoke name="NAME">
+         <｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
+         </｜DSML｜invoke>
+         </｜DSML｜function_calls>
+Kimi-K2  <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"city": "Rome"}
+         <|tool_call_end|><|tool_calls_section_end|>   (in one line)
+GLM      <tool_call>NAME
+         <arg_key>city</arg_key>
+         <arg_value>Rome</arg_value>
+         </tool_call>
 """
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pyarrow as pa
 
 from batchinfer.data.schemas import TOOL_CALLS
 
-CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)```", re.DOTALL)
+Call = dict[str, str]  # name, and arguments as JSON text of an object
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How calls are written: blocks from one mark to the next, and what is between."""
+
+    begin: str
+    end: str
+    calls: Callable[[str], list[Call] | None]  # at least one of a block; None: not in this form
+    inner: str  # begins a call, which outside a block is none
+    needs_end: bool = False  # otherwise a stop string may have cut off the block's end, but not that of a call
 
 
 def tool_calls(texts: pa.Array) -> pa.Array:
@@ -25,42 +47,141 @@ def tool_calls(texts: pa.Array) -> pa.Array:
     return pa.array([None if text is None else parse_tool_calls(text) for text in texts.to_pylist()], TOOL_CALLS)
 
 
-def parse_tool_calls(text: str) -> list[dict[str, str]] | None:
+def before_calls(text: str) -> str:
+    """An answer up to its first call."""
+    form = _form_of(text)
+    return text if form is None else text.partition(form.begin)[0]
+
+
+def parse_tool_calls(text: str) -> list[Call] | None:
     """The calls in an answer as {name, arguments}, arguments being JSON text of an object.
 
     Returns:
         [] for an answer that calls nothing; None where one of its calls is cut off or not in a known form.
     """
-    before, *blocks = text.split(CALLS_BEGIN)
-    if _CALL_BEGIN in before:
+    form = _form_of(text)
+    if form is None:
+        return None if any(form.inner in text for form in _FORMS) else []
+    before, *blocks = text.split(form.begin)
+    if form.inner in before:
         return None
-    calls = []
+    calls: list[Call] = []
     for block in blocks:
-        # a stop string may have cut off the end of the block, but not that of a call
-        head, *bodies = block.partition(_CALLS_END)[0].split(_CALL_BEGIN)
-        if head.strip() or not bodies:
+        inside, end, _ = block.partition(form.end)
+        found = form.calls(inside) if end or not form.needs_end else None
+        if not found:
             return None
-        for body in bodies:
-            call = _call(body)
-            if call is None:
-                return None
-            calls.append(call)
+        calls += found
     return calls
 
 
-def _call(body: str) -> dict[str, str] | None:
+def _form_of(text: str) -> _Form | None:
+    """The form of the first block in a text."""
+    found = [(text.find(form.begin), form) for form in _FORMS if form.begin in text]
+    return min(found, key=lambda place: place[0])[1] if found else None
+
+
+def _whole(matches: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+    """The matches that a text consists of, with blanks between them; None: something else is there."""
+    return None if matches.sub("", text).strip() else [*matches.finditer(text)]
+
+
+# ---- DeepSeek V3, R1 and V3.1
+
+_CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)```", re.DOTALL)
+
+
+def _calls_of_v3(block: str) -> list[Call] | None:
+    head, *bodies = block.split(_CALL_BEGIN)
+    calls = [_call_of_v3(body) for body in bodies]
+    return None if head.strip() or None in calls else [call for call in calls if call is not None]
+
+
+def _call_of_v3(body: str) -> Call | None:
     inside, end, rest = body.partition(_CALL_END)
     name, separator, arguments = (part.strip() for part in inside.partition(_SEPARATOR))
     fenced = _FENCED.fullmatch(arguments) if name == "function" else None
     if fenced is not None:
         name, arguments = fenced[1].strip(), fenced[2].strip()
-    if not end or not separator or not name or rest.strip() or not _is_object(arguments):
+    if not end or not separator or not name or rest.strip() or not isinstance(_json(arguments), dict):
         return None
     return {"name": name, "arguments": arguments}
 
 
-def _is_object(text: str) -> bool:
+# ---- DeepSeek V3.2
+
+_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
+)
+
+
+def _calls_of_v32(block: str) -> list[Call] | None:
+    calls = []
+    for invoke in _whole(_INVOKE, block) or []:
+        parameters = _whole(_PARAMETER, invoke[2])
+        if parameters is None:
+            return None
+        pairs = [(one[1], one[3] if one[2] == "true" else _json(one[3])) for one in parameters]
+        if not (arguments := _object(pairs)):
+            return None
+        calls.append({"name": invoke[1], "arguments": arguments})
+    return calls
+
+
+# ---- Kimi-K2
+
+_KIMI_CALL = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([^<\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+    re.DOTALL,
+)
+
+
+def _calls_of_kimi(block: str) -> list[Call] | None:
+    calls = [{"name": one[1], "arguments": one[2].strip()} for one in _whole(_KIMI_CALL, block) or []]
+    return calls if all(isinstance(_json(call["arguments"]), dict) for call in calls) else None
+
+
+# ---- GLM
+
+_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _calls_of_glm(block: str) -> list[Call] | None:
+    name, mark, pairs = block.partition("<arg_key>")
+    found = _whole(_GLM_PAIR, mark + pairs)
+    if found is None or not name.strip() or "<" in name:
+        return None
+    # texts are written as they are, other values as JSON
+    values = [(one[1].strip(), one[2] if (value := _json(one[2])) is _NO_JSON else value) for one in found]
+    arguments = _object(values)
+    return [{"name": name.strip(), "arguments": arguments}] if arguments else None
+
+
+# ---- JSON
+
+_NO_JSON = object()
+
+
+def _json(text: str) -> object:
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return _NO_JSON
+
+
+def _object(pairs: list[tuple[str, object]]) -> str | None:
+    """As JSON text; None: a name comes twice, or a value is none."""
+    found = dict(pairs)
+    if len(found) < len(pairs) or _NO_JSON in found.values():
+        return None
+    return json.dumps(found, ensure_ascii=False)
+
+
+_FORMS = (
+    _Form("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _calls_of_v3, _CALL_BEGIN),
+    _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke"),
+    _Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _calls_of_kimi, "<|tool_call_begin|>"),
+    _Form("<tool_call>", "</tool_call>", _calls_of_glm, "<arg_key>", needs_end=True),
+)

@@ -1,12 +1,13 @@
-"""Calls of tools in answers: DeepSeek's two forms, and whatever is not quite one."""
+"""Calls of tools in answers: the families' forms, and whatever is not quite one."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from batchinfer.finish.tool_calls import parse_tool_calls
+from batchinfer.finish.tool_calls import before_calls, parse_tool_calls
 from support.jobs import batchinfer, outputs, write_job, write_shard
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -24,13 +25,70 @@ def v31(*calls):
     return BEGIN + "".join(f"{CALL}{call['name']}{SEP}{call['arguments']}{CALLED}" for call in calls) + END
 
 
-@pytest.mark.parametrize("form", [v3, v31])
-def test_calls_are_read_in_both_forms(form):
+def v32(*calls):
+    texts = [
+        f'<｜DSML｜invoke name="{call["name"]}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
+            f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
+            for name, value in json.loads(call["arguments"]).items()
+        )
+        + "</｜DSML｜invoke>\n"
+        for call in calls
+    ]
+    return "<｜DSML｜function_calls>\n" + "".join(texts) + "</｜DSML｜function_calls>"
+
+
+def kimi(*calls):
+    texts = [
+        f"<|tool_call_begin|>functions.{call['name']}:{place}<|tool_call_argument_begin|>{call['arguments']}"
+        "<|tool_call_end|>"
+        for place, call in enumerate(calls)
+    ]
+    return "<|tool_calls_section_begin|>" + "".join(texts) + "<|tool_calls_section_end|>"
+
+
+def glm(*calls):
+    texts = [
+        f"<tool_call>{call['name']}\n"
+        + "".join(
+            f"<arg_key>{name}</arg_key>\n"
+            f"<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+            for name, value in json.loads(call["arguments"]).items()
+        )
+        + "</tool_call>"
+        for call in calls
+    ]
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm])
+def test_calls_are_read_in_every_form(form):
     assert parse_tool_calls(form(ROME)) == [ROME]
     assert parse_tool_calls(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
-    assert parse_tool_calls(form(ROME).removesuffix(END)) == [ROME]
-    fences = {"name": "write", "arguments": '{"text": "```json\\n{}\\n```"}'}
-    assert parse_tool_calls(form(fences, ROME)) == [fences, ROME]
+    assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
+
+
+@pytest.mark.parametrize("form", [v32, kimi, glm])
+def test_a_call_without_arguments_and_with_tricky_texts(form):
+    calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]
+    assert parse_tool_calls(form(*calls)) == calls
+
+
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi])
+def test_a_stop_string_may_cut_off_the_end_of_the_calls_but_of_no_call(form):
+    text = form(ROME, LATER)
+    begin = text.index(form(ROME)[:30])
+    found = [parse_tool_calls(text[:end]) for end in range(begin + 1, len(text))]
+    assert [calls for calls in found if calls is not None and calls not in ([], [ROME], [ROME, LATER])] == []
+    assert [ROME, LATER] in found
+
+
+def test_fences_in_a_text_are_no_end():
+    assert parse_tool_calls(v3(ROME).removesuffix(END)) == [ROME]
+    for form in (v3, v31):
+        fences = {"name": "write", "arguments": '{"text": "```json\\n{}\\n```"}'}
+        assert parse_tool_calls(form(fences, ROME)) == [fences, ROME]
 
 
 def test_an_answer_that_calls_nothing_has_no_calls():
@@ -52,6 +110,19 @@ def test_an_answer_that_calls_nothing_has_no_calls():
         v31(ROME).replace(SEP, ""),
         v31(ROME, LATER).replace(CALLED + CALL, CALL),
         v31(ROME).replace(CALLED, CALLED + "and then"),
+        v32(ROME).replace('string="true"', ""),
+        v32(LATER).replace('{"s": 5}', "five"),
+        v32(ROME).replace("</｜DSML｜invoke>", ""),
+        v32(ROME).replace("<｜DSML｜function_calls>", ""),
+        v32({"name": "weather", "arguments": '{"city": "Rome"}'}).replace("</｜DSML｜invoke>", "and</｜DSML｜invoke>"),
+        "<｜DSML｜function_calls>\n</｜DSML｜function_calls>",
+        kimi({"name": "weather", "arguments": "Rome"}),
+        kimi(ROME).replace("<|tool_call_end|>", ""),
+        kimi(ROME).replace("<|tool_calls_section_begin|>", ""),
+        glm(ROME).removesuffix("</tool_call>"),
+        glm(ROME).replace("</arg_value>", ""),
+        glm(ROME).replace("weather", ""),
+        glm(ROME) + glm(ROME).replace("<tool_call>", "<tool_call><arg_key>city</arg_key>"),
     ],
 )
 def test_calls_that_cannot_be_read_are_none_at_all(text):
@@ -60,7 +131,8 @@ def test_calls_that_cannot_be_read_are_none_at_all(text):
 
 @pytest.mark.parametrize("seed", range(50))
 def test_any_pieces_in_any_order_give_calls_or_none(seed):
-    pieces = [BEGIN, END, CALL, SEP, CALLED, "function", "f", "{}", "\n```json\n", "\n```", '{"a": 1}', " "]
+    pieces = ["<tool_call>", "</tool_call>", "<arg_key>a</arg_key>", "<arg_value>1</arg_value>", kimi(ROME)[:30]]
+    pieces += [BEGIN, END, CALL, SEP, CALLED, "function", "f", "{}", "\n```json\n", "\n```", '{"a": 1}', " "]
     found = parse_tool_calls("".join(random.Random(seed).choices(pieces, k=12)))
     assert found is None or all(set(call) == {"name", "arguments"} for call in found)
 

@@ -1,0 +1,140 @@
+"""Chats of models whose folder has no template: against what their own program writes, taken down by hand."""
+
+import json
+
+import pytest
+
+from batchinfer.data.chat import ChatError, ChatTemplate
+from batchinfer.data.tokenizer import OWN_TEMPLATES, load_tokenizer
+from support.paths import SAMPLE_MODEL
+
+BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "ü": [1, None]}}}
+SCHEMAS = '<functions>\n{"name": "tide", "parameters": {"type": "object", "ü": [1, null]}}\n</functions>\n'
+
+
+def call(**arguments):
+    """A call of the tool, its arguments as JSON text, as they come from outside."""
+    return {"type": "function", "function": {"name": "tide", "arguments": json.dumps(arguments)}}
+
+
+def invoked(*parameters):
+    written = "\n".join(
+        f'<｜DSML｜parameter name="{name}" string="{is_text}">{value}</｜DSML｜parameter>'
+        for name, is_text, value in parameters
+    )
+    return f'<｜DSML｜invoke name="tide">\n{written}\n</｜DSML｜invoke>'
+
+
+def called(*invokes):
+    lines = ["<｜DSML｜function_calls>", *invokes, "</｜DSML｜function_calls>"]
+    return "\n\n" + "\n".join(lines)
+
+
+def results(*texts):
+    lines = ["<function_results>", *(f"<result>{text}</result>" for text in texts), "</function_results>"]
+    return "\n\n" + "\n".join(lines) + "\n\n"
+
+
+@pytest.fixture(scope="module")
+def v32():
+    return ChatTemplate((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), {})
+
+
+@pytest.fixture
+def folder_of_model(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((SAMPLE_MODEL / "tokenizer.json").read_bytes())
+    return tmp_path
+
+
+def test_v32_thinks_only_where_it_is_asked_to(v32):
+    chat = [{"role": "user", "content": "1+1?"}]
+    assert v32.render(chat) == f"{BEGIN}{USER}1+1?{ASSISTANT}</think>"
+    for name in ("thinking", "enable_thinking"):
+        assert v32.render(chat, {name: True}) == f"{BEGIN}{USER}1+1?{ASSISTANT}<think>"
+
+
+def test_v32_leaves_out_the_reasoning_of_earlier_turns(v32):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2", "reasoning_content": "one and one"},
+        {"role": "user", "content": "and 2+2?"},
+    ]
+    before = f"{BEGIN}Be brief.{USER}1+1?{ASSISTANT}</think>2{END}{USER}and 2+2?{ASSISTANT}"
+    assert v32.render(chat, {"thinking": True}) == before + "<think>"
+    assert v32.render(chat) == before + "</think>"
+
+
+def test_v32_writes_tools_calls_and_results(v32):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "High water?"},
+        {"role": "assistant", "reasoning_content": "old", "tool_calls": [call(port="Brest", days=2)]},
+        {"role": "tool", "content": "07:10"},
+        {"role": "assistant", "content": "At 07:10."},
+        {"role": "user", "content": "And here?"},
+        {
+            "role": "assistant",
+            "reasoning_content": "two ports",
+            "content": None,
+            "tool_calls": [call(), call(at=[1.5])],
+        },
+        {"role": "tool", "content": "08:00"},
+        {"role": "tool", "content": "09:00"},
+    ]
+    found = v32.render(chat, {"tools": [TOOL], "thinking": True})
+    head, tools, rest = found.partition("\n\n## Tools\n\n")
+    assert (head, bool(tools)) == (f"{BEGIN}Be brief.", True)
+    instructions, schemas, turns = rest.partition(SCHEMAS)
+    assert bool(schemas)
+    assert instructions.startswith("You have access to a set of tools you can use to answer the user's question.\n")
+    end = "<think>...thinking about results</think>\n\nHere are the functions available in JSONSchema format:\n"
+    assert instructions.endswith(end)
+    assert turns == (
+        f"{USER}High water?{ASSISTANT}</think>"
+        + called(invoked(("port", "true", "Brest"), ("days", "false", "2")))
+        + f"{END}{results('07:10')}</think>At 07:10.{END}"
+        + f"{USER}And here?{ASSISTANT}<think>two ports</think>"
+        + called(invoked(), invoked(("at", "false", "[1.5]")))
+        + f"{END}{results('08:00', '09:00')}<think>"
+    )  # fmt: skip
+
+
+def test_v32_has_tools_of_a_developer_and_formats(v32):
+    chat = [{"role": "developer", "content": "Go.", "tools": [TOOL], "response_format": {"type": "object"}}]
+    found = v32.render(chat, {"thinking": True})
+    assert found.startswith(f"{BEGIN}{USER}\n\n## Tools\n\nYou have access")
+    assert found.endswith(
+        f"{SCHEMAS}\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+        f'{{"type": "object"}}\n\n# The user\'s message is: Go.{ASSISTANT}<think>'
+    )
+
+
+def test_v32_without_a_system_message_begins_with_the_tools(v32):
+    found = v32.render([{"role": "user", "content": "Go."}], {"tools": [TOOL]})
+    assert found.startswith(f"{BEGIN}\n\n## Tools\n")
+    assert found.endswith(f"{SCHEMAS}{USER}Go.{ASSISTANT}</think>")
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ({"role": "assistant", "content": "Yes."}, "neither reasoning_content nor tool_calls"),
+        ({"role": "tool", "content": "5"}, "a tool's result without a call"),
+        ({"role": "critic", "content": "5"}, "the role critic is not known"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "fails on the messages"),
+    ],
+)
+def test_v32_refuses_what_its_program_refuses(v32, turn, told):
+    with pytest.raises(ChatError, match=told):
+        v32.render([{"role": "user", "content": "Go."}, turn], {"thinking": True})
+
+
+def test_a_folder_of_v32_needs_no_template_and_one_of_its_own_goes_first(folder_of_model):
+    (folder_of_model / "tokenizer_config.json").write_text("{}")
+    assert load_tokenizer(folder_of_model).template_text is None
+    (folder_of_model / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v32.jinja").read_text()
+    (folder_of_model / "chat_template.jinja").write_text("{{ messages }}")
+    assert load_tokenizer(folder_of_model).template_text == "{{ messages }}"
