@@ -11,6 +11,7 @@ from pathlib import Path
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
+from batchinfer.model.indexer_config import IndexerConfig, read_indexer
 from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ModelError
 
@@ -79,6 +80,7 @@ class ModelConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    indexer: IndexerConfig | None  # None: a query attends to all keys before it
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -114,8 +116,16 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Values kept per token and layer: the compressed key-value latent, then the rotary key all heads share."""
+        """What attention reads of a token: the compressed key-value latent, then the rotary key all heads share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Values kept per token and layer: those that attention reads, then the key of the indexer, if there is one.
+
+        Layers that have no indexer of their own keep room for it: all pages have one shape.
+        """
+        return self.latent_dim + (self.indexer.head_dim if self.indexer is not None else 0)
 
     @property
     def softmax_scale(self) -> float:
@@ -148,7 +158,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
-        return self.num_hidden_layers * self.latent_dim * bytes_per_value
+        return self.num_hidden_layers * self.kv_dim * bytes_per_value
 
     @property
     def attention_weights(self) -> int:
@@ -218,6 +228,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         qk_nope_head_dim=nope_dim,
         qk_rope_head_dim=rope_dim,
         v_head_dim=reader.size("v_head_dim"),
+        indexer=read_indexer(reader, family.indexer, layers, rope_dim),
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
         rope=_read_rope(reader, max_positions),
@@ -433,7 +444,8 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
     """Lists of what each layer is, as newer libraries write them, must say what the other keys say."""
     layers = range(config.num_hidden_layers)
-    reader.expect("layer_types", ["full_attention"] * len(layers), '"full_attention" for every layer')
+    kind = "full_attention" if config.indexer is None else "indexed_attention"
+    reader.expect("layer_types", [kind] * len(layers), f'"{kind}" for every layer')
     mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
     reader.expect("mlp_layer_types", mlps, '"dense" for the layers without experts and "sparse" for the others')
 

@@ -30,6 +30,7 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.records import ModelError
 
 
 class Transformer:
@@ -81,6 +82,11 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
+        if config.indexer is not None and torch.device(device).type != "cpu":
+            raise ModelError(
+                f"{folder}: its attention is sparse (DSA), which runs on CPUs only; there are no such kernels for "
+                f'{torch.device(device).type} devices yet, so give cluster.backend = "cpu"'
+            )
         ops = Ops.select(backend, dtype, eight_bit=eight_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"

@@ -97,10 +97,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   own.queries_.resize(own.width_ / kWordValues<Value> * kAttentionRows + 64);
   own.sums_.resize(kAttentionRows * own.value_room_);
   own.values_.resize(kPageTokens * own.value_room_);
-  if (own.is_padded_) {
-    own.padded_keys_.resize(kPageTokens * own.width_);
-    own.padded_queries_.resize(kAttentionRows * own.width_);
-  }
+  if (own.is_padded_) own.padded_queries_.resize(kAttentionRows * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -126,14 +123,16 @@ void Attention<Value>::load_query(int64_t row, const Value* q, int64_t position)
   std::fill_n(sums_.data() + row * value_room_, value_room_, 0.0f);
 }
 
-// Keys with a zero behind each, where a step would take the first value of the next key, too.
+// Keys that begin at a word, with a zero behind each where a step would take the first value of the next key, too.
 template <class Value>
 Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
-  if (!is_padded_) return keys;
+  const int64_t width = width_ - is_padded_;
+  if (!is_padded_ && keys.stride % kWordValues<Value> == 0) return keys;
+  padded_keys_.resize(kPageTokens * width_);
   for (int64_t key = 0; key < num_keys; ++key) {
     Value* padded = padded_keys_.data() + key * width_;
-    std::copy_n(keys.at(key), width_ - 1, padded);
-    padded[width_ - 1] = 0;
+    std::copy_n(keys.at(key), width, padded);
+    if (is_padded_) padded[width] = 0;
   }
   return {padded_keys_.data(), width_};
 }
@@ -357,6 +356,29 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
     sum(row_begin, row_end, values, num_keys);
     return;
   }
+  score_rows(row_begin, row_end, keys, num_keys, next);
+  for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
+  sum(row_begin, row_end, values, num_keys);
+}
+
+template <class Value>
+void Attention<Value>::score_page(int64_t row_end, Rows<Value> keys, int64_t num_keys, const float* weights, bool adds,
+                                  const Value* next, float* scores) {
+  score_rows(0, row_end, whole_words(keys, num_keys), num_keys, next);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    Floats total = floats(0.0f);
+    for (int64_t row = 0; row < row_end; row += 16) {
+      const First first = lanes(row_end - row);
+      total = multiply_add(load(first, weights + row), larger(load(first, scores_[key] + row), floats(0.0f)), total);
+    }
+    scores[key] = sum_of(total) + (adds ? scores[key] : 0.0f);
+  }
+}
+
+// Scores of rows with keys that are whole words.
+template <class Value>
+void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys,
+                                  const Value* next) {
   if constexpr (kHasTiles && kWordValues<Value> == 2) {
     score_in_tiles(row_begin, row_end, keys, num_keys);
   } else if constexpr (kMostSums < 16) {
@@ -372,8 +394,6 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
       score<8, 1>(lane, keys, num_keys, next);
     }
   }
-  for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
-  sum(row_begin, row_end, values, num_keys);
 }
 
 template <class Value>
