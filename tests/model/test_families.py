@@ -279,7 +279,10 @@ def test_tensors_of_images_are_left_out_and_others_are_not(tmp_path):
     assert "unknown: audio_tower.weight" in ended.err
 
 
-@pytest.fixture(scope="module", params=["kimi-k25", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["kimi-k25", "v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "glm-dsa-shared"))],
+)
 def folder(request, tmp_path_factory):
     """A checkpoint, prompts of which some begin alike, and what one rank answers."""
     folder = tmp_path_factory.mktemp("family")

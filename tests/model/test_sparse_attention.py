@@ -1,4 +1,4 @@
-"""Models with an indexer: dense where there is nothing to choose, the same bits in any company, refused where need be."""
+"""Models with an indexer: dense where there is nothing to choose, the same bits in any company, on CPUs alone."""
 
 from __future__ import annotations
 
