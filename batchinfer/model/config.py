@@ -161,13 +161,25 @@ class ModelConfig:
         return self.num_hidden_layers * self.kv_dim * bytes_per_value
 
     @property
+    def num_indexers(self) -> int:
+        """How many layers have an indexer of their own."""
+        return self.num_hidden_layers - len(self.indexer.sharing_layers) if self.indexer is not None else 0
+
+    @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention without its norms, each of which a token is multiplied with once."""
+        """Weights of a layer's attention without norms, each of which a token is multiplied with once; the mean."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         query = heads * self.qk_head_dim
         queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)
         latents = hidden * self.latent_dim + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return queries + latents + heads * self.v_head_dim * hidden
+        return queries + latents + heads * self.v_head_dim * hidden + self.indexer_weights // self.num_hidden_layers
+
+    @property
+    def indexer_weights(self) -> int:
+        """Weights of all indexers without norms."""
+        if self.indexer is None or self.q_lora_rank is None:
+            return 0
+        return self.num_indexers * self.indexer.num_weights(self.hidden_size, self.q_lora_rank)
 
     @property
     def row_cost_in_kv_tokens(self) -> float:
@@ -207,9 +219,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     reader.expect("hidden_act", "silu", '"silu"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
     moe = _read_moe(reader, name, layers)
-    rope_dim = reader.size("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
+    rope_dim = _read_rope_dim(reader)
     nope_dim = reader.size("qk_nope_head_dim")
     reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
     vocab_size = reader.size("vocab_size")
@@ -379,6 +389,13 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
         supported = f"at most the {choosable} experts that can be chosen from"
         raise reader.unsupported("num_experts_per_tok", topk, supported)
     return {"n_group": num_groups, "topk_group": topk_group, "num_experts_per_tok": topk}
+
+
+def _read_rope_dim(reader: ConfigReader) -> int:
+    rope_dim = reader.size("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
+    return rope_dim
 
 
 def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:

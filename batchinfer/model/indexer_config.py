@@ -22,10 +22,9 @@ class IndexerConfig:
         """Whether this layer has an indexer of its own."""
         return layer not in self.sharing_layers
 
-    @property
-    def weights_per_kv_token(self) -> int:
-        """Multiplications for each key that a query could attend to, in one layer that has an indexer."""
-        return self.num_heads * self.head_dim
+    def num_weights(self, hidden_size: int, q_lora_rank: int) -> int:
+        """Weights of one indexer without its norm, each of which a token is multiplied with once."""
+        return self.num_heads * (self.head_dim * q_lora_rank + hidden_size) + self.head_dim * hidden_size
 
 
 def read_indexer(reader: ConfigReader, family: Indexer | None, num_layers: int, rope_dim: int) -> IndexerConfig | None:

@@ -235,6 +235,10 @@ class _Loader:
             self._format.put(held, slot, one)
         return held
 
+    def router(self, name: str) -> Any:
+        """A weight whose products are in float32, packed."""
+        return self._ops.pack_router(self.source(name, torch.float32))
+
     def layer(self, layer: int) -> LayerWeights:
         self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
@@ -260,16 +264,7 @@ class _Loader:
             key_up_HCN=self.pack(key_up_HNC.transpose(1, 2)),
             value_up_HVC=self.pack(value_up_HVC),
             out=self._projection(f"{prefix}.o_proj"),
-            indexer=self._indexer(f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
-        )
-
-    def _indexer(self, prefix: str) -> IndexerWeights:
-        return IndexerWeights(
-            query=self.pack(self.source(f"{prefix}.wq_b.weight")),
-            key=self.pack(self.source(f"{prefix}.wk.weight")),
-            key_norm=self.tensor(f"{prefix}.k_norm.weight"),
-            key_bias=self.tensor(f"{prefix}.k_norm.bias"),
-            heads=self._ops.pack_router(self.source(f"{prefix}.weights_proj.weight", torch.float32)),
+            indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
@@ -277,7 +272,7 @@ class _Loader:
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self._ops.pack_router(self.source(f"{prefix}.gate.weight", torch.float32)),
+            router_ED=self.router(f"{prefix}.gate.weight"),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
@@ -343,3 +338,13 @@ class _Loader:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
         blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
         return self._stored.read(name, self.dtype) if blocks is None else blocks
+
+
+def _indexer(loader: _Loader, prefix: str) -> IndexerWeights:
+    return IndexerWeights(
+        query=loader.pack(loader.source(f"{prefix}.wq_b.weight")),
+        key=loader.pack(loader.source(f"{prefix}.wk.weight")),
+        key_norm=loader.tensor(f"{prefix}.k_norm.weight"),
+        key_bias=loader.tensor(f"{prefix}.k_norm.bias"),
+        heads=loader.router(f"{prefix}.weights_proj.weight"),
+    )

@@ -44,7 +44,7 @@ def make_model(folder: Path, seed: int) -> Path:
         return target
     draw = random.Random(seed)
     heads, groups = draw.choice([1, 2, 3, 5, 8, 12, 17]), draw.choice([1, 2, 4])
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": draw.choice([64, 128, 333, 512, 1024, draw.randrange(64, 1024)]),
         "intermediate_size": draw.randrange(1, 300),
         "moe_intermediate_size": draw.choice([1, 41, 64, 70, draw.randrange(1, 200)]),

@@ -26,8 +26,8 @@ template <class V>
 struct Rows {
   using Value = V;
 
-  const V* data;
-  int64_t stride;  // values from one row to the next
+  const V* data = nullptr;
+  int64_t stride = 0;  // values from one row to the next
   const int64_t* index = nullptr;
 
   const V* at(int64_t row) const { return data + (index ? index[row] : row) * stride; }

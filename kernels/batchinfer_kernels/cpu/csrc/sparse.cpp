@@ -81,10 +81,12 @@ struct Scorer {
         attention.load_query(i, q + (row * shape.num_heads + head + i) * shape.width, 0);
       }
       for (int64_t start = first * kPageTokens; start < last; start += kPageTokens) {
-        const auto keys_of = [&](int64_t at) { return pages + page_ids[at / kPageTokens] * kPageTokens * shape.row_step; };
-        const Value* next = start + kPageTokens < last ? keys_of(start + kPageTokens) : nullptr;
-        attention.score_page(num_heads, {keys_of(start), shape.row_step}, std::min(kPageTokens, last - start),
-                             head_weights + row * shape.num_heads + head, head > 0, next, scores + start);
+        const auto keys_of = [&](int64_t at) -> Rows<Value> {
+          return {pages + page_ids[at / kPageTokens] * kPageTokens * shape.row_step, shape.row_step};
+        };
+        attention.score_page(num_heads, keys_of(start), std::min(kPageTokens, last - start),
+                             head_weights + row * shape.num_heads + head, head > 0,
+                             start + kPageTokens < last ? keys_of(start + kPageTokens) : Rows<Value>{}, scores + start);
       }
     }
   }
@@ -148,7 +150,10 @@ void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, co
     const int64_t row = task / parts, head = task % parts * most, num_heads = std::min(most, shape.num_heads - head);
     const int32_t* own = slots + row * shape.num_keys;
     static thread_local std::vector<Value> keys;
+    static thread_local std::vector<int64_t> rows;  // with room for a whole page of keys to come
     keys.resize(kPageTokens * shape.width);
+    rows.assign(own, own + shape.num_keys);
+    rows.resize(shape.num_keys + kPageTokens, own[0]);
     Attention<Value>& attention = Attention<Value>::begin(shape.width, shape.latent_dim, shape.scale, lanes);
     for (int64_t i = 0; i < num_heads; ++i) {
       // it sees all of its keys
@@ -157,10 +162,11 @@ void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, co
     for (int64_t start = 0; start < shape.num_keys; start += kPageTokens) {
       const int64_t num_keys = std::min(kPageTokens, shape.num_keys - start);
       for (int64_t key = 0; key < num_keys; ++key) {
-        std::copy_n(pages + own[start + key] * shape.row_step, shape.width, keys.data() + key * shape.width);
+        std::copy_n(pages + rows[start + key] * shape.row_step, shape.width, keys.data() + key * shape.width);
       }
-      const Rows<Value> rows{keys.data(), shape.width};
-      attention.add_page(0, num_heads, rows, attention.values_of(rows, num_keys), start, num_keys);
+      const Rows<Value> gathered{keys.data(), shape.width}, next{pages, shape.row_step, rows.data() + start + kPageTokens};
+      attention.add_page(0, num_heads, gathered, attention.values_of(gathered, num_keys), start, num_keys,
+                         start + kPageTokens < shape.num_keys ? next : Rows<Value>{});
     }
     for (int64_t i = 0; i < num_heads; ++i) {
       attention.finish(i, out + (row * shape.num_heads + head + i) * shape.latent_dim, shape.latent_dim);
