@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batchinfer.model.config import load_model_config
+from batchinfer.model.row_computations import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
 from support.checkpoints import SPARSE_MODELS, edit_config, make_checkpoint, read_tensors, write_tensors
@@ -103,3 +104,11 @@ def test_a_checkpoint_without_the_tensors_of_an_indexer_is_refused(tmp_path):
     )
     with pytest.raises(ModelError, match=r"5 missing: model\.layers\.2\.self_attn\.indexer\.wq_b\.weight"):
         Transformer.load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("cpp")
+def test_nothing_of_it_is_left_to_plain_pytorch(tmp_path):
+    make_checkpoint(tmp_path, "v32")
+    model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")
+    assert model.ops.has_fixed_sums
+    assert list(plain_computations(model)) == []
