@@ -196,6 +196,17 @@ class ModelConfig:
         per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
         return per_row / per_kv_token
 
+    @property
+    def decode_loads(self) -> tuple[float, float, float]:
+        """What a decode row costs, in KV tokens attended to: apart from attention; the most keys that it attends to;
+        each key that the indexers score where it sees more.
+        """
+        if self.indexer is None:
+            return self.row_cost_in_kv_tokens, math.inf, 0.0
+        per_kv_token = self.num_hidden_layers * self.num_attention_heads * (self.latent_dim + self.kv_lora_rank)
+        scored = self.num_indexers * self.indexer.num_heads * self.indexer.head_dim / per_kv_token
+        return self.row_cost_in_kv_tokens, float(self.indexer.topk), scored
+
 
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json.
