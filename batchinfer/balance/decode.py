@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.records import ConfigError
 
 LEVEL = 1.0001  # busiest rank by the bound: stop exchanging
@@ -155,7 +156,7 @@ def admit(
     *,
     load_of_rank: np.ndarray,
     free_slots_of_rank: np.ndarray,
-    request_load: float = 0.0,
+    request_load: RequestLoad = ONE_PER_TOKEN,
 ) -> np.ndarray:
     """Ranks for requests that are ready: the longest expected get the slots, each the least loaded rank with one.
 
@@ -165,9 +166,9 @@ def admit(
     Args:
         expected_tokens: [W] output lengths to expect (`OutputLengths.expected`).
         kv_tokens: [W] KV tokens at once: the prompt.
-        load_of_rank: [R] expected KV tokens, plus `request_load` for each request there.
+        load_of_rank: [R] the sum of `request_load` over the requests there.
         free_slots_of_rank: [R] requests that each rank can take.
-        request_load: what a request costs a step beside its KV, as KV tokens.
+        request_load: what a request costs a step.
 
     Returns:
         [W] int64 ranks; -1: it waits.
@@ -181,7 +182,7 @@ def admit(
     free_R = np.maximum(free_slots_of_rank, 0)
     rank_W = np.full(len(kv_W), -1, dtype=np.int64)
     chosen = np.sort(np.argsort(-np.asarray(expected_tokens), kind="stable")[: free_R.sum()])
-    rank_W[chosen] = _place(kv_W[chosen] + request_load, load_of_rank, free_R)
+    rank_W[chosen] = _place(request_load.of(kv_W[chosen]), load_of_rank, free_R)
     return rank_W
 
 
@@ -202,7 +203,7 @@ def propose_moves(
     *,
     max_requests_of_rank: np.ndarray,
     move_steps: float,
-    request_load: float = 0.0,
+    request_load: RequestLoad = ONE_PER_TOKEN,
 ) -> list[Move]:
     """Moves that make steps so much shorter that they pay; none while the ranks are about equal.
 
@@ -216,7 +217,7 @@ def propose_moves(
         remaining_tokens: [N] tokens still to come (`OutputLengths.remaining`).
         max_requests_of_rank: [R] slots of each rank.
         move_steps: sending a KV token takes as long as reading it in this many steps.
-        request_load: what a request costs a step beside its KV, as KV tokens.
+        request_load: what a request costs a step.
 
     Raises:
         ConfigError: arrays that should have the same length have not, or there is no rank.
@@ -224,7 +225,7 @@ def propose_moves(
     num_ranks = len(max_requests_of_rank)
     kv_N, rank_N = _counts("kv_tokens", kv_tokens, num_ranks), np.array(rank_of_request, dtype=np.int64)
     _check_lengths(kv_tokens=kv_N, rank_of_request=rank_N, remaining_tokens=remaining_tokens)
-    size_N = kv_N + request_load
+    size_N = request_load.of(kv_N)
     load_R = np.bincount(rank_N, weights=size_N, minlength=num_ranks)
     free_R = np.asarray(max_requests_of_rank) - np.bincount(rank_N, minlength=num_ranks)
     load_before, mean = load_R.max(), load_R.mean()

@@ -17,6 +17,7 @@ import numpy as np
 
 from batchinfer.balance.decode import admit, propose_moves
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import Request, RequestKey
 
 LOOK_EVERY = 8  # decode steps between looks at what could move
@@ -106,7 +107,7 @@ class DecodeLoads(Generic[Key]):
     Args:
         ranks: the numbers of those that decode.
         max_requests: slots of each.
-        request_load: what a request costs a step besides its KV, as KV tokens.
+        request_load: what a request costs a step.
         move_steps: sending a KV token takes as long as reading it in this many steps.
     """
 
@@ -116,7 +117,7 @@ class DecodeLoads(Generic[Key]):
         lengths: OutputLengths,
         *,
         max_requests: int,
-        request_load: float,
+        request_load: RequestLoad,
         move_steps: float,
     ) -> None:
         self._ranks = list(ranks)
@@ -172,7 +173,7 @@ class DecodeLoads(Generic[Key]):
         rank_W = admit(
             self._lengths.expected_each(ready["group"], ready["max_tokens"], ready["expected"]),
             ready["prompt_tokens"],
-            load_of_rank=np.bincount(rows["rank"], self._kv_tokens(rows) + self._request_load, self._num_ranks),
+            load_of_rank=np.bincount(rows["rank"], self._request_load.of(self._kv_tokens(rows)), self._num_ranks),
             free_slots_of_rank=free_R,
             request_load=self._request_load,
         )

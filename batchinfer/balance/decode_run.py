@@ -19,6 +19,7 @@ from batchinfer.balance.decode_loads import DecodeLoads, DecodeRequest
 from batchinfer.balance.decode_series import Balance, balance_of_steps
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.prefix_groups import num_kept
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import FREE_SHARE
 
 TURNS_PER_ANSWER = 64  # of a mean answer
@@ -73,7 +74,7 @@ class PaperRanks:
     """
 
     def __init__(
-        self, answers: Answers, num_ranks: int, *, max_requests: int, request_load: float, move_steps: float
+        self, answers: Answers, num_ranks: int, *, max_requests: int, request_load: RequestLoad, move_steps: float
     ) -> None:
         self.max_requests = max_requests
         self.num_R = np.zeros(num_ranks, dtype=np.int64)  # requests that run

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from batchinfer.balance.decode_loads import MOVE_STEPS, MOVE_STEPS_BETWEEN_HOSTS, DecodeLoads
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.controller import Controller
@@ -147,7 +148,7 @@ def _controller(
         [place.rank for place in group.places if place.runs_decode],
         lengths,
         max_requests=cluster.decode_requests,
-        request_load=model.row_cost_in_kv_tokens,
+        request_load=RequestLoad(*model.decode_loads),
         move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
     )
     results = Results(run, session, claims)

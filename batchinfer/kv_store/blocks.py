@@ -38,7 +38,7 @@ class KvIdentity:
     salt: str
     block_tokens: int
     num_layers: int
-    latent_dim: int  # kv_lora_rank + qk_rope_head_dim
+    latent_dim: int  # values per token and layer: ModelConfig.kv_dim
 
     def __post_init__(self) -> None:
         if self.dtype not in VALUE_BYTES:

@@ -11,6 +11,7 @@ from pathlib import Path
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
+from batchinfer.model.indexer_config import IndexerConfig, read_indexer
 from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ModelError
 
@@ -79,6 +80,7 @@ class ModelConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    indexer: IndexerConfig | None  # None: a query attends to all keys before it
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -114,8 +116,16 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Values kept per token and layer: the compressed key-value latent, then the rotary key all heads share."""
+        """What attention reads of a token: the compressed key-value latent, then the rotary key all heads share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Values kept per token and layer: those that attention reads, then the key of the indexer, if there is one.
+
+        Layers that have no indexer of their own keep room for it: all pages have one shape.
+        """
+        return self.latent_dim + (self.indexer.head_dim if self.indexer is not None else 0)
 
     @property
     def softmax_scale(self) -> float:
@@ -148,16 +158,28 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
-        return self.num_hidden_layers * self.latent_dim * bytes_per_value
+        return self.num_hidden_layers * self.kv_dim * bytes_per_value
+
+    @property
+    def num_indexers(self) -> int:
+        """How many layers have an indexer of their own."""
+        return self.num_hidden_layers - len(self.indexer.sharing_layers) if self.indexer is not None else 0
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention without its norms, each of which a token is multiplied with once."""
+        """Weights of a layer's attention without norms, each of which a token is multiplied with once; the mean."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         query = heads * self.qk_head_dim
         queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)
         latents = hidden * self.latent_dim + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return queries + latents + heads * self.v_head_dim * hidden
+        return queries + latents + heads * self.v_head_dim * hidden + self.indexer_weights // self.num_hidden_layers
+
+    @property
+    def indexer_weights(self) -> int:
+        """Weights of all indexers without norms."""
+        if self.indexer is None or self.q_lora_rank is None:
+            return 0
+        return self.num_indexers * self.indexer.num_weights(self.hidden_size, self.q_lora_rank)
 
     @property
     def row_cost_in_kv_tokens(self) -> float:
@@ -173,6 +195,17 @@ class ModelConfig:
         per_row = self.num_hidden_layers * self.attention_weights + mlps + self.vocab_size * hidden
         per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
         return per_row / per_kv_token
+
+    @property
+    def decode_loads(self) -> tuple[float, float, float]:
+        """What a decode row costs, in KV tokens attended to: apart from attention; the most keys that it attends to;
+        each key that the indexers score where it sees more.
+        """
+        if self.indexer is None:
+            return self.row_cost_in_kv_tokens, math.inf, 0.0
+        per_kv_token = self.num_hidden_layers * self.num_attention_heads * (self.latent_dim + self.kv_lora_rank)
+        scored = self.num_indexers * self.indexer.num_heads * self.indexer.head_dim / per_kv_token
+        return self.row_cost_in_kv_tokens, float(self.indexer.topk), scored
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -197,9 +230,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     reader.expect("hidden_act", "silu", '"silu"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
     moe = _read_moe(reader, name, layers)
-    rope_dim = reader.size("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
+    rope_dim = _read_rope_dim(reader)
     nope_dim = reader.size("qk_nope_head_dim")
     reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
     vocab_size = reader.size("vocab_size")
@@ -218,6 +249,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         qk_nope_head_dim=nope_dim,
         qk_rope_head_dim=rope_dim,
         v_head_dim=reader.size("v_head_dim"),
+        indexer=read_indexer(reader, family.indexer, layers, rope_dim),
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
         rope=_read_rope(reader, max_positions),
@@ -370,6 +402,13 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
     return {"n_group": num_groups, "topk_group": topk_group, "num_experts_per_tok": topk}
 
 
+def _read_rope_dim(reader: ConfigReader) -> int:
+    rope_dim = reader.size("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
+    return rope_dim
+
+
 def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
     """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree."""
     _refuse_partial(reader)
@@ -433,7 +472,8 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
     """Lists of what each layer is, as newer libraries write them, must say what the other keys say."""
     layers = range(config.num_hidden_layers)
-    reader.expect("layer_types", ["full_attention"] * len(layers), '"full_attention" for every layer')
+    kind = "full_attention" if config.indexer is None else "indexed_attention"
+    reader.expect("layer_types", [kind] * len(layers), f'"{kind}" for every layer')
     mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
     reader.expect("mlp_layer_types", mlps, '"dense" for the layers without experts and "sparse" for the others')
 

@@ -1,11 +1,20 @@
 """Model families: what a `model_type` of config.json says beyond the keys beside it, one row each.
 
-All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names. A row
-of FAMILIES is a language model. A row of CARRIERS is a model of text and images that holds such a language model whole,
-its config.json in one part and its tensors behind one prefix; the rest of it is not computed.
+All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names; in
+some an indexer chooses which keys a query attends to (DSA). A row of FAMILIES is a language model. A row of CARRIERS is
+a model of text and images that holds such a language model whole, its config.json in one part and its tensors behind
+one prefix; the rest of it is not computed.
 """
 
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """What the families with DeepSeek Sparse Attention (DeepSeek-V3.2-Exp report section 2.1) differ in."""
+
+    rope_interleave: bool  # its rotary pairs; those of attention are always interleaved
+    shares: bool = False  # layers may take over what the indexer of an earlier one chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,7 @@ class Family:
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
     ties_embeddings: bool = False  # tie_word_embeddings
+    indexer: Indexer | None = None  # None: a query attends to all keys before it
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that it does not have
 
 
@@ -44,6 +54,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
     "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), num_dense_layers=1),
+    "deepseek_v32": Family(
+        ("DeepseekV32ForCausalLM",),
+        num_dense_layers=3,
+        indexer=Indexer(rope_interleave=False),
+        fixed={"mlp_bias": False, "rope_interleave": True},
+    ),
+    "glm_moe_dsa": Family(
+        ("GlmMoeDsaForCausalLM",),
+        num_dense_layers=3,
+        indexer=Indexer(rope_interleave=True, shares=True),
+        fixed={"mlp_bias": False, "rope_interleave": True},
+    ),
     "youtu": Family(("YoutuForCausalLM",), has_experts=False, ties_embeddings=True),
 }
 CARRIERS: dict[str, Carrier] = {
@@ -63,9 +85,6 @@ CARRIERS: dict[str, Carrier] = {
 }
 # Types that are asked for and not there, and what they compute beyond the families above.
 NOT_IMPLEMENTED = {
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"), "its attention is sparse: an indexer chooses the keys of each query (DSA)"
-    ),
     "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
     "mistral4": "its queries are scaled by position and its gate is a softmax with normed weights",
     "kimi_linear": "most of its layers keep a linear-attention state instead of latents",

@@ -4,21 +4,32 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from batchinfer.model.fused.layers import FusedAttention
-from batchinfer.model.mla import Attention
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.step import AttentionStep
 from batchinfer.parallel.spans import MicroBatchSpans
+
+
+class LayerAttention(Protocol):
+    """mla.Attention, or another way to compute it; what `project` gives is for its own `attend`."""
+
+    def project(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
+    ) -> Any: ...
+
+    def attend(
+        self, hidden_TD: torch.Tensor, queries: Any, step: AttentionStep, pages: torch.Tensor, /
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention, then an MLP, each on normed input and added to the residual."""
 
-    attention: Attention | FusedAttention
+    attention: LayerAttention
     mlp: DenseMlp | MoeMlp
 
     def points(
@@ -34,7 +45,7 @@ class DecoderLayer:
 
         Args:
             hidden_TD: the residual.
-            pages: [num_pages, 64, latent_dim] of this layer; the step's latents are written to them.
+            pages: [num_pages, 64, kv_dim] of this layer; what is kept of the step's tokens is written to them.
             expert_counts_E: [E] int64, receives the tokens per expert; None for a dense layer.
             wanted: the rows to finish, `step.logit_rows` alone; None: all.
 
@@ -47,10 +58,10 @@ class DecoderLayer:
         assert expert_counts_E is not None
         if step.is_decode:
             with spans.compute("ATTN-0"):
-                q_THA = self.attention.project(hidden_TD, step, pages)
+                queries = self.attention.project(hidden_TD, step, pages)
             yield YieldPoint.QUERIES
             with spans.compute("ATTN-1"):
-                hidden_TD = self.attention.attend(hidden_TD, q_THA, step, pages)
+                hidden_TD = self.attention.attend(hidden_TD, queries, step, pages)
                 routing = self.mlp.route(hidden_TD, expert_counts_E, step.is_counted)
             return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=YieldPoint.DISPATCH))
         with spans.compute("ATTN"):
@@ -64,5 +75,5 @@ class DecoderLayer:
         """The residual after attention, its wanted rows alone; all tokens' latents go to the pages."""
         if wanted is None:
             return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
-        q_SHA = self.attention.project(hidden_TD, step, pages, step.logit_rows)
-        return self.attention.attend(hidden_TD[step.logit_rows], q_SHA, wanted, pages)
+        queries = self.attention.project(hidden_TD, step, pages, step.logit_rows)
+        return self.attention.attend(hidden_TD[step.logit_rows], queries, wanted, pages)

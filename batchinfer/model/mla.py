@@ -54,14 +54,8 @@ class Attention:
         Args:
             rows_S: the rows whose queries are wanted, [S, H, N + R] then; None: all.
         """
-        ops, config, weights = self.ops, self.config, self.weights
-        x_TD = queries = ops.rms_norm(hidden_TD, self.norm_D, config.rms_norm_eps)
-        if weights.q_down is not None:
-            queries = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
-        q_THA = ops.linear(queries, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
-        places = step.cos, step.sin, pages, step.slots
-        q_THA = ops.rope_and_cache(q_THA, NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave))
+        x_TD, q_latent = self.inputs(hidden_TD)
+        q_THA = self.queries(x_TD, q_latent, step, pages)
         copy_latents(step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 
@@ -71,39 +65,59 @@ class Attention:
         """Core attention and output projection, added to the residual: [T, D]."""
         if len(q_THA) == 0:
             return hidden_TD
-        form = self._attend_absorbed if step.is_decode else self._attend_plain
-        return self.ops.linear(form(q_THA, step, pages).flatten(1), *self.weights.out, residual=hidden_TD)
+        return self.add_output(hidden_TD, self.core(q_THA, step, pages))
 
-    def _attend_plain(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """All chunks with keys and values per head: [T, H, V]."""
-        options = {"v_dim": self.config.v_head_dim, "scale": self.config.softmax_scale}
-        return self.ops.mla_prefill(q_THA, step.keys(pages), self.weights.kv_up_HZC, step.chunk_tokens, **options)
+    def inputs(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed residual [T, D], and what queries are made of: that, or its compression."""
+        ops, weights = self.ops, self.weights
+        x_TD = ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
+        if weights.q_down is None:
+            return x_TD, x_TD
+        return x_TD, ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
 
-    def _attend_absorbed(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """All requests at once in latent space: [T, H, V].
+    def queries(
+        self, x_TD: torch.Tensor, q_latent: torch.Tensor, step: AttentionStep, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries [T, H, N + R] of all tokens, whose latents are written to the pages."""
+        ops, config, weights = self.ops, self.config, self.weights
+        q_THA = ops.linear(q_latent, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
+        places = step.cos, step.sin, pages, step.slots
+        return ops.rope_and_cache(q_THA, NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave))
 
-        q · (U c) = (Uᵀ q) · c moves the key up-projection U to the query; the value up-projection follows the sum.
+    def core(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
+        """Core attention alone, [T, H, V]: prefill chunks in the plain form, decode in the absorbed one."""
+        if step.is_decode:
+            options = {"latent_dim": self.config.kv_lora_rank, "scale": self.config.softmax_scale}
+            return self.values(self.ops.mla_decode(self.absorbed(q_THA), step.keys(pages), **options))
+        plain = {"v_dim": self.config.v_head_dim, "scale": self.config.softmax_scale}
+        return self.ops.mla_prefill(q_THA, step.keys(pages), self.weights.kv_up_HZC, step.chunk_tokens, **plain)
+
+    def absorbed(self, q_THA: torch.Tensor) -> torch.Tensor:
+        """Queries in latent space, [T, H, C + R].
+
+        q · (U c) = (Uᵀ q) · c moves the key up-projection U to the query.
         """
-        config = self.config
-        q_nope_THN, q_rope_THR = q_THA.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        q_nope_THN, q_rope_THR = q_THA.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         q_latent_HTC = self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN)
-        out_THC = self.ops.mla_decode(
-            torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1),
-            step.keys(pages),
-            latent_dim=config.kv_lora_rank,
-            scale=config.softmax_scale,
-        )
-        out_HTV = self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC)
-        return out_HTV.transpose(0, 1)
+        return torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1)
+
+    def values(self, out_THC: torch.Tensor) -> torch.Tensor:
+        """[T, H, V] of sums of latents: the value up-projection follows the sum."""
+        return self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC).transpose(0, 1)
+
+    def add_output(self, hidden_TD: torch.Tensor, out_THV: torch.Tensor) -> torch.Tensor:
+        """The residual with the output projection of all heads added, [T, D]."""
+        return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
 
 
 def empty_pages(config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages for a model's latents, [L, num_pages, 64, C + R]; on a CPU they take memory when they are used.
+    """Pages for what a model keeps of its tokens, [L, num_pages, 64, kv_dim]; on a CPU they take memory when used.
 
     Raises:
         ConfigError: there is not so much address space.
     """
-    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.latent_dim)
+    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.kv_dim)
     num_values = math.prod(shape)
     if device.type != "cpu" or num_values == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -30,6 +30,9 @@ class Ops:
     add_sums: Operation
     mla_prefill: Operation
     mla_decode: Operation
+    index_cache: Operation
+    choose_keys: Operation
+    mla_sparse: Operation
     cos_sin: Operation
     argmax: Operation
     draw: Operation

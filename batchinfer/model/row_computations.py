@@ -35,6 +35,10 @@ def plain_computations(model: Transformer) -> Iterator[RowComputation]:
     if isinstance(kv_up_HZC, torch.Tensor):
         yield row_check.decode_attention(shape, weights.embedding.dtype, ops.mla_decode)
         yield row_check.prefill_attention(shape, kv_up_HZC, ops.mla_prefill)
+        if config.indexer is not None:
+            widths = config.indexer.num_heads, config.indexer.head_dim, config.indexer.topk
+            indexer = row_check.IndexerShape(*widths)
+            yield row_check.sparse_attention(shape, indexer, weights.embedding.dtype, ops.choose_keys, ops.mla_sparse)
 
 
 def _products(weights: ModelWeights) -> Iterator[tuple[str, object]]:
@@ -44,6 +48,10 @@ def _products(weights: ModelWeights) -> Iterator[tuple[str, object]]:
         attention, mlp = layer.attention, layer.mlp
         yield "batched", attention.key_up_HCN
         yield "batched", attention.value_up_HVC
+        if attention.indexer is not None:
+            yield "linear", attention.indexer.query
+            yield "linear", attention.indexer.key
+            yield "router", attention.indexer.heads
         projections: list[Projection | None] = [attention.q_down, attention.q, attention.kv_down, attention.out]
         if isinstance(mlp, MoeWeights):
             yield "router", mlp.router_ED

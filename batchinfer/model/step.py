@@ -169,6 +169,28 @@ class AttentionStep(StepTensors):
             schedule={},
         )
 
+    def request_of_row(self) -> torch.Tensor:
+        """[T] int64, the row of the page table of each token."""
+        if self.chunk_tokens is not None:
+            return torch.repeat_interleave(self.chunk_tokens)
+        num_requests = len(self.page_table)
+        return torch.arange(num_requests).repeat_interleave(len(self.positions) // max(1, num_requests))
+
+    def of_rows_before(self, position: int) -> AttentionStep:
+        """The rows at lower positions, for core attention alone; on the CPU."""
+        is_before = self.positions < position
+        some: dict[str, Any] = {"positions": self.positions[is_before], "schedule": {}}
+        if self.chunk_tokens is None:
+            return replace(
+                self,
+                page_table=self.page_table[self.request_of_row()[is_before]],
+                kv_tokens=some["positions"] + 1,
+                **some,
+            )
+        num_before = (position - (self.kv_tokens - self.chunk_tokens)).clamp(min=0).minimum(self.chunk_tokens)
+        kv_tokens = torch.where(num_before > 0, self.kv_tokens.clamp(max=position), 0)
+        return replace(self, chunk_tokens=num_before, kv_tokens=kv_tokens, **some)
+
 
 def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a decode step, in the order of _OF_DECODE."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import TensorHeaders
+from batchinfer.model.indexer_config import IndexerConfig
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
@@ -95,6 +96,8 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         yield from _expected_attention(config, f"{prefix}.self_attn")
+        if config.indexer is not None and config.indexer.of_layer(layer):
+            yield from _expected_indexer(config, config.indexer, f"{prefix}.self_attn.indexer")
         if config.is_moe_layer(layer):
             yield from _expected_moe(config, f"{prefix}.mlp")
         else:
@@ -113,6 +116,17 @@ def _expected_attention(config: ModelConfig, prefix: str) -> Iterator[tuple[str,
     yield f"{prefix}.kv_a_layernorm.weight", (config.kv_lora_rank,)
     yield f"{prefix}.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
     yield from _expected_linear(f"{prefix}.o_proj", hidden, heads * config.v_head_dim, config.attention_bias)
+
+
+def _expected_indexer(
+    config: ModelConfig, indexer: IndexerConfig, prefix: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    assert config.q_lora_rank is not None
+    yield f"{prefix}.wq_b.weight", (indexer.num_heads * indexer.head_dim, config.q_lora_rank)
+    yield f"{prefix}.wk.weight", (indexer.head_dim, config.hidden_size)
+    yield f"{prefix}.k_norm.weight", (indexer.head_dim,)
+    yield f"{prefix}.k_norm.bias", (indexer.head_dim,)
+    yield f"{prefix}.weights_proj.weight", (indexer.num_heads, config.hidden_size)
 
 
 def _expected_moe(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -30,6 +30,7 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.records import ModelError
 
 
 class Transformer:
@@ -78,9 +79,9 @@ class Transformer:
             memory, told: see load_weights.
 
         Raises:
-            ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
+            ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
         """
-        config = load_model_config(folder)
+        config = _config_for(device, folder)
         ops = Ops.select(backend, dtype, eight_bit=eight_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
@@ -182,6 +183,17 @@ class Transformer:
         else:
             mlp = DenseMlp(self.ops, self.config, weights.mlp, weights.mlp_norm)
         return DecoderLayer(attention_of(self.ops, self.config, weights.attention, weights.input_norm), mlp)
+
+
+def _config_for(device: torch.device | str, folder: Path) -> ModelConfig:
+    """A model's config, where operations for this device compute such a model."""
+    config, device_type = load_model_config(folder), torch.device(device).type
+    if config.indexer is not None and device_type != "cpu":
+        raise ModelError(
+            f"{folder}: its attention is sparse (DSA), which runs on CPUs only; there are no such kernels for "
+            f'{device_type} devices yet, so give cluster.backend = "cpu"'
+        )
+    return config
 
 
 def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expert_counts: torch.Tensor) -> StepOutput:

@@ -40,7 +40,7 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     apart = model.qk_nope_head_dim * _filled(model.kv_lora_rank) + model.kv_lora_rank * _filled(model.v_head_dim)
     norms = 2 * hidden + (model.q_lora_rank or 0) + model.kv_lora_rank
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
-    others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden
+    others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden + model.indexer_weights
     value_bytes = VALUE_BYTES[dtype]
     projected_bytes = _PROJECTED_FP8 if dtype == "fp8" else value_bytes
     return int((layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES

@@ -40,6 +40,17 @@ class Projection(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """Of a layer's indexer, in the run's dtype whatever the projections are held in, but for `heads`: float32."""
+
+    query: Weight  # [heads * width, q_lora_rank]
+    key: Weight  # [width, D]
+    key_norm: torch.Tensor  # [width]
+    key_bias: torch.Tensor
+    heads: Any  # how much each head counts for a token, [heads, D]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """MLA of one layer. Without query compression `q_down` and `q_norm` are None and `q` takes the hidden state."""
 
@@ -52,6 +63,7 @@ class AttentionWeights:
     key_up_HCN: Weight  # the key's part transposed, from query to latent
     value_up_HVC: Weight  # the value's part
     out: Projection  # [D, H * V]
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,18 +235,22 @@ class _Loader:
             self._format.put(held, slot, one)
         return held
 
+    def router(self, name: str) -> Any:
+        """A weight whose products are in float32, packed."""
+        return self._ops.pack_router(self.source(name, torch.float32))
+
     def layer(self, layer: int) -> LayerWeights:
         self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
         return LayerWeights(
             input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
-            attention=self._attention(f"{prefix}.self_attn"),
+            attention=self._attention(f"{prefix}.self_attn", layer),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
         )
 
-    def _attention(self, prefix: str) -> AttentionWeights:
-        compressed = self.config.q_lora_rank is not None
+    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
+        compressed, indexer = self.config.q_lora_rank is not None, self.config.indexer
         kv_up = self.source(f"{prefix}.kv_b_proj.weight")
         kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
         key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
@@ -248,6 +264,7 @@ class _Loader:
             key_up_HCN=self.pack(key_up_HNC.transpose(1, 2)),
             value_up_HVC=self.pack(value_up_HVC),
             out=self._projection(f"{prefix}.o_proj"),
+            indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
@@ -255,7 +272,7 @@ class _Loader:
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self._ops.pack_router(self.source(f"{prefix}.gate.weight", torch.float32)),
+            router_ED=self.router(f"{prefix}.gate.weight"),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
@@ -321,3 +338,13 @@ class _Loader:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
         blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
         return self._stored.read(name, self.dtype) if blocks is None else blocks
+
+
+def _indexer(loader: _Loader, prefix: str) -> IndexerWeights:
+    return IndexerWeights(
+        query=loader.pack(loader.source(f"{prefix}.wq_b.weight")),
+        key=loader.pack(loader.source(f"{prefix}.wk.weight")),
+        key_norm=loader.tensor(f"{prefix}.k_norm.weight"),
+        key_bias=loader.tensor(f"{prefix}.k_norm.bias"),
+        heads=loader.router(f"{prefix}.weights_proj.weight"),
+    )

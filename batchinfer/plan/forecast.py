@@ -13,6 +13,7 @@ from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill import prefill_bounds
 from batchinfer.balance.prefix_groups import deal_prefixes, own_shared_tokens
 from batchinfer.balance.prefix_order import longest_first
+from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.config import ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
 
@@ -37,14 +38,16 @@ class PlannedWork:
         return np.where(known, np.minimum(self.expected_tokens, self.max_tokens), self.max_tokens)
 
 
-def balances(work: PlannedWork, cluster: ClusterConfig, *, request_load: float = 0.0) -> tuple[Balance, Balance]:
+def balances(
+    work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN
+) -> tuple[Balance, Balance]:
     """(prefill, decode) when units are dealt out, and decoded, like the engine does it.
 
     Prefill: tokens that a rank runs, with its answers if it decodes. Decode: KV tokens over the steps of a run on paper
     (balance/decode_run.py), in which answers are as long as expected.
 
     Args:
-        request_load: what a request costs a decode step besides its KV, as KV tokens.
+        request_load: what a request costs a decode step.
     """
     prefill = _Sums()
     outputs_N = work.answer_tokens * (cluster.mode == "colocated")
@@ -64,7 +67,7 @@ def balances(work: PlannedWork, cluster: ClusterConfig, *, request_load: float =
 
 
 def _decode_balance(
-    work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: float
+    work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: RequestLoad
 ) -> Balance:
     """Of a run on paper through some of the units: all of a small job's.
 

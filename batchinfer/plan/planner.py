@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
@@ -242,7 +243,7 @@ def _plan(
             job,
             work,
             speeds,
-            request_load=model.row_cost_in_kv_tokens,
+            request_load=RequestLoad(*model.decode_loads),
             held_before_s=held_before_s,
             gpus_per_node=gpus_per_node,
         ),

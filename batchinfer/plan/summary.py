@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig
 from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, work_seconds
@@ -39,7 +40,7 @@ def predict(
     work: PlannedWork,
     speeds: Speeds | None,
     *,
-    request_load: float,
+    request_load: RequestLoad,
     held_before_s: float,
     gpus_per_node: int | None,
 ) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.records import ConfigError
 from batchinfer.report.price import margin
@@ -125,7 +126,7 @@ def _resolve(spec: Spec) -> _Job:
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(
         workload=workload,
-        deals=Deals(workload, request_load=model.row_cost_in_kv_tokens),
+        deals=Deals(workload, request_load=RequestLoad(*model.decode_loads)),
         model=model,
         gpu=gpu,
         memory_reserve=spec.cluster.memory_reserve,

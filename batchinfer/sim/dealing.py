@@ -12,6 +12,7 @@ from batchinfer.balance.decode_loads import MOVE_STEPS_BETWEEN_HOSTS
 from batchinfer.balance.decode_run import Answers, PaperRanks, ReadyPrompts
 from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill import assign_prefill, attention_work
+from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.sim.workload import Workload, parts_of_prompts
 
 SAMPLED_BATCHES = 4
@@ -31,10 +32,12 @@ class Deals:
 
     Args:
         num_batches: of prefill, to take the mean over, from all over the workload; a few long prompts make it vary.
-        request_load: what a request costs a decode step besides its KV, as KV tokens.
+        request_load: what a request costs a decode step.
     """
 
-    def __init__(self, workload: Workload, num_batches: int = SAMPLED_BATCHES, *, request_load: float = 0.0) -> None:
+    def __init__(
+        self, workload: Workload, num_batches: int = SAMPLED_BATCHES, *, request_load: RequestLoad = ONE_PER_TOKEN
+    ) -> None:
         self._workload, self._num_batches, self._request_load = workload, num_batches, request_load
         self._prefill: dict[tuple[int, int], Skews] = {}
         self._decode: dict[tuple[int, int], Balance] = {}

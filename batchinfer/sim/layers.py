@@ -37,12 +37,16 @@ class LayerWork:
 def prefill_stages(
     work: LayerWork, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, sms_share: float, is_moe: bool
 ) -> Stages:
-    """Seconds of the stages of a prefill micro-batch; attention in its plain form."""
+    """Seconds of the stages of a prefill micro-batch; attention in its plain form, unless keys are chosen."""
     heads, tokens = model.num_attention_heads, work.tokens
     keys_and_values = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    attn_1 = prefill_attention_s(work.kv_pairs, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
+    attended = _attended(work.kv_pairs, tokens, model)
+    attn_1 = prefill_attention_s(attended, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
+    if attended < work.kv_pairs:  # each query has keys of its own: in the absorbed form, as in decode
+        attn_1 = decode_attention_s(attended, heads, model.latent_dim, model.kv_lora_rank, gpu) / sms_share
     return Stages(
         attn_0=_query_s(tokens, model, gpu, sms_share)
+        + _indexer_s(work, model, gpu, sms_share, is_decode=False)
         + product_s(work.kv_tokens, keys_and_values, model.kv_lora_rank, gpu, sms_share=sms_share)
         # the rotary key is copied to each head's own part
         + stream_s(work.kv_tokens * heads * model.qk_head_dim * 2 * BF16, gpu),
@@ -62,9 +66,9 @@ def decode_stages(
     heads, tokens, latent = model.num_attention_heads, work.tokens, model.kv_lora_rank
     absorb_query = bf16_product_s(tokens, latent, model.qk_nope_head_dim, gpu, batch=heads)
     expand_value = bf16_product_s(tokens, model.v_head_dim, latent, gpu, batch=heads)
-    attention = decode_attention_s(work.kv_pairs, heads, model.latent_dim, latent, gpu)
+    attention = decode_attention_s(_attended(work.kv_pairs, tokens, model), heads, model.latent_dim, latent, gpu)
     return Stages(
-        attn_0=_query_s(tokens, model, gpu, 1.0) + absorb_query,
+        attn_0=_query_s(tokens, model, gpu, 1.0) + _indexer_s(work, model, gpu, 1.0, is_decode=True) + absorb_query,
         attn_1=attention + expand_value + _output_and_gate_s(tokens, model, gpu, 1.0, is_moe),
         shared=_shared_s(tokens, model, gpu, 1.0) if is_moe else 0.0,
         mlp=_routed_s(work, model, gpu, 1.0, masked=True)
@@ -72,6 +76,29 @@ def decode_stages(
         else _mlp_s(tokens, model.intermediate_size, model, gpu, 1.0),
         exchange=exchange,
     )
+
+
+def _attended(kv_pairs: float, tokens: float, model: ModelConfig) -> float:
+    """Of (query, key) pairs those that are attended to; all queries see as many keys as the mean one."""
+    return kv_pairs if model.indexer is None else min(kv_pairs, tokens * model.indexer.topk)
+
+
+def _indexer_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: float, *, is_decode: bool) -> float:
+    """The indexer's projections, and the scores of all keys where some are chosen; the mean of layers with and without.
+
+    Projections in FP8, scores in BF16 at the rates of attention: of one key for all heads in decode.
+    """
+    indexer, tokens = model.indexer, work.tokens
+    if indexer is None:
+        return 0.0
+    assert model.q_lora_rank is not None
+    seconds = product_s(tokens, indexer.num_heads * indexer.head_dim, model.q_lora_rank, gpu, sms_share=sms_share)
+    seconds += product_s(tokens, indexer.head_dim + indexer.num_heads, model.hidden_size, gpu, sms_share=sms_share)
+    shape = indexer.num_heads, indexer.head_dim, 0  # nothing is multiplied with values
+    if _attended(work.kv_pairs, tokens, model) < work.kv_pairs:
+        in_prefill = prefill_attention_s(work.kv_pairs, *shape, gpu, sms_share)
+        seconds += decode_attention_s(work.kv_pairs, *shape, gpu) if is_decode else in_prefill
+    return seconds * model.num_indexers / model.num_hidden_layers
 
 
 def _query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:

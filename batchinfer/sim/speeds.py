@@ -5,6 +5,7 @@ from math import ceil
 
 import numpy as np
 
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
@@ -61,7 +62,7 @@ def paper_speeds(
     )
     rater = Rater(
         workload=work,
-        deals=Deals(work, request_load=model.row_cost_in_kv_tokens),
+        deals=Deals(work, request_load=RequestLoad(*model.decode_loads)),
         model=model,
         gpu=gpu,
         memory_reserve=DEFAULTS.memory_reserve,

@@ -15,6 +15,7 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
+from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries
 
 NUM_ROWS = 71  # one, and 70 others
 MANY_ROWS = 300  # as in a step of prefill, where that is quick
@@ -51,6 +52,15 @@ class AttentionShape:
     rotary_dim: int
     value_dim: int
     latent_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerShape:
+    """Widths of an indexer, as in reference/sparse.py."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
 
 
 def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
@@ -139,6 +149,41 @@ def prefill_attention(
     over_keys = num_pages * PAGE_TOKENS * shape.num_heads * (query_dim + shape.value_dim)
     return RowComputation(
         f"attention of {shape.num_heads} heads over keys of {query_dim}", compute, keys_and_values + over_keys
+    )
+
+
+def sparse_attention(
+    shape: AttentionShape,
+    indexer: IndexerShape,
+    dtype: torch.dtype,
+    choose_keys: Callable[..., torch.Tensor] = reference.choose_keys,
+    mla_sparse: Callable[..., torch.Tensor] = reference.mla_sparse,
+) -> RowComputation:
+    """Attention to chosen keys, a row being a token of a prompt: which keys it has counts as well as what they give."""
+    width, num_pages = shape.latent_dim + shape.rotary_dim, -(-MANY_ROWS // PAGE_TOKENS)
+    topk = min(indexer.topk, PAGE_TOKENS)
+    num_pages += -(-topk // PAGE_TOKENS)
+    pages = _random(num_pages, PAGE_TOKENS, width, dtype=dtype)
+    index_pages = _random(num_pages, PAGE_TOKENS, indexer.head_dim, dtype=dtype)
+    q_THW = _random(MANY_ROWS, shape.num_heads, width, dtype=dtype)
+    q_THI = _random(MANY_ROWS, indexer.num_heads, indexer.head_dim, dtype=dtype)
+    weights_TH = _random(MANY_ROWS, indexer.num_heads, dtype=torch.float32)
+    angles = _random(MANY_ROWS, shape.rotary_dim // 2, dtype=torch.float32)
+
+    def compute(start: int, stop: int) -> torch.Tensor:
+        rows = slice(start, stop)
+        queries = IndexQueries(q_THI[rows], weights_TH[rows], angles[rows].cos(), angles[rows].sin(), False)
+        positions = torch.arange(start, stop) + topk
+        keys = IndexedKeys(index_pages, torch.arange(num_pages)[None], torch.zeros_like(positions), positions)
+        slots = choose_keys(queries, keys, topk=topk, scale=indexer.head_dim**-0.5)
+        out = mla_sparse(q_THW[rows], pages, slots, latent_dim=shape.latent_dim, scale=width**-0.5)
+        return torch.cat([out.flatten(1), slots.to(out.dtype)], dim=1)
+
+    scored = num_pages * PAGE_TOKENS * indexer.num_heads * indexer.head_dim
+    return RowComputation(
+        f"attention of {shape.num_heads} heads to keys chosen by {indexer.num_heads}",
+        compute,
+        scored + topk * shape.num_heads * (width + shape.latent_dim),
     )
 
 

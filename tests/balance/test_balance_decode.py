@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from batchinfer.balance.decode import admit, assign_decode, decode_bound, propose_moves
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import ConfigError
 
 fuzz = settings(deadline=None, derandomize=True, max_examples=150)
@@ -175,7 +176,7 @@ def test_the_longest_expected_get_the_slots_and_the_most_kv_goes_where_least_is(
 def test_what_a_request_costs_beside_its_kv_counts():
     options = {"load_of_rank": np.array([0, 0]), "free_slots_of_rank": np.array([9, 9])}
     assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options).tolist() == [0, 1, 1, 1]
-    assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options, request_load=40).tolist() == [0, 1, 1, 0]
+    assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options, request_load=RequestLoad(40)).tolist() == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -243,7 +244,11 @@ def test_ranks_that_are_about_equal_are_left_alone():
 @pytest.mark.parametrize("seed", range(40))
 def test_moves_respect_slots_make_the_busiest_rank_lighter_and_do_not_go_to_and_fro(seed):
     rank, kv, remaining = state(seed)
-    options = {"max_requests_of_rank": np.full(8, 12), "move_steps": [0, 0.5, 5][seed % 3], "request_load": 100}
+    options = {
+        "max_requests_of_rank": np.full(8, 12),
+        "move_steps": [0, 0.5, 5][seed % 3],
+        "request_load": RequestLoad(100),
+    }
     was_busiest = kv_of_rank(rank, kv + 100, 8).max()
     was_over = np.maximum(np.bincount(rank, minlength=8), 12)
     moved = set()
@@ -346,7 +351,7 @@ class Balanced:
         ready = [queue.popleft() for queue in itertools.islice(queues, min(int(free_R.sum()), num_waiting))]
         expected = np.array([self.lengths.expected(self.job.groups[request], MAX_TOKENS) for request in ready])
         kv = self.job.prompts[ready] if ready else np.zeros(0)
-        options = {"load_of_rank": load_R, "free_slots_of_rank": free_R, "request_load": REQUEST_LOAD}
+        options = {"load_of_rank": load_R, "free_slots_of_rank": free_R, "request_load": RequestLoad(REQUEST_LOAD)}
         return list(zip(ready, admit(expected, kv, **options).tolist(), strict=True))
 
     def move(self, rank, kv, groups, generated):
@@ -355,7 +360,12 @@ class Balanced:
         remaining = self.lengths.remaining_each(numbers, generated, limits, unknown)
         slots = np.full(NUM_RANKS, NUM_SLOTS)
         return propose_moves(
-            rank, kv, remaining, max_requests_of_rank=slots, move_steps=MOVE_STEPS, request_load=REQUEST_LOAD
+            rank,
+            kv,
+            remaining,
+            max_requests_of_rank=slots,
+            move_steps=MOVE_STEPS,
+            request_load=RequestLoad(REQUEST_LOAD),
         )
 
 

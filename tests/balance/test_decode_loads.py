@@ -6,6 +6,7 @@ from collections import Counter
 
 from batchinfer.balance.decode_loads import LOOK_EVERY, DecodeLoads, DecodeRequest, decode_request
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import SamplingConfig
 from batchinfer.records import Request, RequestKey
 
@@ -13,7 +14,9 @@ GREEDY = SamplingConfig(max_tokens=8).to_sampling()
 
 
 def loads(max_requests=8):
-    return DecodeLoads([2, 3, 4], OutputLengths(), max_requests=max_requests, request_load=1.0, move_steps=4.0)
+    return DecodeLoads(
+        [2, 3, 4], OutputLengths(), max_requests=max_requests, request_load=RequestLoad(1.0), move_steps=4.0
+    )
 
 
 def request(row, num_tokens=10):
@@ -71,7 +74,7 @@ def test_a_request_that_moves_keeps_its_tokens_and_is_load_where_it_goes():
     def long(row, num_tokens):
         return DecodeRequest(row, num_tokens, max_tokens=10_000)
 
-    mine = DecodeLoads([2, 3], OutputLengths(), max_requests=8, request_load=0.0, move_steps=1.0)
+    mine = DecodeLoads([2, 3], OutputLengths(), max_requests=8, request_load=RequestLoad(), move_steps=1.0)
     for row, num_tokens in enumerate((60, 40, 20)):
         mine.start(long(row, num_tokens), 2)
     assert mine.moves() == [], "it is not yet time to look"

@@ -8,6 +8,7 @@ import pytest
 from batchinfer.balance import decode_run
 from batchinfer.balance.decode_run import Answers, DealtPrompts, PaperRanks, ReadyPrompts
 from batchinfer.balance.decode_series import balance_of_steps
+from batchinfer.balance.request_load import RequestLoad
 
 
 def answers(prompts, outputs, expected=np.nan):
@@ -22,7 +23,9 @@ def many(seed, num, mean_output=40):
 
 
 def on_paper(work, num_ranks, *, max_requests=16, request_load=0.0, move_steps=4.0):
-    return PaperRanks(work, num_ranks, max_requests=max_requests, request_load=request_load, move_steps=move_steps)
+    return PaperRanks(
+        work, num_ranks, max_requests=max_requests, request_load=RequestLoad(request_load), move_steps=move_steps
+    )
 
 
 def dealt(num, num_ranks, work):

@@ -10,6 +10,7 @@ import pytest
 
 from batchinfer.balance.decode_loads import DecodeLoads
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import ClusterConfig, SamplingConfig
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.work_sender import WorkSender
@@ -60,7 +61,7 @@ def make_sender(num_prefill: int, num_decode: int) -> tuple[WorkSender, Sent, No
     sent, units = Sent(rank_places(cluster)), NoUnits()
     dealer = Dealer(range(num_prefill), with_decode=False)
     decode_ranks = range(num_prefill, num_prefill + num_decode)
-    loads = DecodeLoads(decode_ranks, OutputLengths(), max_requests=64, request_load=1.0, move_steps=4.0)
+    loads = DecodeLoads(decode_ranks, OutputLengths(), max_requests=64, request_load=RequestLoad(1.0), move_steps=4.0)
     sender = WorkSender(cluster, SimpleNamespace(moves=0), sent, units, dealer, loads, experts=NoCalibration())
     sender.ranks_started()
     return sender, sent, units

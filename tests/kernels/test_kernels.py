@@ -171,7 +171,7 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
         return plain, decode
 
     whole = both()
-    monkeypatch.setattr(reference_mla, "_MAX_SCORES", 1)
+    monkeypatch.setattr(reference_mla, "MAX_SCORES", 1)
     monkeypatch.setattr(reference_mla, "_MAX_DECODE_VALUES", 1)
     pieces = both()
     assert torch.equal(whole[0], pieces[0])

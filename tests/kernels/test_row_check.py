@@ -73,6 +73,18 @@ def test_an_order_that_is_taken_for_one_number_of_tiles_alone_is_found(multiple)
     assert "3 weights of 7 x 40" in why_rows_differ([row_check.batched_product(random(3, 7, 40), padded)])
 
 
+def test_keys_that_are_chosen_by_the_company_of_a_query_are_found():
+    def choose(queries, keys, **options):
+        slots = reference.choose_keys(queries, keys, **options)
+        return slots.flip(0) if len(slots) == 2 else slots
+
+    indexer = row_check.IndexerShape(num_heads=3, head_dim=8, topk=16)
+    assert why_rows_differ([row_check.sparse_attention(SHAPE, indexer, torch.float32)]) is None
+    found = why_rows_differ([row_check.sparse_attention(SHAPE, indexer, torch.float32, choose)])
+    assert found is not None
+    assert "keys chosen by 3 gives a row other bits among 71 rows than among 2" in found
+
+
 def test_attention_that_looks_at_the_other_requests_is_found():
     def decode(q, keys, **options):
         y = reference_mla.mla_decode(q, keys, **options)

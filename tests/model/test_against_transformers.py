@@ -1,4 +1,4 @@
-"""Whole jobs on random checkpoints give the greedy tokens that transformers gives, all prompts packed together."""
+"""Whole jobs on random checkpoints give transformers' greedy tokens and logprobs, all prompts packed together."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def make_prompts():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_of_a_job_equal_those_of_transformers(tmp_path, name):
+def test_greedy_tokens_and_logprobs_of_a_job_equal_those_of_transformers(tmp_path, name):
     theirs = make_checkpoint(tmp_path / "model", name)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
@@ -38,7 +38,7 @@ def test_greedy_tokens_of_a_job_equal_those_of_transformers(tmp_path, name):
         tmp_path,
         input={"prompt": None, "token_ids": "ids"},
         model={"path": "model"},
-        sampling={"max_tokens": NUM_NEW, "ignore_eos": True},
+        sampling={"max_tokens": NUM_NEW, "ignore_eos": True, "logprobs": 0},
         cluster={"prefill_tokens": 150},
     )
     ended = batchinfer("run", job)
@@ -49,9 +49,11 @@ def test_greedy_tokens_of_a_job_equal_those_of_transformers(tmp_path, name):
         tokens = row["token_ids"]
         assert len(tokens) == NUM_NEW
         with torch.no_grad():
-            logits = theirs(torch.tensor([prompt + tokens])).logits[0]
+            logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         # each token is transformers' best after the same tokens, so its own greedy run gives the same
-        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert tokens == logits.argmax(-1).tolist()
+        found = [one["logprob"] for one in row["logprobs"]]
+        assert found == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("config", [DeepseekV3Config(), DeepseekV2Config(num_experts_per_tok=6)], ids=["v3", "v2"])

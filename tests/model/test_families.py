@@ -14,6 +14,7 @@ import torch
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.families import FAMILIES, NOT_IMPLEMENTED
 from batchinfer.model.headers import read_headers
+from batchinfer.model.indexer_config import IndexerConfig
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
@@ -131,6 +132,42 @@ YOUTU = of_type(
 )
 
 
+V32 = V3 | {
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "quantization_config": FP8 | {"scale_fmt": "ue8m0"},
+}
+GLM_5 = of_type(
+    *("glm_moe_dsa", "GlmMoeDsaForCausalLM", 6144, 78, 64),
+    **(MLA | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+    **experts(256, 8, 2048, 2.5, first_k_dense_replace=3, moe_layer_freq=1),
+    **GATE,
+    intermediate_size=12288,
+    vocab_size=154880,
+    max_position_embeddings=202752,
+    num_nextn_predict_layers=1,
+    rms_norm_eps=1e-5,
+    rope_interleave=True,
+    rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+    index_topk=2048,
+    index_n_heads=32,
+    index_head_dim=128,
+    indexer_rope_interleave=True,
+    eos_token_id=[154820, 154827, 154829],
+)
+
+
+def indexer(num_heads: int, *, rope_interleave: bool = False, sharing_layers: frozenset[int] = frozenset()) -> Any:
+    return IndexerConfig(num_heads, 128, 2048, rope_interleave, sharing_layers)
+
+
+# every fourth layer from the second on has an indexer, and the first one
+SHARED = indexer(32, rope_interleave=True, sharing_layers=frozenset(layer for layer in range(1, 78) if (layer - 1) % 4))
+
+
 def load(folder, values: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values))
     return load_model_config(folder)
@@ -152,11 +189,26 @@ ACCEPTED = {
     "glm-4.7-flash-lists": (GLM_FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 46}, {"num_moe_layers": 46}),
     "glm-4.7-flash-says-nothing": (GLM_FLASH, {"num_moe_layers": 46, "num_router_groups": 1, "max_positions": 202752}),
     "youtu": (YOUTU, {"num_moe_layers": 0, "n_routed_experts": 0, "tie_word_embeddings": True}),
+    "v3.2": (V32, {"num_moe_layers": 58, "num_mtp_layers": 1, "kv_dim": 704, "indexer": indexer(64)}),
+    "glm-5": (GLM_5, {"num_moe_layers": 75, "kv_dim": 704, "indexer": indexer(32, rope_interleave=True)}),
+    "glm-5-says-where-indexers-are": (
+        GLM_5 | {"layer_types": ["indexed_attention"] * 78, "indexer_types": ["full"] * 78, "index_topk_freq": 1},
+        {"indexer": indexer(32, rope_interleave=True)},
+    ),
+    "glm-5.2-frequency": (GLM_5 | {"index_topk_freq": 4}, {"indexer": SHARED}),
+    "glm-5.2-pattern": (GLM_5 | {"index_topk_pattern": "F" + 19 * "FSSS" + "F"}, {"indexer": SHARED}),
     "youtu-untied": (YOUTU | {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
 }
 REFUSED = {
-    "v3.2": (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, ["deepseek_v32", "sparse", "DSA"]),
-    "glm-5": (V3 | {"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse", "glm4_moe_lite"]),
+    "v3.2-without-topk": (V32 | {"index_topk": None}, ["index_topk is missing"]),
+    "v3.2-without-query-compression": (V32 | {"q_lora_rank": None}, ["q_lora_rank", "indexer"]),
+    "v3.2-narrow": (V32 | {"index_head_dim": 32}, ["index_head_dim is 32", "from 64"]),
+    "v3.2-half-split": (V32 | {"rope_interleave": False}, ["rope_interleave is false"]),
+    "v3.2-shares": (V32 | {"indexer_types": ["full"] * 61}, ["indexer_types", "changes what the model computes"]),
+    "glm-5-half-split": (GLM_5 | {"indexer_rope_interleave": False}, ["indexer_rope_interleave is false"]),
+    "glm-5-full-attention": (GLM_5 | {"layer_types": ["full_attention"] * 78}, ["layer_types", "indexed_attention"]),
+    "glm-5-shares-from-nobody": (GLM_5 | {"indexer_types": ["shared"] * 78}, ["indexer_types", "the first one"]),
+    "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
     "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
     "mistral-small-4": (V3 | {"model_type": "mistral4"}, ["mistral4", "scaled by position"]),
     "kimi-linear": (V3 | {"model_type": "kimi_linear"}, ["kimi_linear", "linear-attention"]),
@@ -227,7 +279,10 @@ def test_tensors_of_images_are_left_out_and_others_are_not(tmp_path):
     assert "unknown: audio_tower.weight" in ended.err
 
 
-@pytest.fixture(scope="module", params=["kimi-k25", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["kimi-k25", "v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "glm-dsa-shared"))],
+)
 def folder(request, tmp_path_factory):
     """A checkpoint, prompts of which some begin alike, and what one rank answers."""
     folder = tmp_path_factory.mktemp("family")

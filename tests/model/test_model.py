@@ -22,7 +22,7 @@ from support.plain_rows import skip_unless_equal
 # v3-odd-sizes)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 PROMPT_LENGTHS = (5, 64, 1, 131, 30, 65)
-INVARIANT_MODELS = ("v3", "v3-groups", "v3-yarn", "v3-odd-sizes", "v3-wide", "v2-groups")
+INVARIANT_MODELS = ("v3", "v3-groups", "v3-yarn", "v3-odd-sizes", "v3-wide", "v2-groups", "v32", "glm-dsa-shared")
 
 
 def random_prompts(lengths=PROMPT_LENGTHS, seed=1):
@@ -87,8 +87,9 @@ def test_a_row_does_not_depend_on_its_batch_on_chunks_or_on_leftovers_in_pages(m
             assert torch.equal(together.all_logits(i), alone[i]), f"request {i}, order {list(order)}, chunks {chunks}"
 
 
-def test_leftovers_that_are_not_finite_change_nothing(models):
-    _, ours, _ = models("v3")
+@pytest.mark.parametrize("name", ["v3", "v32"])
+def test_leftovers_that_are_not_finite_change_nothing(models, name):
+    _, ours, _ = models(name)
     results = []
     for leftover in (0.0, float("inf"), float("nan")):
         requests = PagedRequests(ours, random_prompts(), max_new_tokens=3)
@@ -119,7 +120,7 @@ def test_plain_and_absorbed_attention_agree(models, name):
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes"])
+@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v32", "glm-dsa-shared"])
 def test_several_tokens_per_request_in_a_decode_step_equal_one_at_a_time(models, name):
     _, ours, _ = models(name)
     skip_unless_equal(ours)

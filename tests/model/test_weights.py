@@ -57,7 +57,7 @@ def quantise(folder):
     tensors = read_tensors(folder)
     stored, plain = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight"):
+        if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")):
             stored[name], scale = quantize_fp8_block(tensor)
             stored[f"{name}_scale_inv"] = scale
             plain[name] = dequantize_fp8_block(stored[name], scale, torch.float32)
@@ -90,10 +90,22 @@ def test_tensors_arrive_where_they_belong(tmp_path):
     assert weights.expert_ids == (tuple(range(16)),) * 2
 
 
-def test_an_fp8_checkpoint_equals_its_dequantised_twin_exactly(tmp_path):
+def test_the_tensors_of_indexers_arrive_in_the_layers_that_have_one(tmp_path):
+    make_checkpoint(tmp_path, "glm-dsa-shared")
+    stored, layers = read_tensors(tmp_path), load(tmp_path, dtype=torch.bfloat16).layers
+    assert [layer.attention.indexer is not None for layer in layers] == [True, False, True, False]
+    indexer, prefix = layers[2].attention.indexer, "model.layers.2.self_attn.indexer"
+    names = {"query": "wq_b.weight", "key": "wk.weight", "key_norm": "k_norm.weight", "key_bias": "k_norm.bias"}
+    for name, of_file in names.items():
+        assert torch.equal(getattr(indexer, name), stored[f"{prefix}.{of_file}"].bfloat16())
+    assert torch.equal(indexer.heads, stored[f"{prefix}.weights_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["v3", "v32"])
+def test_an_fp8_checkpoint_equals_its_dequantised_twin_exactly(tmp_path, name):
     quantised, twin = tmp_path / "fp8", tmp_path / "plain"
     for folder in (quantised, twin):
-        make_checkpoint(folder, "v3", **RAGGED)
+        make_checkpoint(folder, name, **RAGGED)
     write_tensors(twin, quantise(quantised))
     assert same(load(quantised), load(twin))
     assert same(load(quantised, dtype=torch.bfloat16), load(twin, dtype=torch.bfloat16))

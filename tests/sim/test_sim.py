@@ -10,6 +10,7 @@ import pytest
 
 from batchinfer.balance.decode_series import EVEN
 from batchinfer.model.config import load_model_config
+from batchinfer.model.indexer_config import IndexerConfig
 from batchinfer.records import ConfigError
 from batchinfer.sim.answer import answer
 from batchinfer.sim.cluster import Cluster, simulate
@@ -42,6 +43,7 @@ from support.jobs import batchinfer, write_job, write_questions
 
 JOBS = Path(__file__).parents[2] / "jobs"
 V3 = load_model_config(JOBS / "models" / "deepseek-v3")
+V32 = replace(V3, indexer=IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset()))
 H800, H200, B200 = (ACCELERATORS[name] for name in ("H800", "H200", "B200"))
 
 
@@ -439,3 +441,34 @@ def test_a_day_of_a_million_requests_on_278_nodes():
     assert figures["peak_nodes"] <= 278
     assert len(figures["nodes_by_hour"]) == 25  # the last requests end after midnight
     assert 0 < figures["busy_share"] <= 1
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_chosen_keys_bound_attention_and_scores_grow_with_the_context(phase):
+    unit = Unit(32, 32)
+
+    def seconds(model, context):
+        if phase == "decode":
+            return decode_step(64.0, 64.0 * context, model, H800, unit).by_stage
+        return prefill_step(4096.0, 4096.0 * context, 4096.0, 1.0, model, H800, unit).by_stage
+
+    attention, projections = "core attention and output", "attention projections"
+    # where there is nothing to choose, only the indexer's projections are added
+    assert seconds(V32, 2048)[attention] == seconds(V3, 2048)[attention]
+    assert 1.0 < seconds(V32, 2048)[projections] / seconds(V3, 2048)[projections] < 1.5
+    # beyond, attention stays, and each key that is scored costs a part of what attending to it would
+    assert seconds(V32, 131072)[attention] == seconds(V32, 16384)[attention]
+    scored = seconds(V32, 131072)[projections] - seconds(V32, 16384)[projections]
+    attended = seconds(V3, 131072)[attention] - seconds(V3, 16384)[attention]
+    assert 0.02 < scored / attended < 0.3
+
+
+def test_index_keys_take_memory_and_layers_that_share_compute_none():
+    assert V32.kv_bytes_per_token(2) / V3.kv_bytes_per_token(2) == pytest.approx(704 / 576)
+    assert weight_bytes(V32, Unit(32)) - weight_bytes(V3, Unit(32)) == pytest.approx(
+        61 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    )
+    half = replace(V32, indexer=replace(V32.indexer, sharing_layers=frozenset(range(1, 61, 2))))
+    assert half.num_indexers == 31
+    assert half.indexer_weights * 61 == V32.indexer_weights * 31
+    assert half.kv_dim == V32.kv_dim

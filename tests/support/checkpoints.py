@@ -18,8 +18,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     PreTrainedConfig,
@@ -62,6 +66,7 @@ _MOE_KEYS = (
     "first_k_dense_replace",
 )
 V3 = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+INDEXER = {"index_topk": 16, "index_n_heads": 32, "index_head_dim": 16}
 V2 = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_shared_experts": 2}
 
 # name -> (family, what differs from BASE)
@@ -128,8 +133,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-k2-yarn": ("kimi_k2", V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "kimi-k25": ("kimi_k25", V3 | {"routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5}),
     "kimi-k25-yarn": ("kimi_k25", V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "v32": ("deepseek_v32", V3 | INDEXER),
+    "v32-yarn": (
+        "deepseek_v32",
+        V3
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 4, "topk_group": 2}
+        | {"index_topk": 21, "index_n_heads": 29, "index_head_dim": 11, "num_attention_heads": 9}
+        | {"num_key_value_heads": 9},
+    ),
+    "glm-dsa": ("glm_moe_dsa", V3 | INDEXER | {"rms_norm_eps": 1e-5}),
+    "glm-dsa-shared": (
+        "glm_moe_dsa",
+        V3 | INDEXER | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
+SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
 
 
 # The classes that transformers has for a family; those of Kimi-K2 are DeepSeek-V3's under another name.
@@ -137,6 +156,8 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "youtu": (YoutuConfig, YoutuForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }

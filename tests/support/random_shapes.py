@@ -33,7 +33,10 @@ VOCABULARY = 96
 
 
 def make_model(folder: Path, seed: int) -> Path:
-    """Write the model of this seed to `folder` / seed; hidden size 64 to 1024, every width odd or even."""
+    """Write the model of this seed to `folder` / seed; hidden size 64 to 1024, every width odd or even.
+
+    Every third one has an indexer.
+    """
     from support.checkpoints import make_checkpoint
 
     target = folder / str(seed)
@@ -41,7 +44,7 @@ def make_model(folder: Path, seed: int) -> Path:
         return target
     draw = random.Random(seed)
     heads, groups = draw.choice([1, 2, 3, 5, 8, 12, 17]), draw.choice([1, 2, 4])
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": draw.choice([64, 128, 333, 512, 1024, draw.randrange(64, 1024)]),
         "intermediate_size": draw.randrange(1, 300),
         "moe_intermediate_size": draw.choice([1, 41, 64, 70, draw.randrange(1, 200)]),
@@ -61,9 +64,17 @@ def make_model(folder: Path, seed: int) -> Path:
         "attention_bias": draw.random() < 0.2,
         "tie_word_embeddings": draw.random() < 0.3,
     }
+    name = "v3"
+    if seed % 3 == 2:
+        name = draw.choice(["v32", "glm-dsa"])
+        sizes |= {"q_lora_rank": sizes["q_lora_rank"] or 24, "index_topk": draw.randrange(1, 40)}
+        sizes |= {
+            "index_n_heads": draw.randrange(1, 80),
+            "index_head_dim": sizes["qk_rope_head_dim"] + draw.randrange(9),
+        }
     making = folder / f"{seed}.making"
     making.mkdir(parents=True)
-    make_checkpoint(making, "v3", seed=seed, **sizes)
+    make_checkpoint(making, name, seed=seed, **sizes)
     return making.rename(target)
 
 

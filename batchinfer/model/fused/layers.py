@@ -17,6 +17,7 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
 from batchinfer.model.moe import MoeMlp, Routing, YieldPoint, gate_rule
 from batchinfer.model.ops import Ops
+from batchinfer.model.sparse_attention import SparseAttention
 from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
@@ -95,8 +96,13 @@ class FusedMoe(MoeMlp):
 
 def attention_of(
     ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
-) -> Attention | FusedAttention:
-    """Fused where all weights are packed, none has a bias, and rows between them are whole steps of a product."""
+) -> Attention | FusedAttention | SparseAttention:
+    """Fused where all weights are packed, none has a bias, and rows between them are whole steps of a product.
+
+    Attention to chosen keys is not.
+    """
+    if config.indexer is not None:
+        return SparseAttention(Attention(ops, config, weights, norm_D), config.indexer, weights.indexer)
     projections = (weights.q, weights.kv_down, weights.out, *([] if weights.q_down is None else [weights.q_down]))
     held = all_packed(*(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC), *map(plain_weight, projections))
     nope_dim, value_dim, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads

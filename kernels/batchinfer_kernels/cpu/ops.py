@@ -23,6 +23,7 @@ from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
+from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 
 Weight = torch.Tensor | Packed
 
@@ -98,6 +99,16 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(q, keys.pages, *kv_b_and_more[:1])
+
+
+def _index_keys(new: NewIndexKeys) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(new.keys_TI, new.norm_I, new.pages)
+
+
+def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(queries.q_THI, keys.pages)
 
 
 # ---- the operations
@@ -291,8 +302,32 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
 
     A request without tokens gives zeros. Requests with the same first pages read these together.
     """
-    tensors = map(torch.Tensor.contiguous, (q_THW, *keys[:-1]))
-    return library().mla_decode(*tensors, latent_dim, scale)
+    lists = map(torch.Tensor.contiguous, keys[1:-1])
+    return library().mla_decode(q_THW.contiguous(), keys.pages, *lists, latent_dim, scale)
+
+
+@refusing(_index_keys)
+def index_cache(new: NewIndexKeys) -> None:
+    keys_TI, norm_I, bias_I, eps, cos, sin, pages, slots_T, interleaved = new
+    library().index_cache(keys_TI.contiguous(), norm_I, bias_I, eps, cos, sin, interleaved, slots_T, pages)
+
+
+@refusing(_scored)
+def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: float) -> torch.Tensor:
+    """The scale goes into the weights of heads before they are rounded; scores are summed in float32."""
+    q_THI, weights_TH, cos, sin, interleaved = queries
+    lists = map(torch.Tensor.contiguous, keys[1:])
+    return library().choose_keys(
+        q_THI.contiguous(), weights_TH * scale, cos, sin, interleaved, keys.pages, *lists, topk
+    )
+
+
+@refusing(at(_mismatch, 0, 1))
+def mla_sparse(
+    q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
+) -> torch.Tensor:
+    """As mla_decode of the keys in these slots, to the bit."""
+    return library().mla_sparse(q_THW.contiguous(), pages, slots_TK.contiguous(), latent_dim, scale)
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:

@@ -29,6 +29,7 @@ from batchinfer_kernels.reference.rows import (
     sort_by_expert,
     sum_per_token,
 )
+from batchinfer_kernels.reference.sparse import choose_keys, index_cache, mla_sparse
 
 OPERATIONS: tuple[Callable[..., Any], ...] = (
     pack,
@@ -52,6 +53,9 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     log_sum_exp,
     mla_prefill,
     mla_decode,
+    index_cache,
+    choose_keys,
+    mla_sparse,
     quantize_fp8_block,
     quantize_fp8_rows,
     dequantize_fp8_block,

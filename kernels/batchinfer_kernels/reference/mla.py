@@ -17,7 +17,7 @@ from batchinfer_kernels.reference.products import ROW_MULTIPLE, batched_matmul, 
 PAGE_TOKENS = 64
 
 # Most attention scores held at once (float32: 16 MB); decides how many queries or requests go into one piece.
-_MAX_SCORES = 4 * 2**20
+MAX_SCORES = 4 * 2**20
 _MAX_QUERY_TILE = 128
 _MAX_DECODE_VALUES = 8 * 2**20
 
@@ -25,7 +25,7 @@ _MAX_DECODE_VALUES = 8 * 2**20
 class PagedKeys(NamedTuple):
     """What the requests of a step attend to, in one layer.
 
-    pages: [num_pages, S, C + R], the layer's.
+    pages: [num_pages, S, C + R], the layer's; with gaps between rows where an indexer's keys are.
     page_table_BP: [B, P] int64, pages of each request in order; behind its last one any valid page.
     kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included; values behind them are ignored.
     positions_T: [T] int64; a token sees the keys at its own position and before.
@@ -109,7 +109,7 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
         seen_BQX = keys_X <= positions_T[rows].view(-1, num_queries, 1)
         seen_BLX = seen_BQX[:, :, None].expand(-1, -1, num_heads, -1).flatten(1, 2)
         v_BPSC = latent_BXW[..., :latent_dim].unflatten(1, (num_pages, PAGE_TOKENS))
-        out_BLC = _attend(q_BLW, latent_BXW, v_BPSC, seen_BLX, scale)
+        out_BLC = attend_pages(q_BLW, latent_BXW, v_BPSC, seen_BLX, scale)
         out_THC[rows] = out_BLC.reshape(-1, num_heads, latent_dim).to(q_THW.dtype)
     return out_THC
 
@@ -143,12 +143,12 @@ def _prefill_chunk(
         num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
         q_HTA = q_THA[rows].transpose(0, 1).float()
         seen_TX = _key_positions(num_keys, pages.device) <= positions_T[rows, None]
-        out_HTV = _attend(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
+        out_HTV = attend_pages(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
         out_THV[rows] = out_HTV.transpose(0, 1).to(q_THA.dtype)
     return out_THV
 
 
-def _attend(
+def attend_pages(
     q_BLA: torch.Tensor, k_BXA: torch.Tensor, v_BPSV: torch.Tensor, seen_LX: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries.
@@ -174,7 +174,7 @@ def _attend(
 
 def _query_tile(scores_per_query: int) -> int:
     """Queries worked on together: as many as the bound on scores allows, in whole steps of the row multiple."""
-    fitting = _MAX_SCORES // max(1, scores_per_query) // ROW_MULTIPLE * ROW_MULTIPLE
+    fitting = MAX_SCORES // max(1, scores_per_query) // ROW_MULTIPLE * ROW_MULTIPLE
     return min(max(fitting, ROW_MULTIPLE), _MAX_QUERY_TILE)
 
 

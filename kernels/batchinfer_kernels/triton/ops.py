@@ -43,12 +43,17 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
-    return _mismatch(q_THA, new.latents_TW, new.pages)
+    return _mismatch(q_THA, new.latents_TW, new.pages) or _gaps(new.pages)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
-    return _mismatch(q, keys.pages, *kv_b_and_more[:1])
+    return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _gaps(keys.pages)
+
+
+def _gaps(pages: torch.Tensor) -> str | None:
+    """Pages with index keys between the rows."""
+    return None if pages.is_contiguous() else "pages have index keys between their rows"
 
 
 def _logits(logits_SV: torch.Tensor) -> str | None:

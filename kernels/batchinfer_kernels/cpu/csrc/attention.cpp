@@ -97,10 +97,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   own.queries_.resize(own.width_ / kWordValues<Value> * kAttentionRows + 64);
   own.sums_.resize(kAttentionRows * own.value_room_);
   own.values_.resize(kPageTokens * own.value_room_);
-  if (own.is_padded_) {
-    own.padded_keys_.resize(kPageTokens * own.width_);
-    own.padded_queries_.resize(kAttentionRows * own.width_);
-  }
+  if (own.is_padded_) own.padded_queries_.resize(kAttentionRows * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -126,14 +123,16 @@ void Attention<Value>::load_query(int64_t row, const Value* q, int64_t position)
   std::fill_n(sums_.data() + row * value_room_, value_room_, 0.0f);
 }
 
-// Keys with a zero behind each, where a step would take the first value of the next key, too.
+// Keys that begin at a word, with a zero behind each where a step would take the first value of the next key, too.
 template <class Value>
 Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
-  if (!is_padded_) return keys;
+  const int64_t width = width_ - is_padded_;
+  if (!is_padded_ && keys.stride % kWordValues<Value> == 0) return keys;
+  padded_keys_.resize(kPageTokens * width_);
   for (int64_t key = 0; key < num_keys; ++key) {
     Value* padded = padded_keys_.data() + key * width_;
-    std::copy_n(keys.at(key), width_ - 1, padded);
-    padded[width_ - 1] = 0;
+    std::copy_n(keys.at(key), width, padded);
+    if (is_padded_) padded[width] = 0;
   }
   return {padded_keys_.data(), width_};
 }
@@ -141,10 +140,11 @@ Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
 // scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
 template <class Value>
 template <int K, int C>
-void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, const Value* next) {
+void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
   using Step = StepOf<Value>;
-  // a line of the next page after every so many words: all at once they would wait for memory
+  // a line of the keys to come after every so many words: all at once they would wait for memory
   constexpr int64_t kWordsPerLine = 16 / K, kLineValues = 64 / int64_t{sizeof(Value)};
+  if (!next.data) next = keys;
   constexpr int64_t kWord = kWordValues<Value>;
   const int64_t num_words = width_ / kWord, num_lines = num_words / kWordsPerLine;
   for (int64_t key = 0; key < num_keys; key += K) {
@@ -157,9 +157,13 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, c
       for (int c = 0; c < C; ++c) sums[k][c] = floats(0.0f);
     }
     const Value* queries = reinterpret_cast<const Value*>(queries_.data() + lane);
-    const Value* coming = next ? next + key * keys.stride : keys.at(key);
-    for (int64_t line = 0; line < num_lines; ++line, coming += kLineValues) {
-      fetch(coming);
+    int64_t coming_key = key, coming = 0;
+    for (int64_t line = 0; line < num_lines; ++line) {
+      fetch(next.at(coming_key) + coming);
+      if ((coming += kLineValues) >= width_) {
+        ++coming_key;
+        coming = 0;
+      }
       add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, kWordsPerLine);
       queries += kWordsPerLine * kWord * kAttentionRows;
 #pragma GCC unroll 16
@@ -228,11 +232,11 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
 
 // The keys of a page as the panel of a product: [words][64 keys].
 template <class Value>
-void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, const Value* next) {
+void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
   const int32_t* rows = reinterpret_cast<const int32_t*>(keys.data);
   const int64_t stride = keys.stride / kWordValues<Value>, num_words = width_ / kWordValues<Value>;
   for (int64_t key = 0; key < num_keys; key += 16) {
-    if (next) fetch(next + key * keys.stride, 16 * keys.stride);
+    for (int64_t i = key; next.data && i < key + 16; ++i) fetch(next.at(i), width_);
     for (int64_t word = 0; word < num_words; word += 16) {
       turn_16(rows + key * stride + word, stride, std::min<int64_t>(16, num_words - word),
               queries_.data() + word * kPageTokens + key, kPageTokens);
@@ -338,7 +342,7 @@ PageValues<Value> Attention<Value>::values_of(Rows<Value> values, int64_t num_ke
 
 template <class Value>
 void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> keys, PageValues<Value> values,
-                                int64_t start, int64_t num_keys, const Value* next) {
+                                int64_t start, int64_t num_keys, Rows<Value> next) {
   keys = whole_words(keys, num_keys);
   if (lanes_ == Lanes::kKeys) {
     turn_keys(keys, num_keys, next);
@@ -357,6 +361,29 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
     sum(row_begin, row_end, values, num_keys);
     return;
   }
+  score_rows(row_begin, row_end, keys, num_keys, next);
+  for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
+  sum(row_begin, row_end, values, num_keys);
+}
+
+template <class Value>
+void Attention<Value>::score_page(int64_t row_end, Rows<Value> keys, int64_t num_keys, const float* weights, bool adds,
+                                  Rows<Value> next, float* scores) {
+  score_rows(0, row_end, whole_words(keys, num_keys), num_keys, next);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    Floats total = floats(0.0f);
+    for (int64_t row = 0; row < row_end; row += 16) {
+      const First first = lanes(row_end - row);
+      total = multiply_add(load(first, weights + row), larger(load(first, scores_[key] + row), floats(0.0f)), total);
+    }
+    scores[key] = sum_of(total) + (adds ? scores[key] : 0.0f);
+  }
+}
+
+// Scores of rows with keys that are whole words.
+template <class Value>
+void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys,
+                                  Rows<Value> next) {
   if constexpr (kHasTiles && kWordValues<Value> == 2) {
     score_in_tiles(row_begin, row_end, keys, num_keys);
   } else if constexpr (kMostSums < 16) {
@@ -372,8 +399,6 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
       score<8, 1>(lane, keys, num_keys, next);
     }
   }
-  for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
-  sum(row_begin, row_end, values, num_keys);
 }
 
 template <class Value>

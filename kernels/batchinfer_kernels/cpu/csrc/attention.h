@@ -21,6 +21,7 @@ namespace batchinfer {
 
 constexpr int64_t kPageTokens = 64;
 constexpr int64_t kAttentionRows = 64;  // at most, together
+constexpr int64_t kFewHeads = 8;        // fewer than these: lanes are keys, whatever else is in the step
 
 template <class Value>
 constexpr int64_t kWordValues = 4 / int64_t{sizeof(Value)};
@@ -45,9 +46,14 @@ class Attention {
 
   // Rows [row_begin, row_end) meet `num_keys` keys of one page, which starts at position `start`. A whole page of keys
   // must be readable. `values` are the keys' values; a key that is not there has zeros where a step takes two.
-  // Keys of the page that comes next, `next` (or null), are brought into the cache meanwhile.
+  // The keys that come `next` (or none) are brought into the cache meanwhile.
   void add_page(int64_t row_begin, int64_t row_end, Rows<Value> keys, PageValues<Value> values, int64_t start,
-                int64_t num_keys, const Value* next = nullptr);
+                int64_t num_keys, Rows<Value> next = {});
+
+  // scores[key] = sum over the rows before `row_end` of weights[row] * max(0, key · q row), for keys of one page as in
+  // add_page; added to what is there if `adds`. Lanes are rows: 16 of them are added up side by side, then the lanes.
+  void score_page(int64_t row_end, Rows<Value> keys, int64_t num_keys, const float* weights, bool adds,
+                  Rows<Value> next, float* scores);
 
   // The values of a page for add_page, in this thread's scratch memory where they cannot stay where they are.
   PageValues<Value> values_of(Rows<Value> values, int64_t num_keys);
@@ -57,9 +63,10 @@ class Attention {
 
  private:
   template <int K, int C>
-  void score(int64_t lane, Rows<Value> keys, int64_t num_keys, const Value* next);
+  void score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
+  void score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys);
-  void turn_keys(Rows<Value> keys, int64_t num_keys, const Value* next);
+  void turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh_row(int64_t row, int64_t start, int64_t num_keys);
   void sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys);
   void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys);

@@ -183,10 +183,10 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
 Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
                   const Tensor& positions, int64_t latent_dim, double scale) {
   check_contiguous(q, 3, "q");
-  check_like(pages, 3, q, "pages");
+  const int64_t row_step = page_step(pages, q);
   for (const Tensor* indices : {&page_table, &kv_tokens, &positions}) check_indices(*indices, "indices");
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
-  TORCH_CHECK(pages.size(1) == 64 && pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
+  TORCH_CHECK(pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
   TORCH_CHECK(0 < latent_dim && latent_dim <= q.size(2), "latent_dim must be within the width");
   TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
@@ -198,7 +198,7 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
   if (num_requests == 0) return out;
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
-  const batchinfer::DecodeShape shape{num_requests, q.size(0) / num_requests, q.size(1), q.size(2),
+  const batchinfer::DecodeShape shape{num_requests, q.size(0) / num_requests, q.size(1), q.size(2), row_step,
                                       latent_dim,   table_pages,              static_cast<float>(scale)};
   with_values(q, [&]<class Value>(Value) {
     batchinfer::mla_decode(shape, read<Value>(q), read<Value>(pages), read<int64_t>(page_table), lengths,
@@ -211,12 +211,12 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
                    const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
                    int64_t value_dim, double scale) {
   check_contiguous(q, 3, "q");
-  check_like(pages, 3, q, "pages");
+  const int64_t row_step = page_step(pages, q);
   for (const Tensor* indices : {&page_table, &num_tokens, &context_tokens, &positions}) {
     check_indices(*indices, "indices");
   }
   const int64_t num_heads = q.size(1), width = q.size(2), rotary = pages.size(2) - latent_dim, nope = width - rotary;
-  TORCH_CHECK(pages.size(1) == 64 && rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
+  TORCH_CHECK(rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per query");
   const int64_t num_chunks = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(num_tokens.numel() == num_chunks && context_tokens.numel() == num_chunks, "one count per chunk");
@@ -238,7 +238,8 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
   const int64_t kind = static_cast<int64_t>(q.scalar_type() == at::kFloat ? WeightKind::kFloat32 : WeightKind::kBfloat16);
   const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, kind, false);
   Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
-  const batchinfer::PrefillShape shape{num_heads, nope, rotary, value_dim, latent_dim, static_cast<float>(scale)};
+  const batchinfer::PrefillShape shape{num_heads, nope, rotary, value_dim, latent_dim, row_step,
+                                       static_cast<float>(scale)};
   with_values(q, [&]<class Value>(Value) {
     batchinfer::mla_prefill(shape, chunks.data(), chunks.size(), read<Value>(q), read<Value>(pages),
                             read<int64_t>(positions), weight, write<Value>(out));
@@ -251,7 +252,7 @@ void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, 
   check_contiguous(q, 3, "q");
   check_like(latents, 2, q, "latents");
   check_like(norm, 1, q, "norm");
-  check_like(pages, 3, q, "pages");
+  const int64_t row_step = page_step(pages, q);
   check_indices(slots, "slots");
   const int64_t num_rows = q.size(0), width = latents.size(1), latent_dim = norm.numel();
   const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
@@ -263,8 +264,77 @@ void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, 
     batchinfer::rope(write<Value>(q) + q.size(2) - rotary.rotary, q.stride(0), q.stride(1), q.size(1), num_rows,
                      rotary);
     batchinfer::write_latents(rows_of<Value>(latents), read<Value>(norm), static_cast<float>(eps), rotary, latent_dim,
-                              read<int64_t>(slots), write<Value>(pages), num_rows);
+                              read<int64_t>(slots), write<Value>(pages), row_step, num_rows);
   });
+}
+
+void index_cache(const Tensor& keys, const Tensor& norm, const Tensor& bias, double eps, const Tensor& cos,
+                 const Tensor& sin, bool is_interleaved, const Tensor& slots, const Tensor& pages) {
+  check_contiguous(keys, 2, "keys");
+  check_like(norm, 1, keys, "norm");
+  check_like(bias, 1, keys, "bias");
+  const int64_t row_step = page_step(pages, keys), num_rows = keys.size(0), width = keys.size(1);
+  check_indices(slots, "slots");
+  const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
+  TORCH_CHECK(norm.numel() == width && bias.numel() == width && pages.size(2) == width && rotary.rotary <= width &&
+                  slots.numel() == num_rows,
+              "the widths of keys, norm, pages and angles do not fit");
+  check_range(slots, pages.size(0) * pages.size(1), "slot");
+  with_values(keys, [&]<class Value>(Value) {
+    batchinfer::write_index_keys(rows_of<Value>(keys), read<Value>(norm), read<Value>(bias), static_cast<float>(eps),
+                                 rotary, width, read<int64_t>(slots), write<Value>(pages), row_step, num_rows);
+  });
+}
+
+Tensor choose_keys(const Tensor& q_in, const Tensor& head_weights, const Tensor& cos, const Tensor& sin,
+                   bool is_interleaved, const Tensor& pages, const Tensor& page_table, const Tensor& requests,
+                   const Tensor& positions, int64_t topk) {
+  check_contiguous(q_in, 3, "q");
+  check_floats(head_weights, 2, "weights of heads");
+  const int64_t row_step = page_step(pages, q_in), num_rows = q_in.size(0), num_heads = q_in.size(1);
+  for (const Tensor* indices : {&page_table, &requests, &positions}) check_indices(*indices, "indices");
+  TORCH_CHECK(pages.size(2) == q_in.size(2) && head_weights.size(0) == num_rows && head_weights.size(1) == num_heads &&
+                  requests.numel() == num_rows && positions.numel() == num_rows,
+              "queries, weights, requests and positions do not fit");
+  check_range(page_table, pages.size(0), "page");
+  check_range(requests, page_table.size(0), "request");
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t position = read<int64_t>(positions)[i];
+    TORCH_CHECK(0 < topk && topk <= position + 1 && position < 64 * page_table.size(1), "position ", position, " of ",
+                page_table.size(1), " pages, of which ", topk, " keys are wanted");
+  }
+  const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
+  TORCH_CHECK(rotary.rotary <= q_in.size(2), "the widths of q and angles do not fit");
+  const Tensor q = q_in.clone();
+  Tensor slots = at::empty({num_rows, topk}, q.options().dtype(at::kInt));
+  const batchinfer::IndexShape shape{num_rows, num_heads, q.size(2), row_step, page_table.size(1), topk};
+  with_values(q, [&]<class Value>(Value) {
+    batchinfer::rope(write<Value>(q), q.stride(0), q.stride(1), num_heads, num_rows, rotary);
+    batchinfer::choose_keys(shape, read<Value>(q), read<float>(head_weights), read<Value>(pages),
+                            read<int64_t>(page_table), read<int64_t>(requests), read<int64_t>(positions),
+                            write<int32_t>(slots));
+  });
+  return slots;
+}
+
+Tensor mla_sparse(const Tensor& q, const Tensor& pages, const Tensor& slots, int64_t latent_dim, double scale) {
+  check_contiguous(q, 3, "q");
+  const int64_t row_step = page_step(pages, q), num_slots = pages.size(0) * pages.size(1);
+  TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() && slots.dim() == 2 &&
+                  slots.size(0) == q.size(0) && slots.size(1) > 0,
+              "slots must be contiguous int32, one row of them per query");
+  TORCH_CHECK(pages.size(2) == q.size(2) && 0 < latent_dim && latent_dim <= q.size(2), "the widths of q and pages");
+  for (int64_t i = 0; i < slots.numel(); ++i) {
+    const int32_t slot = read<int32_t>(slots)[i];
+    TORCH_CHECK(0 <= slot && slot < num_slots, "slot ", slot, " of ", num_slots);
+  }
+  Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
+  const batchinfer::SparseShape shape{q.size(0),  q.size(1),     q.size(2),                row_step,
+                                      latent_dim, slots.size(1), static_cast<float>(scale)};
+  with_values(q, [&]<class Value>(Value) {
+    batchinfer::mla_sparse(shape, read<Value>(q), read<Value>(pages), read<int32_t>(slots), write<Value>(out));
+  });
+  return out;
 }
 
 std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor>& bias, int64_t method, int64_t topk,
@@ -406,6 +476,10 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
       rope_and_cache);
+  m.def(
+      "index_cache(Tensor keys, Tensor norm, Tensor bias, float eps, Tensor cos, Tensor sin, bool is_interleaved, "
+      "Tensor slots, Tensor(a!) pages) -> ()",
+      index_cache);
   // these change no argument: their C++ signatures say all
   m.def("packed_bytes", packed_bytes);
   m.def("linear", linear);
@@ -416,6 +490,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("masked_mlp", masked_mlp);
   m.def("mla_decode", mla_decode);
   m.def("mla_prefill", mla_prefill);
+  m.def("choose_keys", choose_keys);
+  m.def("mla_sparse", mla_sparse);
   m.def("gate", gate);
   m.def("sort_by_expert", sort_by_expert);
   m.def("sum_per_token", sum_per_token);

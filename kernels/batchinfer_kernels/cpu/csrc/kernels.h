@@ -26,8 +26,8 @@ template <class V>
 struct Rows {
   using Value = V;
 
-  const V* data;
-  int64_t stride;  // values from one row to the next
+  const V* data = nullptr;
+  int64_t stride = 0;  // values from one row to the next
   const int64_t* index = nullptr;
 
   const V* at(int64_t row) const { return data + (index ? index[row] : row) * stride; }
@@ -71,8 +71,9 @@ struct ExpertRows {
   int64_t first, num_rows;
 };
 
+// In pages a token has a row of `width` values, and the next token's row begins `row_step` values later.
 struct DecodeShape {
-  int64_t num_requests, num_queries, num_heads, width, latent_dim, table_pages;
+  int64_t num_requests, num_queries, num_heads, width, row_step, latent_dim, table_pages;
   float scale;
 };
 
@@ -145,7 +146,7 @@ void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, 
 // Latent rows [latent | rotary]: norm and turn them, write each to its slot of the pages.
 template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
-                   const int64_t* slots, Value* pages, int64_t num_rows);
+                   const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows);
 
 // tile_check.cpp: whether products in tiles have the order of sums of matrix_tiles.h, or (never) that of other products;
 // true where there are no tiles.
@@ -181,14 +182,14 @@ void draw(const float* logits, const DrawSettings& settings, int64_t num_rows, i
 // angles.cpp: cosine and sine of angles [num_values], each times `scale`.
 void cos_sin(const float* angles, double scale, int64_t num_values, float* cos, float* sin);
 
-// mla_decode.cpp: see reference_mla.mla_decode; pages [num_pages, 64, width].
+// mla_decode.cpp: see reference_mla.mla_decode.
 template <class Value>
 void mla_decode(const DecodeShape& shape, const Value* q, const Value* pages, const int64_t* page_table,
                 const int64_t* kv_tokens, const int64_t* positions, Value* out);
 
 // mla_prefill.cpp: see reference_mla.mla_prefill.
 struct PrefillShape {
-  int64_t num_heads, nope_dim, rotary_dim, value_dim, latent_dim;
+  int64_t num_heads, nope_dim, rotary_dim, value_dim, latent_dim, row_step;
   float scale;
 };
 struct PrefillChunk {
@@ -198,5 +199,22 @@ struct PrefillChunk {
 template <class Value>
 void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t num_chunks, const Value* q,
                  const Value* pages, const int64_t* positions, const Weight& kv_up, Value* out);
+
+// sparse.cpp: see reference/sparse.py. Of the weights of heads the scale of a score is a part.
+template <class Value>
+void write_index_keys(Rows<Value> x, const Value* norm, const Value* bias, float eps, const Rotary& rotary,
+                      int64_t width, const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows);
+struct IndexShape {
+  int64_t num_rows, num_heads, width, row_step, table_pages, topk;
+};
+template <class Value>
+void choose_keys(const IndexShape& shape, const Value* q, const float* head_weights, const Value* pages,
+                 const int64_t* page_table, const int64_t* requests, const int64_t* positions, int32_t* slots);
+struct SparseShape {
+  int64_t num_rows, num_heads, width, row_step, latent_dim, num_keys;
+  float scale;
+};
+template <class Value>
+void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, const int32_t* slots, Value* out);
 
 }  // namespace batchinfer

@@ -11,8 +11,6 @@
 namespace batchinfer {
 namespace {
 
-constexpr int64_t kFewHeads = 8;
-
 template <class Value>
 struct Step {
   const DecodeShape& shape;
@@ -41,13 +39,14 @@ std::vector<int64_t> by_pages(const Step<Value>& step) {
 template <class Value>
 void attend(Attention<Value>& attention, const Step<Value>& step, const int64_t* requests, int64_t num_requests,
             int64_t first_row, int64_t rows_each, int64_t page) {
-  const auto keys_of = [&](int64_t number) {
-    return step.pages + step.page_of(requests[0], number) * kPageTokens * step.shape.width;
+  const auto keys_of = [&](int64_t number) -> Rows<Value> {
+    return {step.pages + step.page_of(requests[0], number) * kPageTokens * step.shape.row_step, step.shape.row_step};
   };
   const auto add = [&](int64_t num_keys) {
-    const Rows<Value> keys{keys_of(page), step.shape.width};
+    const Rows<Value> keys = keys_of(page);
     attention.add_page(first_row, first_row + num_requests * rows_each, keys, attention.values_of(keys, num_keys),
-                       page * kPageTokens, num_keys, page + 1 < step.num_pages(requests[0]) ? keys_of(page + 1) : nullptr);
+                       page * kPageTokens, num_keys,
+                       page + 1 < step.num_pages(requests[0]) ? keys_of(page + 1) : Rows<Value>{});
   };
   if (num_requests == 1) {
     for (; page < step.num_pages(requests[0]); ++page) {

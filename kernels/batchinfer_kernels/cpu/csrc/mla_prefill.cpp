@@ -67,13 +67,13 @@ struct Expanded {
 
 // The latents of a page as rows of a product: with a zero behind each where a step would take the next value, too.
 template <class Value>
-Rows<Value> latents_of(const Value* page, int64_t page_width, int64_t latent_dim, int64_t num_tokens) {
+Rows<Value> latents_of(const Value* page, int64_t row_step, int64_t latent_dim, int64_t num_tokens) {
   const int64_t depth = (latent_dim + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
-  if (depth == latent_dim) return {page, page_width};
+  if (depth == latent_dim) return {page, row_step};
   static thread_local std::vector<Value> padded;
   padded.assign(num_tokens * depth, Value{0});
   for (int64_t token = 0; token < num_tokens; ++token) {
-    std::copy_n(page + token * page_width, latent_dim, padded.data() + token * depth);
+    std::copy_n(page + token * row_step, latent_dim, padded.data() + token * depth);
   }
   return {padded.data(), depth};
 }
@@ -82,11 +82,11 @@ template <class Value>
 void expand_page(const Expanded<Value>& expanded, const Weight& kv_up, const Value* page, int64_t num_tokens,
                  int64_t place, int64_t head) {
   const PrefillShape& shape = expanded.shape;
-  const int64_t page_width = shape.latent_dim + shape.rotary_dim, columns = shape.nope_dim + shape.value_dim;
+  const int64_t columns = shape.nope_dim + shape.value_dim;
   alignas(64) float sums[kPageTokens * kPanelColumns];
   static thread_local std::vector<Value> rounded;
   rounded.resize(kPageTokens * columns + 64);
-  const Rows<Value> latents = latents_of(page, page_width, shape.latent_dim, num_tokens);
+  const Rows<Value> latents = latents_of(page, shape.row_step, shape.latent_dim, num_tokens);
   for (int64_t panel = 0; panel < kv_up.num_panels(); ++panel) {
     multiply_strip(latents, 0, num_tokens, kv_up, kv_up.panel(panel), num_chunks(kv_up, panel), sums);
     const int64_t column = panel * kPanelColumns, count = std::min(kPanelColumns, columns - column);
@@ -102,7 +102,7 @@ void expand_page(const Expanded<Value>& expanded, const Weight& kv_up, const Val
     Value* key = keys + token * expanded.width();
     if (token < num_tokens) {
       std::copy_n(rounded.data() + token * columns, shape.nope_dim, key);
-      std::copy_n(page + token * page_width + shape.latent_dim, shape.rotary_dim, key + shape.nope_dim);
+      std::copy_n(page + token * shape.row_step + shape.latent_dim, shape.rotary_dim, key + shape.nope_dim);
     } else {
       std::fill_n(key, expanded.width(), Value{0});
     }
@@ -147,7 +147,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
   const Pages used = pages_of(chunks, num_chunks);
   const std::vector<Part> parts = parts_of(chunks, num_chunks);
   const int64_t num_places = used.ids.size(), num_parts = parts.size();
-  const int64_t width = shape.nope_dim + shape.rotary_dim, page_width = shape.latent_dim + shape.rotary_dim;
+  const int64_t width = shape.nope_dim + shape.rotary_dim;
   const int64_t head_bytes = num_places * kPageTokens * (width + shape.value_dim) * int64_t{sizeof(Value)};
   const int64_t most_heads = std::clamp<int64_t>(kMostBytes / std::max<int64_t>(1, head_bytes), 1, shape.num_heads);
   for (int64_t first_head = 0; first_head < shape.num_heads; first_head += most_heads) {
@@ -157,7 +157,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
       const int64_t place = task / num_heads, head = task % num_heads;
       Weight weight = kv_up;
       weight.data += (first_head + head) * kv_up.bytes();
-      expand_page(expanded, weight, pages + used.ids[place] * kPageTokens * page_width, used.num_tokens[place], place,
+      expand_page(expanded, weight, pages + used.ids[place] * kPageTokens * shape.row_step, used.num_tokens[place], place,
                   head);
     });
     run_tasks(num_parts * num_heads, [&](int64_t task) {

@@ -76,10 +76,10 @@ void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, 
 
 template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
-                   const int64_t* slots, Value* pages, int64_t num_rows) {
-  const int64_t half = rotary.rotary / 2, width = latent_dim + rotary.rotary;
+                   const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows) {
+  const int64_t half = rotary.rotary / 2;
   for_rows(num_rows, [&](int64_t row) {
-    Value* out = pages + slots[row] * width;
+    Value* out = pages + slots[row] * row_step;
     norm_row(x.at(row), norm, eps, out, latent_dim);
     std::copy_n(x.at(row) + latent_dim, rotary.rotary, out + latent_dim);
     turn(out + latent_dim, rotary.cos + row * half, rotary.sin + row * half, rotary.rotary, rotary.is_interleaved);
@@ -89,7 +89,7 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
 #define BATCHINFER_FOR_VALUE(Value)                                                                          \
   template void rope(Value*, int64_t, int64_t, int64_t, int64_t, const Rotary&);                             \
   template void write_latents(Rows<Value>, const Value*, float, const Rotary&, int64_t, const int64_t*,      \
-                              Value*, int64_t);
+                              Value*, int64_t, int64_t);
 BATCHINFER_FOR_VALUE(bf16)
 BATCHINFER_FOR_VALUE(float)
 #undef BATCHINFER_FOR_VALUE

@@ -47,6 +47,18 @@ inline void check_like(const Tensor& x, int64_t dim, const Tensor& like, const c
   TORCH_CHECK(x.scalar_type() == like.scalar_type(), name, " holds ", x.scalar_type(), ", not ", like.scalar_type());
 }
 
+// Pages [pages, 64, width] of values like those of `like`, where gaps between rows are allowed: the step between rows.
+inline int64_t page_step(const Tensor& pages, const Tensor& like) {
+  check(pages, 3, "pages");
+  TORCH_CHECK(pages.scalar_type() == like.scalar_type(), "pages hold ", pages.scalar_type(), ", not ",
+              like.scalar_type());
+  const int64_t step = pages.stride(1);
+  TORCH_CHECK(pages.size(1) == 64 && step >= pages.size(2) && (pages.size(2) == 1 || pages.stride(2) == 1) &&
+                  (pages.size(0) <= 1 || pages.stride(0) == 64 * step),
+              "pages must be [pages, 64, width], rows at equal distances");
+  return step;
+}
+
 inline void check_indices(const Tensor& x, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), name, " must be contiguous int64");
 }

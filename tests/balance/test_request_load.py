@@ -1,0 +1,43 @@
+"""What requests cost a decode step: in a dense model their KV, in one with an indexer at most so many keys."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.balance.decode import admit
+from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
+from batchinfer.model.config import load_model_config
+from batchinfer.model.indexer_config import IndexerConfig
+
+V3 = load_model_config(Path(__file__).parents[2] / "jobs" / "models" / "deepseek-v3")
+INDEXER = IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset())
+
+
+def test_a_dense_model_pays_for_each_kv_token_and_for_the_row():
+    assert ONE_PER_TOKEN.of(np.array([1, 5000])).tolist() == [1.0, 5000.0]
+    assert RequestLoad(*V3.decode_loads).of(np.array([1, 5000])).tolist() == pytest.approx(
+        [V3.row_cost_in_kv_tokens + 1, V3.row_cost_in_kv_tokens + 5000]
+    )
+
+
+def test_a_model_with_an_indexer_pays_for_the_keys_that_it_chooses_and_a_little_for_those_that_it_scores():
+    load = RequestLoad(*replace(V3, indexer=INDEXER).decode_loads)
+    # 64 heads of 128 score a key that 128 heads over 576 + 512 would attend to
+    scored = 64 * 128 / (128 * (576 + 512))
+    assert load.scored_key == pytest.approx(scored)
+    loads = load.of(np.array([2048, 2049, 16384])) - load.row
+    assert loads.tolist() == pytest.approx([2048, 2048 + 2049 * scored, 2048 + 16384 * scored])
+    # layers that share what others chose score nothing
+    half = replace(INDEXER, sharing_layers=frozenset(range(1, 61, 2)))
+    assert RequestLoad(*replace(V3, indexer=half).decode_loads).scored_key == pytest.approx(scored * 31 / 61)
+
+
+def test_long_requests_are_spread_by_what_they_cost():
+    # by KV the three short ones would go together, beside the long one
+    options = {"load_of_rank": np.zeros(2), "free_slots_of_rank": np.array([4, 4])}
+    kv_tokens = np.array([16000, 2000, 2000, 2000])
+    assert admit(np.ones(4), kv_tokens, **options).tolist() == [0, 1, 1, 1]
+    ranks = admit(np.ones(4), kv_tokens, **options, request_load=RequestLoad(0.0, 2048, 0.01))
+    assert sorted(np.bincount(ranks).tolist()) == [2, 2]
