@@ -60,6 +60,7 @@ class Transformer:
         *,
         dtype: torch.dtype,
         eight_bit: bool = False,
+        four_bit: bool = False,
         dispatchers: Sequence[Dispatcher] | None = None,
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
@@ -71,7 +72,7 @@ class Transformer:
 
         Args:
             dtype: of weights, activations and pages.
-            eight_bit: hold projections and experts in 8 bits with a scale per block, and multiply them so.
+            eight_bit, four_bit: see Ops.
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
@@ -81,21 +82,14 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(backend, dtype, eight_bit=eight_bit, device=device)
+        ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             # a row is rounded once, not once per expert
             row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
             dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
         weights = load_weights(
-            folder,
-            config,
-            dtype=dtype,
-            expert_ids=expert_ids,
-            device=device,
-            ops=ops,
-            memory=memory,
-            told=told,
+            folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
         )
         return cls(config, weights, dispatchers, ops)
 
@@ -122,7 +116,7 @@ class Transformer:
     @property
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
-        return self.ops.names(self.dtype) + (", 8-bit products" if self.ops.eight_bit else "")
+        return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages in the model's dtype, see mla.empty_pages."""

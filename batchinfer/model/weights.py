@@ -2,8 +2,8 @@
 
 The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
 block) and packed 4-bit ones are widened to the run's dtype here, unless the operations hold projections and experts in
-FP8: then FP8 weights go through as they are stored, bit for bit, and others are rounded once. Either way the rest
-(latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
+FP8, or experts in 4 bits: then weights that are stored so go through as they are, bit for bit, and others are rounded
+once. Either way the rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
 
 In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
 intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
@@ -29,6 +29,7 @@ from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 
@@ -130,7 +131,7 @@ def load_weights(
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     total_bytes = num_bytes_to_read(checkpoint, config, held)
     ops, device = ops or Ops.select("reference"), torch.device(device)
-    if memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
+    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
         memory.close()
         memory = None
     loader = _Loader(checkpoint, config, dtype, device, held, ops, memory)
@@ -203,6 +204,7 @@ class _Loader:
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
+        self._expert_format = ops.expert_format(dtype, device)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
@@ -265,7 +267,8 @@ class _Loader:
     def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
         """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
         num_held, hidden = len(expert_ids), self.config.hidden_size
-        width, form = self._mlp_width(self.config.moe_intermediate_size), self._narrow_format
+        form = self._expert_format
+        width = _filled(self.config.moe_intermediate_size, form)
         gate_up = form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty)
         down = form.empty(num_held, hidden, width, memory=self._empty)
         for slot, expert in enumerate(expert_ids):
@@ -288,17 +291,13 @@ class _Loader:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        width = self._mlp_width(self._stored.shape(f"{prefix}.gate_proj.weight")[0])
+        width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
         return MlpWeights(
             gate_up=self._projection(gate, up, num_rows=width, is_paired=not has_bias),
             down=self._projection(down, num_columns=width),
         )
-
-    def _mlp_width(self, width: int) -> int:
-        """The intermediate width in memory."""
-        return -(-width // self._narrow_format.multiple) * self._narrow_format.multiple
 
     def _projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
@@ -317,7 +316,14 @@ class _Loader:
         biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled:
+    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
-        blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
-        return self._stored.read(name, self.dtype) if blocks is None else blocks
+        kept: BlockScaled | GroupScaled | None = None
+        if form.keeps_fp8 or form.keeps_int4:
+            kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)
+        return self._stored.read(name, self.dtype) if kept is None else kept
+
+
+def _filled(width: int, form: WeightFormat) -> int:
+    """The intermediate width in memory."""
+    return -(-width // form.multiple) * form.multiple

@@ -43,7 +43,7 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     if machine.has_gpu:
         return stored, "what the checkpoint is stored in"
     config = load_model_config(model)
-    needed = {dtype: rank_bytes(config, dtype) for dtype in ("float32", "bfloat16", "fp8")}
+    needed = {dtype: rank_bytes(config, dtype) for dtype in ("float32", "bfloat16", "fp8", "int4")}
     order = list(needed)[list(needed).index(stored) :]
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")

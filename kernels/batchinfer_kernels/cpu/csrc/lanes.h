@@ -3,7 +3,7 @@
 //   lanes_avx512.h   one register of 16 lanes
 //   lanes_avx2.h     two registers of 8 lanes
 //
-// Products of bfloat16 pairs and of four 8-bit values are instructions of processors with avx512_bf16 and avx512_vnni;
+// Products of bfloat16 pairs and of four 8-bit (or 4-bit) values are instructions of processors with avx512_bf16 and avx512_vnni;
 // elsewhere their values are widened first, then multiplied one part at a time.
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
@@ -32,7 +32,7 @@
 namespace batchinfer {
 
 // Groups of 16 columns whose sums stay in registers beside those of other rows.
-constexpr int chunks_beside(int rows) { return 4 * rows <= kMostSums ? 4 : 2 * rows <= kMostSums ? 2 : 1; }
+constexpr int chunks_beside(int rows, int most) { return 4 * rows <= most ? 4 : 2 * rows <= most ? 2 : 1; }
 
 // Values of float32 rows in the words for those of bfloat16.
 inline Floats load_wide(First first, const float* at) { return load(first, at); }
