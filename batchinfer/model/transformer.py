@@ -21,6 +21,8 @@ from batchinfer.model.layer import DecoderLayer
 from batchinfer.model.mla import RotaryAngles, empty_pages
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.ops import Ops
+from batchinfer.model.packed_files import PackedExperts, map_weights
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
@@ -68,7 +70,7 @@ class Transformer:
         memory: FreshMemory | None = None,
         told: Callable[[int, int], None] | None = None,
     ) -> Transformer:
-        """Read a model folder (config.json and *.safetensors).
+        """Read a model folder (config.json and *.safetensors), or map a converted one.
 
         Args:
             dtype: of weights, activations and pages.
@@ -88,6 +90,9 @@ class Transformer:
             # a row is rounded once, not once per expert
             row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
             dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
+        if (packed := read_packed(folder)) is not None:
+            weights = map_weights(packed, config, ops, dtype=dtype, device=device, expert_ids=expert_ids)
+            return cls(config, weights, dispatchers, ops)
         weights = load_weights(
             folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
         )
@@ -104,7 +109,8 @@ class Transformer:
             ModelError: a file cannot be read.
         """
         expert_ids = [placement.experts_of_rank(rank) for placement in placements]
-        self.weights = exchange_experts(self.weights, folder, self.config, expert_ids)
+        source = None if (packed := read_packed(folder)) is None else PackedExperts(packed)
+        self.weights = exchange_experts(self.weights, folder, self.config, expert_ids, source)
         for mlp, placement in zip(self.moe_mlps, placements, strict=True):
             mlp.dispatcher.place(placement)
 

@@ -13,10 +13,12 @@ up, and the columns of down, which changes no result.
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
 # C latent width, Z = N + V
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,7 @@ class ModelWeights:
     norm: torch.Tensor
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
+    mapped_bytes: int = 0  # of files that are its memory
 
 
 def load_weights(
@@ -119,6 +122,32 @@ def load_weights(
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
+    ops, device = ops or Ops.select("reference"), torch.device(device)
+    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
+        memory.close()
+        memory = None
+    loader = open_loader(
+        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
+    )
+    embedding, norm, lm_head = loader.ends()
+    layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
+    if memory is not None:
+        memory.close()
+    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids)
+
+
+def open_loader(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    ops: Ops,
+    expert_ids: Sequence[Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+    memory: FreshMemory | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> WeightLoader:
+    """Check the checkpoint in `folder` against `config`; arguments and errors as of `load_weights`."""
     total_bytes = 0
     tell = None if told is None else lambda num_bytes: told(num_bytes, total_bytes)
     checkpoint = open_checkpoint(folder, config.carrier, tell)
@@ -130,38 +159,35 @@ def load_weights(
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     total_bytes = num_bytes_to_read(checkpoint, config, held)
-    ops, device = ops or Ops.select("reference"), torch.device(device)
-    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
-        memory.close()
-        memory = None
-    loader = _Loader(checkpoint, config, dtype, device, held, ops, memory)
-    embedding = loader.tensor("model.embed_tokens.weight")
-    lm_head = loader.pack(embedding if config.tie_word_embeddings else loader.source("lm_head.weight"))
-    weights = ModelWeights(
-        embedding=embedding,
-        layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
-        norm=loader.tensor("model.norm.weight"),
-        lm_head=lm_head,
-        expert_ids=held,
-    )
-    if memory is not None:
-        memory.close()
-    return weights
+    return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops, memory)
+
+
+class ExpertSource(Protocol):
+    """Where experts are read from."""
+
+    def expert(self, prefix: str, expert: int, gate_up: Any, down: Any, slot: int) -> None:
+        """Put one routed expert of the layer `prefix` into a slot of these."""
+        ...
 
 
 def exchange_experts(
-    weights: ModelWeights, folder: Path, config: ModelConfig, expert_ids: Sequence[Sequence[int]]
+    weights: ModelWeights,
+    folder: Path,
+    config: ModelConfig,
+    expert_ids: Sequence[Sequence[int]],
+    source: ExpertSource | None = None,
 ) -> ModelWeights:
     """Put other routed experts into the E dims of the MoE layers, in place; as many per layer as before.
 
-    Those that this rank holds already are copied, the others are read from the checkpoint in `folder`.
+    Those that this rank holds already are copied, the others are read from `source`, or the checkpoint in `folder`.
 
     Raises:
         ModelError: a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder, config.carrier)
-    device = weights.embedding.device
-    loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
+    if source is None:
+        checkpoint = open_checkpoint(folder, config.carrier)
+        of_rows = weights.embedding
+        source = WeightLoader(checkpoint, config, of_rows.dtype, of_rows.device, (), Ops.select("reference"))
     for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):
         mlp = weights.layers[layer].mlp
         assert isinstance(mlp, MoeWeights)
@@ -177,11 +203,11 @@ def exchange_experts(
                 for slots, weight in zip(slots_of, kept[expert], strict=True):
                     slots[slot] = weight
             else:
-                loader.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
+                source.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
     return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
 
 
-class _Loader:
+class WeightLoader:
     """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
 
     def __init__(
@@ -200,7 +226,8 @@ class _Loader:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._expert_ids = iter(expert_ids)
+        self.expert_ids = expert_ids
+        self._next_expert_ids = iter(expert_ids)
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
@@ -225,7 +252,14 @@ class _Loader:
             self._format.put(held, slot, one)
         return held
 
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor, Weight]:
+        """Embedding, last norm and output head."""
+        embedding = self.tensor("model.embed_tokens.weight")
+        lm_head = self.pack(embedding if self.config.tie_word_embeddings else self.source("lm_head.weight"))
+        return embedding, self.tensor("model.norm.weight"), lm_head
+
     def layer(self, layer: int) -> LayerWeights:
+        """The next layer: they are read in order."""
         self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
         return LayerWeights(
@@ -253,7 +287,7 @@ class _Loader:
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        expert_ids = next(self._expert_ids)  # layers are read in order
+        expert_ids = next(self._next_expert_ids)  # layers are read in order
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(

@@ -9,6 +9,7 @@ from pathlib import Path
 from batchinfer.host_info import free_memory_bytes, has_gpu, processor_field
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import rank_bytes
 
 _STORED = {"F32": "float32", "F8_E4M3": "fp8"}
@@ -39,6 +40,8 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     Raises:
         ModelError: the model's files cannot be read.
     """
+    if (packed := read_packed(model)) is not None:
+        return packed.dtype, "what the folder was converted to"
     stored = stored_dtype(model)
     if machine.has_gpu:
         return stored, "what the checkpoint is stored in"
