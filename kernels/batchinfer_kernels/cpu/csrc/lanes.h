@@ -32,7 +32,7 @@
 namespace batchinfer {
 
 // Groups of 16 columns whose sums stay in registers beside those of other rows.
-constexpr int chunks_beside(int rows, int most) { return 4 * rows <= most ? 4 : 2 * rows <= most ? 2 : 1; }
+constexpr int chunks_beside(int rows) { return 4 * rows <= kMostSums ? 4 : 2 * rows <= kMostSums ? 2 : 1; }
 
 // Values of float32 rows in the words for those of bfloat16.
 inline Floats load_wide(First first, const float* at) { return load(first, at); }

@@ -24,7 +24,6 @@ struct Mask {
 };
 
 constexpr int kMostSums = 5;             // Floats that stay in registers while products are added to them
-constexpr int kMostGroupSums = 5;
 constexpr int64_t kStepBytes = 16 << 10;  // of a panel that stay in the first-level cache while rows pass
 
 inline First lanes(int64_t count) { return {std::clamp<int64_t>(count, 0, 16)}; }

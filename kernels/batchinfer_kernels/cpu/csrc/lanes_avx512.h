@@ -11,7 +11,6 @@ using First = __mmask16;
 using Mask = __mmask16;
 
 constexpr int kMostSums = 24;             // Floats that stay in registers while products are added to them
-constexpr int kMostGroupSums = 12;        // of which each has a sum in whole numbers beside it
 constexpr int64_t kStepBytes = 256 << 10;  // of a panel that stay in the second-level cache while rows pass
 
 inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }

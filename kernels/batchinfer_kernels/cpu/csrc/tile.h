@@ -179,12 +179,6 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
     starts[r] = x.starts + rows[r] * x.num_blocks * kGroupsOfBlock;
     x_scales[r] = x.scales + rows[r] * x.num_blocks;
   }
-  Floats totals[R][N];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) totals[r][n] = floats(0.0f);
-  }
   for (int64_t group = 0; group < num_groups; ++group, panel += kGroupBytes) {
     Ints sums[R][N];
 #pragma GCC unroll 8
@@ -215,14 +209,10 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const Floats both = floats(x_scales[r][group / kGroupsOfBlock]) * scale;
-        totals[r][n] = multiply_add(as_floats(sums[r][n]), both, totals[r][n]);
+        float* const at = out + r * kPanelColumns + 16 * n;
+        store(at, multiply_add(as_floats(sums[r][n]), both, group ? load(at) : floats(0.0f)));
       }
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(out + r * kPanelColumns + 16 * n, totals[r][n]);
   }
 }
 
@@ -233,9 +223,9 @@ inline int64_t num_chunks(const Weight& weight, int64_t panel) {
 }
 
 // Calls call(first, N) for all groups, N from `first` on that fit into the registers beside R rows; N is a constant.
-template <int R, int MostSums = kMostSums, class Call>
+template <int R, class Call>
 inline void for_chunks(int64_t chunks, Call call) {
-  constexpr int kMost = chunks_beside(R, MostSums);
+  constexpr int kMost = chunks_beside(R);
   int64_t first = 0;
   for (; chunks - first >= kMost; first += kMost) call(first, std::integral_constant<int, kMost>{});
   if constexpr (kMost > 1) {
@@ -337,7 +327,7 @@ inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t n
     int64_t at[kTileRows];
     for (int64_t r = 0; r < rows; ++r) at[r] = x.index ? x.index[first + row + r] : first + row + r;
     with_rows(rows, [&](auto count) {
-      for_chunks<count, kMostGroupSums>(chunks, [&](int64_t chunk, auto groups) {
+      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
         int4_tile<count, groups>(x, at, panel, chunk, weight.num_groups(), sums + row * kPanelColumns + 16 * chunk);
       });
     });
