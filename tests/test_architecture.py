@@ -44,7 +44,22 @@ ROOMS: dict[str, set[str]] = {
     "finish": {"controller", "data", "run"},
     "slurm": {"balance", "controller", "data", "parallel", "report", "run"},
     "doctor": {"launch", "parallel"},
-    "commands": {"controller", "data", "finish", "kv_store", "launch", "plan", "report", "run", "sim", "slurm"},
+    "commands": {
+        *(
+            "controller",
+            "data",
+            "finish",
+            "kv_store",
+            "launch",
+            "model",
+            "plan",
+            "rank",
+            "report",
+            "run",
+            "sim",
+            "slurm",
+        )
+    },
 }
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS

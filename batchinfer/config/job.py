@@ -21,7 +21,8 @@ from batchinfer.records import ConfigError, ConfigErrors
 OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
 PAGE_TOKENS = 64  # tokens in one page of device KV
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of KV, and of weights that are never in 8 bits, by model.dtype
+# Of KV, and of weights that are never in 8 or 4 bits, by model.dtype.
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2, "int4": 2}
 
 Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
 RankCount = Annotated[int, Field(ge=1, le=4096)]
@@ -186,8 +187,10 @@ class ModelPart(Part):
     path: Text = Field(
         description="folder with config.json, *.safetensors, tokenizer.json (or tiktoken.model), tokenizer_config.json"
     )
-    dtype: Literal["float32", "bfloat16", "fp8"] = Field(
-        "bfloat16", description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16"
+    dtype: Literal["float32", "bfloat16", "fp8", "int4"] = Field(
+        "bfloat16",
+        description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; "
+        "int4: as fp8, with routed experts in 4 bits (on CPUs)",
     )
 
 

@@ -71,7 +71,7 @@ def _numerics_lines() -> list[str]:
     if cpu_build.why_not() is not None:
         return []
     float32, narrow = cpu_build.numerics(torch.float32), cpu_build.numerics(torch.bfloat16)
-    named = float32 if float32 == narrow else f"float32 {float32}, bfloat16 and fp8 {narrow}"
+    named = float32 if float32 == narrow else f"float32 {float32}, bfloat16, fp8 and int4 {narrow}"
     return [f"            sums {named}: the same bits on every machine that says this"]
 
 

@@ -13,7 +13,7 @@ from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.records import ConfigError
 
-_DTYPES = ("bfloat16", "fp8")  # which take less
+_DTYPES = ("bfloat16", "fp8", "int4")  # which take less
 
 
 def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:

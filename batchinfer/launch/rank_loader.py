@@ -20,6 +20,7 @@ from batchinfer.launch.rank_process import SpareRank
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.progress import Progress
@@ -241,6 +242,8 @@ def _weight_bytes(job: JobConfig) -> int:
     if job.cluster.num_ranks > 1:
         return 0
     try:
+        if read_packed(Path(job.model.path)) is not None:
+            return 0  # files are its memory
         return weight_bytes(load_model_config(Path(job.model.path)), job.model.dtype)
     except ModelError:  # said where the model is loaded
         return 0

@@ -8,9 +8,12 @@ import threading
 from pathlib import Path
 
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.records import ModelError
 
 WINDOW_BYTES = 4 << 20  # the kernel takes up no more than a few MB of one piece of advice
 MOST_OF_FREE_MEMORY = 0.5  # beyond that what was read first might be gone before it is used
+MOST_IF_MAPPED = 0.95  # of a converted folder, whose files are the memory of its weights
 
 
 def read_ahead(folder: Path) -> threading.Thread:
@@ -26,7 +29,8 @@ def read_ahead(folder: Path) -> threading.Thread:
 def _advise(folder: Path) -> None:
     try:
         sizes = {path: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-        if sum(sizes.values()) > MOST_OF_FREE_MEMORY * free_memory_bytes():
+        most = MOST_OF_FREE_MEMORY if read_packed(folder) is None else MOST_IF_MAPPED
+        if sum(sizes.values()) > most * free_memory_bytes():
             return
         for path, num_bytes in sizes.items():
             file = os.open(path, os.O_RDONLY)
@@ -35,5 +39,5 @@ def _advise(folder: Path) -> None:
                     os.posix_fadvise(file, start, WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(file)
-    except (OSError, AttributeError):  # unreadable, or a system without such advice: nothing was promised
+    except (OSError, AttributeError, ModelError):  # unreadable, or a system without such advice: nothing was promised
         return

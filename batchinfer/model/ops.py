@@ -37,7 +37,8 @@ class Ops:
     argmax: Operation
     draw: Operation
     log_sum_exp: Operation
-    eight_bit: bool = False  # projections and experts are packed in 8 bits
+    eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
+    four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
 
     @property
     def reads_on_host(self) -> bool:
@@ -46,12 +47,17 @@ class Ops:
 
     def names(self, dtype: torch.dtype | None = None) -> str:
         """Where the implementations come from: those that give the same bits in this dtype have the same names."""
-        return " ".join(sorted({registry.origin(getattr(self, name), dtype) for name in _op_names()}))
+        return " ".join(sorted({registry.origin(getattr(self, name), dtype) for name in op_names()}))
+
+    @property
+    def bits(self) -> str:
+        """Which products are of other weights than the model's dtype has."""
+        return (", 8-bit products" if self.eight_bit else "") + (", 4-bit experts" if self.four_bit else "")
 
     @property
     def has_fixed_sums(self) -> bool:
         """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
-        return all(registry.has_fixed_sums(getattr(self, name)) for name in _op_names())
+        return all(registry.has_fixed_sums(getattr(self, name)) for name in op_names())
 
     @classmethod
     def select(
@@ -60,6 +66,7 @@ class Ops:
         dtype: torch.dtype | None = None,
         *,
         eight_bit: bool = False,
+        four_bit: bool = False,
         device: torch.device | str = "cpu",
     ) -> Ops:
         """The best implementation for tensors of this device ("auto"), or the one named for all operations.
@@ -68,23 +75,29 @@ class Ops:
             ModelError: the named one does not exist or cannot run there, with its reason.
         """
         try:
-            chosen = {name: registry.select(name, choice, dtype, device) for name in _op_names()}
+            chosen = {name: registry.select(name, choice, dtype, device) for name in op_names()}
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**chosen, eight_bit=eight_bit)
+        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit)
 
-    def weight_format(self, dtype: torch.dtype, device: torch.device | str, *, eight_bit: bool = False) -> WeightFormat:
-        """The form in which products on this device take weights; `eight_bit`: those that are held in 8 bits."""
-        one = torch.zeros(1, 1, dtype=torch.bfloat16 if eight_bit else dtype, device=device)
-        return format_of(self.pack(one, eight_bit=eight_bit))
+    def weight_format(self, dtype: torch.dtype, device: torch.device | str, **bits: bool) -> WeightFormat:
+        """The form in which products on this device take weights; `eight_bit` or `four_bit`: those that are held so."""
+        one = torch.zeros(1, 1, dtype=torch.bfloat16 if any(bits.values()) else dtype, device=device)
+        return format_of(self.pack(one, **bits))
+
+    def expert_format(self, dtype: torch.dtype, device: torch.device | str) -> WeightFormat:
+        """That of routed experts."""
+        bits = {"four_bit": True} if self.four_bit else {"eight_bit": True} if self.eight_bit else {}
+        return self.weight_format(dtype, device, **bits)
 
     def holds_fp8(self, device: torch.device | str) -> bool:
-        """Whether projections and experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
+        """Whether routed experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
 
-        Otherwise 8 bits are integers (the C++ products on a CPU), or there are no 8-bit products at all.
+        Otherwise they are in 4 bits, or 8 bits are integers (the C++ products on a CPU), or they are not narrow at all.
         """
-        return self.eight_bit and self.weight_format(torch.bfloat16, device, eight_bit=True).keeps_fp8
+        return self.eight_bit and self.expert_format(torch.bfloat16, device).keeps_fp8
 
 
-def _op_names() -> list[str]:
-    return [field.name for field in fields(Ops) if field.name != "eight_bit"]
+def op_names() -> list[str]:
+    """The operations among the fields of Ops."""
+    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit")]

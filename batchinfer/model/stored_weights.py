@@ -12,6 +12,7 @@ from batchinfer.model.tensor_names import INT4_SCALE_SUFFIX, INT4_SHAPE_SUFFIX, 
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.group_scaled import GROUP, GroupScaled
 
 
 class StoredWeights:
@@ -36,7 +37,7 @@ class StoredWeights:
             ModelError: the file cannot be read any more, or its scales or its shape cannot be right.
         """
         if name + PACKED_SUFFIX in self._checkpoint:
-            return self._widened(name, dtype)
+            return widen_int4(*self._packed(name), self._int4_group, dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self._dequantize(stored, self._scale(name + SCALE_SUFFIX), dtype, self._fp8_block)
@@ -48,6 +49,17 @@ class StoredWeights:
             return None
         return BlockScaled(self._checkpoint.read(name), self._scale(name + SCALE_SUFFIX))
 
+    def read_groups(self, name: str) -> GroupScaled | None:
+        """A weight that is stored in groups of 32 (or a multiple), value by value; None where it is stored otherwise.
+
+        Scales are rounded to bfloat16, which Kimi's are stored in.
+        """
+        if name + PACKED_SUFFIX not in self._checkpoint or self._int4_group % GROUP:
+            return None
+        packed, scale_NG = self._packed(name)
+        values = packed.contiguous().view(torch.uint8)  # the lowest byte first, as in the file; whole groups
+        return GroupScaled(values, scale_NG.bfloat16().repeat_interleave(self._int4_group // GROUP, dim=1))
+
     def _scale(self, name: str) -> torch.Tensor:
         """Scales in float32, which holds all that they are stored in."""
         scale = self._checkpoint.read(name).float()
@@ -57,15 +69,15 @@ class StoredWeights:
             raise ModelError(f"{path}: {name} is from {least:g} to {most:g}, but a scale is finite and not negative.")
         return scale
 
-    def _widened(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values in 4 bits and their scales in float32."""
         said, shape = self._checkpoint.read(name + INT4_SHAPE_SUFFIX).tolist(), list(self.shape(name))
         if said != shape:
             path = self._checkpoint.info(name + INT4_SHAPE_SUFFIX).path
             raise ModelError(
                 f"{path}: {name}{INT4_SHAPE_SUFFIX} says {said}, but the weight that is packed is {shape}."
             )
-        packed, scale = self._checkpoint.read(name + PACKED_SUFFIX), self._scale(name + INT4_SCALE_SUFFIX)
-        return widen_int4(packed, scale, self._int4_group, dtype)
+        return self._checkpoint.read(name + PACKED_SUFFIX), self._scale(name + INT4_SCALE_SUFFIX)
 
 
 def widen_int4(packed: torch.Tensor, scale_NG: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

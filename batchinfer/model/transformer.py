@@ -21,6 +21,8 @@ from batchinfer.model.layer import DecoderLayer
 from batchinfer.model.mla import RotaryAngles, empty_pages
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.ops import Ops
+from batchinfer.model.packed_files import PackedExperts, map_weights
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
@@ -61,6 +63,7 @@ class Transformer:
         *,
         dtype: torch.dtype,
         eight_bit: bool = False,
+        four_bit: bool = False,
         dispatchers: Sequence[Dispatcher] | None = None,
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
@@ -68,11 +71,11 @@ class Transformer:
         memory: FreshMemory | None = None,
         told: Callable[[int, int], None] | None = None,
     ) -> Transformer:
-        """Read a model folder (config.json and *.safetensors).
+        """Read a model folder (config.json and *.safetensors), or map a converted one.
 
         Args:
             dtype: of weights, activations and pages.
-            eight_bit: hold projections and experts in 8 bits with a scale per block, and multiply them so.
+            eight_bit, four_bit: see Ops.
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
@@ -82,21 +85,17 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
         """
         config = _config_for(device, folder)
-        ops = Ops.select(backend, dtype, eight_bit=eight_bit, device=device)
+        ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             # a row is rounded once, not once per expert
             row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
             dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
+        if (packed := read_packed(folder)) is not None:
+            weights = map_weights(packed, config, ops, dtype=dtype, device=device, expert_ids=expert_ids)
+            return cls(config, weights, dispatchers, ops)
         weights = load_weights(
-            folder,
-            config,
-            dtype=dtype,
-            expert_ids=expert_ids,
-            device=device,
-            ops=ops,
-            memory=memory,
-            told=told,
+            folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
         )
         return cls(config, weights, dispatchers, ops)
 
@@ -111,7 +110,8 @@ class Transformer:
             ModelError: a file cannot be read.
         """
         expert_ids = [placement.experts_of_rank(rank) for placement in placements]
-        self.weights = exchange_experts(self.weights, folder, self.config, expert_ids)
+        source = None if (packed := read_packed(folder)) is None else PackedExperts(packed)
+        self.weights = exchange_experts(self.weights, folder, self.config, expert_ids, source)
         for mlp, placement in zip(self.moe_mlps, placements, strict=True):
             mlp.dispatcher.place(placement)
 
@@ -123,7 +123,7 @@ class Transformer:
     @property
     def kernels(self) -> str:
         """Where the operations' implementations come from, and how they multiply."""
-        return self.ops.names(self.dtype) + (", 8-bit products" if self.ops.eight_bit else "")
+        return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
         """Empty pages in the model's dtype, see mla.empty_pages."""

@@ -4,6 +4,7 @@ from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
 _PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
+_EXPERTS_INT4 = 18 / 32  # of one in 4 bits, where 32 share a scale
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
 # At least what a rank's process takes for itself beside weights and KV pages (of 8 ranks of a tiny model, 167-220 MB).
@@ -19,7 +20,7 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     """Of a rank, packed for the C++ operations; plain tensors take no more.
 
     Args:
-        dtype: of the job's model, "float32", "bfloat16" or "fp8".
+        dtype: of the job's model.
         num_experts: routed ones that the rank holds of each layer; None: all.
     """
     hidden, heads, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
@@ -31,9 +32,8 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     )
     attention = query + hidden * _filled(model.latent_dim) + heads * model.v_head_dim * _filled(hidden)
     routed = model.n_routed_experts if num_experts is None else num_experts
-    experts = model.num_moe_layers * (routed + model.n_shared_experts)
-    dense = layers - model.num_moe_layers
-    mlps = experts * _mlp(hidden, model.moe_intermediate_size) + dense * _mlp(hidden, model.intermediate_size)
+    expert, dense = _mlp(hidden, model.moe_intermediate_size), layers - model.num_moe_layers
+    mlps = model.num_moe_layers * model.n_shared_experts * expert + dense * _mlp(hidden, model.intermediate_size)
 
     # keys and values made of latents: for prefill as they are stored, for decode the two apart
     per_head = model.kv_lora_rank * _filled(model.qk_nope_head_dim + model.v_head_dim)
@@ -42,8 +42,10 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
     others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden + model.indexer_weights
     value_bytes = VALUE_BYTES[dtype]
-    projected_bytes = _PROJECTED_FP8 if dtype == "fp8" else value_bytes
-    return int((layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
+    projected_bytes = _PROJECTED_FP8 if dtype in ("fp8", "int4") else value_bytes
+    expert_bytes = _EXPERTS_INT4 if dtype == "int4" else projected_bytes
+    experts = model.num_moe_layers * routed * expert * expert_bytes
+    return int(experts + (layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
 
 
 def _mlp(hidden: int, intermediate: int) -> int:

@@ -2,8 +2,8 @@
 
 The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
 block) and packed 4-bit ones are widened to the run's dtype here, unless the operations hold projections and experts in
-FP8: then FP8 weights go through as they are stored, bit for bit, and others are rounded once. Either way the rest
-(latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
+FP8, or experts in 4 bits: then weights that are stored so go through as they are, bit for bit, and others are rounded
+once. Either way the rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
 
 In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
 intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
@@ -13,10 +13,12 @@ up, and the columns of down, which changes no result.
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
 # C latent width, Z = N + V
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,7 @@ from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 
@@ -104,6 +107,7 @@ class ModelWeights:
     norm: torch.Tensor
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
+    mapped_bytes: int = 0  # of files that are its memory
 
 
 def load_weights(
@@ -130,6 +134,32 @@ def load_weights(
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
+    ops, device = ops or Ops.select("reference"), torch.device(device)
+    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
+        memory.close()
+        memory = None
+    loader = open_loader(
+        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
+    )
+    embedding, norm, lm_head = loader.ends()
+    layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
+    if memory is not None:
+        memory.close()
+    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids)
+
+
+def open_loader(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    ops: Ops,
+    expert_ids: Sequence[Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+    memory: FreshMemory | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> WeightLoader:
+    """Check the checkpoint in `folder` against `config`; arguments and errors as of `load_weights`."""
     total_bytes = 0
     tell = None if told is None else lambda num_bytes: told(num_bytes, total_bytes)
     checkpoint = open_checkpoint(folder, config.carrier, tell)
@@ -141,38 +171,35 @@ def load_weights(
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     total_bytes = num_bytes_to_read(checkpoint, config, held)
-    ops, device = ops or Ops.select("reference"), torch.device(device)
-    if memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
-        memory.close()
-        memory = None
-    loader = _Loader(checkpoint, config, dtype, device, held, ops, memory)
-    embedding = loader.tensor("model.embed_tokens.weight")
-    lm_head = loader.pack(embedding if config.tie_word_embeddings else loader.source("lm_head.weight"))
-    weights = ModelWeights(
-        embedding=embedding,
-        layers=tuple(loader.layer(layer) for layer in range(config.num_hidden_layers)),
-        norm=loader.tensor("model.norm.weight"),
-        lm_head=lm_head,
-        expert_ids=held,
-    )
-    if memory is not None:
-        memory.close()
-    return weights
+    return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops, memory)
+
+
+class ExpertSource(Protocol):
+    """Where experts are read from."""
+
+    def expert(self, prefix: str, expert: int, gate_up: Any, down: Any, slot: int) -> None:
+        """Put one routed expert of the layer `prefix` into a slot of these."""
+        ...
 
 
 def exchange_experts(
-    weights: ModelWeights, folder: Path, config: ModelConfig, expert_ids: Sequence[Sequence[int]]
+    weights: ModelWeights,
+    folder: Path,
+    config: ModelConfig,
+    expert_ids: Sequence[Sequence[int]],
+    source: ExpertSource | None = None,
 ) -> ModelWeights:
     """Put other routed experts into the E dims of the MoE layers, in place; as many per layer as before.
 
-    Those that this rank holds already are copied, the others are read from the checkpoint in `folder`.
+    Those that this rank holds already are copied, the others are read from `source`, or the checkpoint in `folder`.
 
     Raises:
         ModelError: a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder, config.carrier)
-    device = weights.embedding.device
-    loader = _Loader(checkpoint, config, weights.embedding.dtype, device, (), Ops.select("reference"))
+    if source is None:
+        checkpoint = open_checkpoint(folder, config.carrier)
+        of_rows = weights.embedding
+        source = WeightLoader(checkpoint, config, of_rows.dtype, of_rows.device, (), Ops.select("reference"))
     for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):
         mlp = weights.layers[layer].mlp
         assert isinstance(mlp, MoeWeights)
@@ -188,11 +215,11 @@ def exchange_experts(
                 for slots, weight in zip(slots_of, kept[expert], strict=True):
                     slots[slot] = weight
             else:
-                loader.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
+                source.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
     return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
 
 
-class _Loader:
+class WeightLoader:
     """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
 
     def __init__(
@@ -211,10 +238,12 @@ class _Loader:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._expert_ids = iter(expert_ids)
+        self.expert_ids = expert_ids
+        self._next_expert_ids = iter(expert_ids)
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
+        self._expert_format = ops.expert_format(dtype, device)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in the run's dtype or the one given."""
@@ -239,7 +268,14 @@ class _Loader:
         """A weight whose products are in float32, packed."""
         return self._ops.pack_router(self.source(name, torch.float32))
 
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor, Weight]:
+        """Embedding, last norm and output head."""
+        embedding = self.tensor("model.embed_tokens.weight")
+        lm_head = self.pack(embedding if self.config.tie_word_embeddings else self.source("lm_head.weight"))
+        return embedding, self.tensor("model.norm.weight"), lm_head
+
     def layer(self, layer: int) -> LayerWeights:
+        """The next layer: they are read in order."""
         self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
         return LayerWeights(
@@ -268,7 +304,7 @@ class _Loader:
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        expert_ids = next(self._expert_ids)  # layers are read in order
+        expert_ids = next(self._next_expert_ids)  # layers are read in order
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
@@ -282,7 +318,8 @@ class _Loader:
     def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
         """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
         num_held, hidden = len(expert_ids), self.config.hidden_size
-        width, form = self._mlp_width(self.config.moe_intermediate_size), self._narrow_format
+        form = self._expert_format
+        width = _filled(self.config.moe_intermediate_size, form)
         gate_up = form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty)
         down = form.empty(num_held, hidden, width, memory=self._empty)
         for slot, expert in enumerate(expert_ids):
@@ -305,17 +342,13 @@ class _Loader:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        width = self._mlp_width(self._stored.shape(f"{prefix}.gate_proj.weight")[0])
+        width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
         return MlpWeights(
             gate_up=self._projection(gate, up, num_rows=width, is_paired=not has_bias),
             down=self._projection(down, num_columns=width),
         )
-
-    def _mlp_width(self, width: int) -> int:
-        """The intermediate width in memory."""
-        return -(-width // self._narrow_format.multiple) * self._narrow_format.multiple
 
     def _projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
@@ -334,13 +367,15 @@ class _Loader:
         biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled:
+    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
-        blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
-        return self._stored.read(name, self.dtype) if blocks is None else blocks
+        kept: BlockScaled | GroupScaled | None = None
+        if form.keeps_fp8 or form.keeps_int4:
+            kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)
+        return self._stored.read(name, self.dtype) if kept is None else kept
 
 
-def _indexer(loader: _Loader, prefix: str) -> IndexerWeights:
+def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
     return IndexerWeights(
         query=loader.pack(loader.source(f"{prefix}.wq_b.weight")),
         key=loader.pack(loader.source(f"{prefix}.wk.weight")),
@@ -348,3 +383,8 @@ def _indexer(loader: _Loader, prefix: str) -> IndexerWeights:
         key_bias=loader.tensor(f"{prefix}.k_norm.bias"),
         heads=loader.router(f"{prefix}.weights_proj.weight"),
     )
+
+
+def _filled(width: int, form: WeightFormat) -> int:
+    """The intermediate width in memory."""
+    return -(-width // form.multiple) * form.multiple

@@ -9,6 +9,7 @@ from pathlib import Path
 from batchinfer.host_info import free_memory_bytes, has_gpu, processor_field
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import rank_bytes
 
 _STORED = {"F32": "float32", "F8_E4M3": "fp8"}
@@ -39,11 +40,13 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     Raises:
         ModelError: the model's files cannot be read.
     """
+    if (packed := read_packed(model)) is not None:
+        return packed.dtype, "what the folder was converted to"
     stored = stored_dtype(model)
     if machine.has_gpu:
         return stored, "what the checkpoint is stored in"
     config = load_model_config(model)
-    needed = {dtype: rank_bytes(config, dtype) for dtype in ("float32", "bfloat16", "fp8")}
+    needed = {dtype: rank_bytes(config, dtype) for dtype in ("float32", "bfloat16", "fp8", "int4")}
     order = list(needed)[list(needed).index(stored) :]
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")

@@ -265,7 +265,7 @@ dir = {run}    # the run folder: outputs/*.parquet and stats/ come here{outputs}
 
 [model]
 path = {model}
-# of float32, bfloat16 and fp8: {why}
+# of float32, bfloat16, fp8 and int4: {why}
 dtype = "{dtype}"
 
 [sampling]

@@ -10,6 +10,7 @@ from batchinfer.config import ClusterConfig, JobConfig
 from batchinfer.data.overrides import check_biased_tokens
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_rows
 from batchinfer.parallel.layout import rank_places
@@ -32,7 +33,11 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         check_biased_tokens(job.sampling.to_sampling(), model.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"sampling.{error}") from None
-    check_tensors(read_headers(Path(job.model.path), model.carrier), model)
+    folder = Path(job.model.path)
+    if (packed := read_packed(folder)) is not None:
+        packed.check(job.model.dtype)
+    else:
+        check_tensors(read_headers(folder, model.carrier), model)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
     for exchange in sorted({place.exchange(job.cluster) for place in rank_places(job.cluster) if place.group_size > 1}):

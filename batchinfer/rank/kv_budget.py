@@ -49,7 +49,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
-    free_bytes = free_memory_bytes()
+    # mapped weights count as free, and must not have to go for pages; some of them the host's ranks share
+    free_bytes = max(0, free_memory_bytes() - num_local_ranks * model.weights.mapped_bytes)
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
     useful_tokens = start.most_tokens
     if cluster.page_bytes:

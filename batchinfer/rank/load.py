@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -26,7 +27,16 @@ from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.worker import RankWorker
 from batchinfer.records import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
+
+class Bits(TypedDict, total=False):
+    """What Ops says of weights that are held otherwise than rows."""
+
+    eight_bit: bool
+    four_bit: bool
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "int4": torch.bfloat16}
+BITS: dict[str, Bits] = {"fp8": {"eight_bit": True}, "int4": {"eight_bit": True, "four_bit": True}}
 
 
 def load_model(
@@ -54,15 +64,13 @@ def load_model(
         ConfigError: the experts do not spread evenly over the ranks, or the exchange cannot run here.
     """
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
-    eight_bit = job.model.dtype == "fp8"
+    bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
     _check_ops(job, device)
     if mesh.size == 1:
         if before_weights is not None:
             before_weights()
-        return Transformer.load(
-            folder, dtype=dtype, eight_bit=eight_bit, device=device, backend=backend, memory=memory, told=told
-        )
+        return Transformer.load(folder, dtype=dtype, device=device, backend=backend, memory=memory, told=told, **bits)
     placements = first_placements(job, config, slots, mesh)
     dispatchers = mesh.dispatchers(
         placements,
@@ -76,12 +84,12 @@ def load_model(
     return Transformer.load(
         folder,
         dtype=dtype,
-        eight_bit=eight_bit,
         dispatchers=dispatchers,
         expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
         device=device,
         backend=backend,
         told=told,
+        **bits,
     )
 
 
@@ -100,25 +108,25 @@ def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | N
 
 
 def _check_ops(job: JobConfig, device: torch.device) -> None:
-    """Refuse a backend that cannot run on this device, or not in 8 bits."""
-    eight_bit = job.model.dtype == "fp8"
-    backend = job.cluster.backend
-    ops = Ops.select(backend, DTYPES[job.model.dtype], eight_bit=eight_bit, device=device)
+    """Refuse a backend that cannot run on this device, or not in 8 or 4 bits."""
+    backend, dtype = job.cluster.backend, job.model.dtype
+    ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
     try:
         ops.holds_fp8(device)  # packs a value
     except RuntimeError as error:
-        raise ConfigError(f"model.dtype is 'fp8', but backend {backend!r} cannot run it here: {error}") from error
+        raise ConfigError(f"model.dtype is {dtype!r}, but backend {backend!r} cannot run it here: {error}") from error
 
 
 def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
     """How rows travel to the experts: in FP8 where the experts of all ranks are in FP8, else in the model's dtype.
 
-    Rounding to FP8 before the journey or after it gives the same bits, on one rank and on many. Integers of 8 bits are
-    rounded otherwise, so rows for these travel in bfloat16.
+    Rounding to FP8 before the journey or after it gives the same bits, on one rank and on many. For integers of 8
+    and 4 bits they are rounded otherwise, so rows for these travel in bfloat16.
     """
-    if job.model.dtype != "fp8":
-        return RowFormat(job.model.dtype)
-    ops = Ops.select(job.cluster.backend, DTYPES["fp8"], eight_bit=True, device=device)
+    dtype = job.model.dtype
+    if dtype not in BITS:
+        return RowFormat("float32" if dtype == "float32" else "bfloat16")
+    ops = Ops.select(job.cluster.backend, DTYPES[dtype], device=device, **BITS[dtype])
     all_hold_fp8 = all(holds for (holds,) in mesh.agree([ops.holds_fp8(device)]))
     return RowFormat("fp8" if all_hold_fp8 else "bfloat16")
 

@@ -1,4 +1,4 @@
-"""The forms in which products take weights, filled slot by slot: plain tensors, FP8 blocks, tiles for C++."""
+"""The forms in which products take weights, filled slot by slot: plain tensors, blocks, groups, tiles for C++."""
 
 # B slots, N columns of the result (out), M depth of the sum (in)
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.cpu.packed import Packed, WeightKind
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 
-Weight = torch.Tensor | BlockScaled | Packed  # as the operation `pack` gives it; weight[slot] is one of several
+Weight = (
+    torch.Tensor | BlockScaled | GroupScaled | Packed
+)  # as the operation `pack` gives it; weight[slot] is one of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class WeightFormat:
     put: (weight, slot, *parts) fills a slot with copies of equal parts [N / parts, M] above each other.
     slots: (weight) to its tensors, each with a place per slot in its first dim.
     keeps_fp8: parts that are stored in FP8 are put as BlockScaled, bit for bit; else they are dequantized before.
+    keeps_int4: parts that are stored in groups of 32 are put as GroupScaled, value by value; else they are dequantized.
     copies: `pack` copies any weight into this form, so that it may get a view of a mapped file.
     multiple: of the width between two products, so that no block has rows of two parts; zeros fill it up.
     """
@@ -32,6 +36,7 @@ class WeightFormat:
     put: Callable[..., None]
     slots: Callable[[Any], list[torch.Tensor]]
     keeps_fp8: bool = False
+    keeps_int4: bool = False
     copies: bool = False
     multiple: int = 1
 
@@ -39,9 +44,13 @@ class WeightFormat:
 def format_of(weight: Weight) -> WeightFormat:
     """The form that a weight has."""
     if isinstance(weight, Packed):
-        return WeightFormat(partial(Packed.empty, kind=weight.kind), Packed.put, Packed.slots, copies=True)
+        is_int4 = weight.kind is WeightKind.INT4
+        empty = partial(Packed.empty, kind=weight.kind)
+        return WeightFormat(empty, Packed.put, Packed.slots, keeps_int4=is_int4, copies=True)
     if isinstance(weight, BlockScaled):
         return WeightFormat(BlockScaled.empty, BlockScaled.put, BlockScaled.slots, keeps_fp8=True, multiple=BLOCK)
+    if isinstance(weight, GroupScaled):
+        return WeightFormat(GroupScaled.empty, GroupScaled.put, GroupScaled.slots, keeps_int4=True)
     return WeightFormat(partial(_empty, weight.dtype), _put, lambda plain: [plain])
 
 

@@ -22,7 +22,7 @@ from candidates import NAMES, PLAIN, function, has, why_not
 from copies import CopyDispatcher
 
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.ops import Ops
+from batchinfer.model.ops import Ops, op_names
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, Projection
 from batchinfer_kernels.reference.block_scaled import BlockScaled
@@ -110,7 +110,7 @@ def config_of(values: dict[str, Any]) -> ModelConfig:
 def usable_ops() -> tuple[Ops, str]:
     """Per operation the first of hopper and triton that can run here, and which ones come from where."""
     chosen, origin = {}, {}
-    for op in (field.name for field in fields(Ops) if field.name != "eight_bit"):
+    for op in op_names():
         usable = (name for name in NAMES if has(name, op) and why_not(name, op) is None)
         name = "plain" if op in PLAIN else next(usable)
         chosen[op], origin[op] = function(name, op), name

@@ -22,6 +22,7 @@ DTYPES = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
+    "int4": {"dtype": torch.bfloat16, "eight_bit": True, "four_bit": True},
 }
 
 pytestmark = pytest.mark.usefixtures("cpp")

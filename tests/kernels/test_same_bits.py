@@ -49,11 +49,11 @@ def test_a_row_alone_is_the_row_among_others_at_every_place_in_chunks_of_any_siz
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype, threads):
     draw, generator = random.Random(7), torch.Generator().manual_seed(7)
-    eight_bit = "eight_bit" in DTYPES[dtype]
+    narrowest = next((bits for bits in ("four_bit", "eight_bit") if bits in DTYPES[dtype]), None)
     for num_in, num_out in [(draw.randrange(64, 1025), draw.randrange(1, 300)) for _ in range(4)]:
         values = [torch.randn(shape, generator=generator) for shape in ((71, num_in), (num_out, num_in))]
         x, weight = (value.to(DTYPES[dtype]["dtype"]) for value in values)
-        weight = ops.pack(weight, eight_bit=eight_bit)
+        weight = ops.pack(weight, **({narrowest: True} if narrowest else {}))
         row, others = x[:1], x[1:]
         threads(1)
         alone = ops.linear(row, weight)

@@ -64,6 +64,8 @@ def test_v2_lite_takes_what_its_weights_take(folder):
     model = load_model_config(folder / "model")
     assert weight_bytes(model, "bfloat16") == pytest.approx(31.4 * GB, rel=0.03)
     assert weight_bytes(model, "fp8") == pytest.approx(16.9 * GB, rel=0.03)
+    experts = 26 * 64 * 3 * 2048 * 1408  # 4.5 bits each instead of 8.3
+    assert weight_bytes(model, "fp8") - weight_bytes(model, "int4") == pytest.approx((1.04 - 18 / 32) * experts)
     # half of the experts of 26 layers, three matrices each
     half = 26 * 32 * 3 * 2048 * 1408 * 2
     assert weight_bytes(model, "bfloat16") - weight_bytes(model, "bfloat16", num_experts=32) == pytest.approx(half)
@@ -75,6 +77,8 @@ def test_v2_lite_takes_what_its_weights_take(folder):
         (24, "bfloat16", ONE_RANK, ["31.7 GB", "1 rank on", "24.0 GB is free", 'model.dtype = "fp8" (17']),
         (24, "float32", ONE_RANK, ["1 rank on", 'what would fit is model.dtype = "fp8"']),
         (40, "float32", ONE_RANK, ['model.dtype = "bfloat16" (31.7 GB) or model.dtype = "fp8"']),
+        (12, "fp8", ONE_RANK, ['what would fit is model.dtype = "int4" (10.']),
+        (24, "bfloat16", ONE_RANK, ['or model.dtype = "int4" (10.']),
         (8, "bfloat16", ONE_RANK, ["it fits in no dtype", "more hosts"]),
         (34, "bfloat16", TWO_RANKS, ["2 ranks on this host"]),
     ],

@@ -20,12 +20,13 @@ from batchinfer.model.weights import ModelWeights, MoeWeights
 from batchinfer.parallel.layout import rank_places
 from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget, rank_task
-from batchinfer.rank.load import DTYPES
+from batchinfer.rank.load import BITS, DTYPES
 from batchinfer.rank.rank_task import read_task
 from batchinfer.records import ConfigError
 from batchinfer.stop import StopSignal
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
@@ -93,19 +94,22 @@ def tensors_of(weights: ModelWeights) -> list[torch.Tensor]:
         found += [attention.kv_up_HZC, attention.key_up_HCN, attention.value_up_HVC]
         experts = (mlp.gate_up_EFD, mlp.down_EDF) if isinstance(mlp, MoeWeights) else (mlp.down.weight,)
         found += experts
-    blocks = [one.values if isinstance(one, BlockScaled) else one for one in found]
+    blocks = [one.values if isinstance(one, BlockScaled | GroupScaled) else one for one in found]
     return [one.data if isinstance(one, Packed) else one for one in blocks]
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("cpu", "bfloat16"), ("cpu", "fp8"), ("reference", "float32"), ("reference", "bfloat16"), ("reference", "fp8")],
+    [
+        *(("cpu", dtype) for dtype in ("bfloat16", "fp8", "int4")),
+        *(("reference", dtype) for dtype in ("float32", "bfloat16", "fp8", "int4")),
+    ],
 )
 def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request):
     if backend == "cpu":
         request.getfixturevalue("cpp")
     make_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128)
-    options = {"dtype": DTYPES[dtype], "eight_bit": dtype == "fp8", "backend": backend}
+    options = {"dtype": DTYPES[dtype], **BITS.get(dtype, {}), "backend": backend}
     num_bytes = weight_bytes(load_model_config(tmp_path), dtype)
     memory = FreshMemory(num_bytes, 1)
     model = Transformer.load(tmp_path, **options, memory=memory)
@@ -113,7 +117,7 @@ def test_a_model_is_the_same_in_touched_memory(dtype, backend, tmp_path, request
 
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory._memory))
     inside = [start <= tensor.data_ptr() < start + num_bytes for tensor in tensors_of(model.weights)]
-    if backend == "reference" and dtype == "fp8":  # values and scales apart
+    if backend == "reference" and dtype in BITS:  # values and scales apart
         assert not any(inside)
         return
     # as the starter of the rank had reckoned; a plain model has a share of its attention once only

@@ -15,6 +15,7 @@ from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights, widen_int4
 from batchinfer.model.weights import exchange_experts, load_weights
+from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import dequantize_fp8_block, grouped_mlp, linear, quantize_fp8_block, silu_mul
@@ -326,16 +327,17 @@ def test_zeros_behind_an_mlp_s_width_change_no_result(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "eight_bit"), [("reference", False), ("cpu", False), ("cpu", True), ("reference", True)]
+    ("backend", "dtype"),
+    [(backend, dtype) for backend in ("reference", "cpu") for dtype in ("bfloat16", "fp8", "int4")],
 )
-def test_experts_change_places_and_come_from_the_checkpoint(backend, eight_bit, packed, tmp_path):
+def test_experts_change_places_and_come_from_the_checkpoint(backend, dtype, packed, tmp_path):
     if backend == "cpu" and build.why_not() is not None:
         pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
     make_checkpoint(tmp_path, "v3")
     if packed:
         pack_int4(tmp_path, group=8)
     config = load_model_config(tmp_path)
-    options = {"dtype": torch.bfloat16, "ops": Ops.select(backend, torch.bfloat16, eight_bit=eight_bit)}
+    options = {"dtype": torch.bfloat16, "ops": Ops.select(backend, torch.bfloat16, **BITS.get(dtype, {}))}
     before, after = [(6, 2, 0), (2, 2, 7)], [(2, 6, 1), (7, 2, 2)]
     moved = exchange_experts(load(tmp_path, expert_ids=before, **options), tmp_path, config, after)
     expected = load(tmp_path, expert_ids=after, **options)

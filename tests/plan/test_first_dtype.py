@@ -39,7 +39,9 @@ def model(tmp_path):
         ("F8_E4M3", "float32", True, "fp8", "quicker than bfloat16 here"),
         ("F8_E4M3", "float32", False, "bfloat16", "fp8, which is slow on this processor"),
         ("F8_E4M3", "fp8", False, "fp8", "bfloat16 would take"),
-        ("BF16", None, True, "fp8", "the smallest, but it takes"),
+        ("BF16", "int4", True, "int4", "bfloat16 would take"),
+        ("F8_E4M3", "int4", True, "int4", "fp8 would take"),
+        ("BF16", None, True, "int4", "the smallest, but it takes"),
     ],
 )
 def test_without_a_gpu_it_is_the_first_that_fits(model, stored, fits, is_quick, dtype, why):

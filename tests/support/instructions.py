@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 # Tests that hold for all of them.
 OPERATIONS = [
     str(TESTS / "kernels" / name)
-    for name in ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py", "test_sparse.py")
+    for name in ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py", "test_sparse.py", "test_int4.py")
 ]
 
 

@@ -27,6 +27,7 @@ DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
+    "int4": {"dtype": torch.bfloat16, "eight_bit": True, "four_bit": True},
 }
 MAX_NEW_TOKENS = 3
 VOCABULARY = 96
@@ -116,6 +117,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
             yield ops.silu_mul(x, weight)
             yield ops.add_sums(x, weight.float(), x)
             yield ops.linear(x.bfloat16(), ops.pack(weight.bfloat16(), eight_bit=True))
+            yield ops.linear(x.bfloat16(), ops.pack(weight.bfloat16(), four_bit=True))
         every = torch.linspace(-110, 95, 2**16).to(dtype)[None]
         yield ops.silu_mul(every, torch.ones_like(every))
         rule = GateRule("noaux_tc", topk=4, num_groups=1, topk_groups=1, normalize=True, scale=1.0)

@@ -27,18 +27,18 @@ class SmallDisk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._filler = folder / "filler"
+        self.filler = folder / "filler"
 
     def fill(self, *, but_bytes: int) -> None:
         """Leave only so many bytes free, in whole pages of memory; others may be writing meanwhile."""
-        with open(self._filler, "wb", buffering=0) as file:
+        with open(self.filler, "wb", buffering=0) as file:
             with contextlib.suppress(OSError):  # the end that is wanted
                 while True:
                     file.write(bytes(4096))
             file.truncate(max(0, file.tell() - but_bytes))
 
     def free(self) -> None:
-        self._filler.unlink()
+        self.filler.unlink()
 
     def set_read_only(self, read_only: bool) -> None:
         """What root cannot write either."""

@@ -21,6 +21,7 @@ from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
@@ -45,6 +46,8 @@ def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
                 return f"the weight is packed for other rows than {x.dtype}"
         elif isinstance(operand, BlockScaled):
             return "the weight is in FP8 blocks"
+        elif isinstance(operand, GroupScaled):
+            return "the weight is in groups of the reference"
         elif operand.dtype is not x.dtype or not operand.is_cpu:
             return f"rows are in {x.dtype} on the CPU, other operands are not"
     return None
@@ -61,10 +64,10 @@ def _logits(logits_SV: torch.Tensor, *_: Any) -> str | None:
     return None if is_taken else "logits are not in float32 on the CPU"
 
 
-def _weight(weight: torch.Tensor, *, eight_bit: bool = False, **_: Any) -> str | None:
-    """Weights that are not in bfloat16 or float32 on the CPU; float32 for 8 bits."""
-    if eight_bit and weight.dtype is not torch.bfloat16:
-        return f"8 bits are rounded from bfloat16, not from {weight.dtype}"
+def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, **_: Any) -> str | None:
+    """Weights that are not in bfloat16 or float32 on the CPU; float32 for 8 or 4 bits."""
+    if (eight_bit or four_bit) and weight.dtype is not torch.bfloat16:
+        return f"{8 if eight_bit else 4} bits are rounded from bfloat16, not from {weight.dtype}"
     return _mismatch(weight)
 
 
@@ -115,9 +118,9 @@ def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
 
 
 @refusing(_weight)
-def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Packed:
-    """In the order of the tiles; `eight_bit`: as integers."""
-    return packed.pack(weight, is_int8=eight_bit, is_paired=is_paired)
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False) -> Packed:
+    """In the order of the tiles; `eight_bit` and `four_bit`: as integers."""
+    return packed.pack(weight, is_int8=eight_bit, is_int4=four_bit, is_paired=is_paired)
 
 
 @refusing(_foreign)

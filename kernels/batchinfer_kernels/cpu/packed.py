@@ -3,7 +3,7 @@
 Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. Weights
 in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has a scale of its own, as in the
 FP8 checkpoints (DeepSeek-V3 report section 3.3.2), and products round their input to 8 bits with a scale per 128 values
-of a row.
+of a row. In 4 bits every 32 values of a row have a scale (reference/group_scaled.py), and input is rounded as for 8.
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in), P panels of 64 columns
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 PANEL_COLUMNS = 64
 
@@ -30,12 +31,13 @@ class WeightKind(IntEnum):
     BFLOAT16 = 0
     INT8 = 1
     FLOAT32 = 2
+    INT4 = 3
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, is_int8: bool = False) -> WeightKind:
-        """For weights of a model in this dtype, bfloat16 or float32; in 8 bits rows are bfloat16."""
-        if is_int8:
-            return cls.INT8
+    def of(cls, dtype: torch.dtype, *, is_int8: bool = False, is_int4: bool = False) -> WeightKind:
+        """For weights of a model in this dtype, bfloat16 or float32; in 8 and 4 bits rows are bfloat16."""
+        if is_int8 or is_int4:
+            return cls.INT4 if is_int4 else cls.INT8
         return cls.FLOAT32 if dtype is torch.float32 else cls.BFLOAT16
 
 
@@ -84,9 +86,17 @@ class Packed:
         """One of the weights; shares its memory."""
         return replace(self, data=self.data[slot : slot + 1])
 
-    def put(self, slot: int, *parts_NM: torch.Tensor) -> None:
-        """Pack a weight, in one part or in equal parts above each other, into a slot."""
-        parts = [whole_pairs(part).contiguous() for part in parts_NM]
+    def put(self, slot: int, *parts_NM: torch.Tensor | GroupScaled) -> None:
+        """Pack a weight, in one part or in equal parts above each other, into a slot; parts are all of one form."""
+        groups = [part for part in parts_NM if isinstance(part, GroupScaled)]
+        if groups:
+            values, scales = (
+                [part.values.contiguous() for part in groups],
+                [part.scales.contiguous() for part in groups],
+            )
+            library().pack_groups(self.data[slot], values, scales, self.depth, self.is_paired)
+            return
+        parts = [whole_pairs(part).contiguous() for part in parts_NM if isinstance(part, torch.Tensor)]
         library().pack(self.data[slot], parts, self.kind, self.is_paired)
 
     def slots(self) -> list[torch.Tensor]:
@@ -102,10 +112,10 @@ class PackedRouter:
     num_experts: int
 
 
-def pack(weight: torch.Tensor, *, is_int8: bool = False, is_paired: bool = False) -> Packed:
-    """Pack a weight [N, M] in bfloat16 or float32, or several of one shape [B, N, M]; `is_int8`: from bfloat16."""
+def pack(weight: torch.Tensor, *, is_int8: bool = False, is_int4: bool = False, is_paired: bool = False) -> Packed:
+    """Pack a weight [N, M] in bfloat16 or float32, or several of one shape [B, N, M]; 8 and 4 bits from bfloat16."""
     weights_BNM = weight if weight.dim() == 3 else weight[None]
-    kind = WeightKind.of(weight.dtype, is_int8=is_int8)
+    kind = WeightKind.of(weight.dtype, is_int8=is_int8, is_int4=is_int4)
     packed = Packed.empty(*weights_BNM.shape, kind=kind, is_paired=is_paired)
     for slot, weight_NM in enumerate(weights_BNM):
         packed.put(slot, weight_NM)

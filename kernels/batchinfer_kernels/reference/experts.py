@@ -6,8 +6,11 @@ import torch
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import block_product, dequantize_fp8_rows, quantize_fp8_rows
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.pointwise import silu_mul
 from batchinfer_kernels.reference.products import linear
+
+Weight = torch.Tensor | BlockScaled | GroupScaled
 
 
 def silu_mul_blocks(
@@ -31,8 +34,8 @@ def silu_mul_blocks(
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
-    gate_up_EFD: torch.Tensor | BlockScaled,
-    down_EDF: torch.Tensor | BlockScaled,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -69,8 +72,8 @@ def grouped_mlp(
 def masked_mlp(
     x_ECD: torch.Tensor,
     num_rows_E: torch.Tensor,
-    gate_up_EFD: torch.Tensor | BlockScaled,
-    down_EDF: torch.Tensor | BlockScaled,
+    gate_up_EFD: Weight,
+    down_EDF: Weight,
     scales: torch.Tensor | None = None,
     *,
     expected_rows: int | None = None,
@@ -103,20 +106,19 @@ def masked_mlp(
     return out
 
 
-def _rows_for(
-    weight: torch.Tensor | BlockScaled, x: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rows_for(weight: Weight, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows in the form in which they meet this weight: FP8 ones are dequantized unless it is in FP8, too."""
     if scales is None or isinstance(weight, BlockScaled):
         return x, scales
-    return dequantize_fp8_rows(x, scales, weight.dtype), None
+    dtype = weight.dtype if isinstance(weight, torch.Tensor) else torch.bfloat16
+    return dequantize_fp8_rows(x, scales, dtype), None
 
 
 def _swiglu(
     x_TD: torch.Tensor,
     scales: torch.Tensor | None,
-    gate_up_FD: torch.Tensor | BlockScaled,
-    down_DF: torch.Tensor | BlockScaled,
+    gate_up_FD: Weight,
+    down_DF: Weight,
 ) -> torch.Tensor:
     """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
     if scales is None:

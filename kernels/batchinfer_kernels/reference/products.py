@@ -11,19 +11,25 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product, quantize_fp8_block
+from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 
 ROW_MULTIPLE = 8
 _COLUMN_MULTIPLE = 4  # 16 bytes of float32
 _ALIGNMENT_BYTES = 64
 
 
-def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> torch.Tensor | BlockScaled:
-    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is, or in FP8 blocks.
+def pack(
+    weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False
+) -> torch.Tensor | BlockScaled | GroupScaled:
+    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is, or in 8 or 4 bits.
 
     Args:
-        eight_bit: round the weight to 8 bits, so that products with it round their rows, too.
+        eight_bit: round the weight to 8 bits (FP8 blocks), so that products with it round their rows, too.
+        four_bit: round the weight to 4 bits; products with it round their rows to 8.
         is_paired: the weight holds a gate projection above an up projection.
     """
+    if four_bit:
+        return to_groups(weight)
     return to_blocks(weight) if eight_bit else weight
 
 
@@ -34,7 +40,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | BlockScaled,
+    weight: torch.Tensor | BlockScaled | GroupScaled,
     bias: torch.Tensor | None = None,
     *,
     float32_out: bool = False,
@@ -44,7 +50,8 @@ def linear(
 
     Args:
         x: [T, in], any T.
-        weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values.
+        weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values; or
+            in 4 bits, for which it is rounded to whole numbers of 8 bits so.
         bias: [out] or None.
         float32_out: give float32.
         residual: [T, out], to which the rounded result is added.
@@ -55,6 +62,8 @@ def linear(
     if isinstance(weight, BlockScaled):
         values, scales = quantize_fp8_block(x, ROW_BLOCK)
         y = block_product(values, scales, weight.values, weight.scales).to(x.dtype)
+    elif isinstance(weight, GroupScaled):
+        y = weight.product(x).to(x.dtype)
     else:
         y = F.linear(_aligned(x), weight)[: x.shape[0]]
     y = y if bias is None else y + bias

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels import reference
 from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
-from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import probe
@@ -89,16 +88,18 @@ def _mismatch(*operands: Any) -> str | None:
 
 
 @refusing(nothing)
-def pack(weight: torch.Tensor, *, eight_bit: bool = False, is_paired: bool = False) -> Weight:
+def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False) -> Weight:
     """Without gaps between its values, or in FP8 blocks.
 
     Raises:
-        RuntimeError: the GPU cannot multiply E4M3.
+        RuntimeError: the GPU cannot multiply E4M3, or the weight is to be in 4 bits.
     """
+    if four_bit:
+        raise RuntimeError("there are no products of 4-bit weights on GPUs, only on CPUs; fp8 runs on both")
     reason = probe.why_no_fp8() if eight_bit and _runs_on(weight) else None
     if reason is not None:
         raise RuntimeError(reason)
-    return reference.pack(weight.contiguous(), eight_bit=eight_bit, is_paired=is_paired)
+    return to_blocks(weight.contiguous()) if eight_bit else weight.contiguous()
 
 
 class Kernel:

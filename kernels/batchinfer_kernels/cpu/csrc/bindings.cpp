@@ -31,6 +31,27 @@ void pack(const Tensor& packed, at::TensorList sources, int64_t kind, bool is_pa
   });
 }
 
+void pack_groups(const Tensor& packed, at::TensorList values, at::TensorList scales, int64_t depth, bool is_paired) {
+  TORCH_CHECK(!values.empty() && values.size() == scales.size(), "one tensor of scales for each part");
+  const int64_t part_columns = values[0].size(0), num_columns = part_columns * static_cast<int64_t>(values.size());
+  const Weight shape = shape_of(num_columns, depth, static_cast<int64_t>(WeightKind::kInt4), is_paired);
+  batchinfer::Parts<uint8_t> value_parts{{}, part_columns, shape.num_groups() * kGroup / 2};
+  batchinfer::Parts<bf16> scale_parts{{}, part_columns, shape.num_groups()};
+  for (size_t part = 0; part < values.size(); ++part) {
+    TORCH_CHECK(values[part].scalar_type() == at::kByte && values[part].is_contiguous() && values[part].dim() == 2 &&
+                    values[part].size(0) == part_columns && values[part].size(1) == value_parts.depth,
+                "values must be contiguous bytes of one shape, two values in each");
+    check_contiguous(scales[part], 2, "scales");
+    TORCH_CHECK(scales[part].scalar_type() == at::kBFloat16 && scales[part].size(0) == part_columns &&
+                    scales[part].size(1) == scale_parts.depth,
+                "scales must be bfloat16, one per group");
+    value_parts.starts.push_back(read<uint8_t>(values[part]));
+    scale_parts.starts.push_back(read<bf16>(scales[part]));
+  }
+  TORCH_CHECK(packed.is_contiguous() && packed.numel() == shape.bytes(), "room for ", shape.bytes(), " bytes");
+  batchinfer::pack(value_parts, scale_parts, shape, write<uint8_t>(packed));
+}
+
 Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, int64_t kind, bool wide,
               const std::optional<Tensor>& stream) {
   check(x_in, 2, "x");
@@ -46,9 +67,9 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int
   const auto run = [&]<class Value>(const auto& rows, Value) {
     batchinfer::linear(rows, weight, stream ? read<Value>(*stream) : nullptr, write<Value>(out), x.size(0));
   };
-  if (weight.kind == WeightKind::kInt8) {
-    TORCH_CHECK(!wide, "8-bit products are rounded to bfloat16");
-    run(Bytes(x).rows, bf16{});
+  if (takes_bytes(weight.kind)) {
+    TORCH_CHECK(!wide, "products of 8-bit rows are rounded to bfloat16");
+    run(Bytes(x, weight.kind).rows, bf16{});
   } else if (weight.kind == WeightKind::kFloat32) {
     run(rows_of<float>(x), float{});
   } else if (wide) {
@@ -67,7 +88,7 @@ Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_colu
   const int64_t num_batches = x.size(0), num_rows = x.size(1);
   const Weight weights = weight_of(packed, num_batches, num_columns, depth, kind, false);
   check_kind(x, weights);
-  TORCH_CHECK(weights.kind != WeightKind::kInt8, "there are no batched products in 8 bits");
+  TORCH_CHECK(!takes_bytes(weights.kind), "there are no batched products of 8-bit rows");
   Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
   with_values(x, [&]<class Value>(Value) {
     batchinfer::batched_linear<Value>({read<Value>(x), x.stride(1)}, x.stride(0), weights, write<Value>(out),
@@ -99,8 +120,8 @@ void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& exp
     batchinfer::expert_mlp<decltype(rows), Value>(rows, experts.data(), experts.size(), gate_up, down,
                                                   stream ? read<Value>(*stream) : nullptr, write<Value>(out));
   };
-  if (gate_up.kind == WeightKind::kInt8) {
-    const Bytes bytes(x);
+  if (takes_bytes(gate_up.kind)) {
+    const Bytes bytes(x, gate_up.kind);
     run(bytes.rows, bf16{});
   } else {
     with_values(x, [&]<class Value>(Value value) { run(rows_of<Value>(x), value); });
@@ -472,6 +493,7 @@ std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
   m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
+  m.def("pack_groups(Tensor(a!) packed, Tensor[] values, Tensor[] scales, int depth, bool is_paired) -> ()", pack_groups);
   m.def(
       "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",

@@ -123,7 +123,7 @@ struct Gathered<uint8_t> {
   Gathered(const ByteRows& x, int64_t num_rows, const Weight&)
       : values(new uint8_t[num_rows * x.num_blocks * kBlock]),
         scales(new float[num_rows * x.num_blocks]),
-        rows{values.get(), scales.get(), x.num_blocks} {
+        rows{values.get(), scales.get(), nullptr, x.num_blocks} {
     const int64_t width = x.num_blocks * kBlock, scale_bytes = x.num_blocks * sizeof(float);
     gather_rows(x.data, width, width, x.index, num_rows, values.get());
     gather_rows(x.scales, scale_bytes, scale_bytes, x.index, num_rows, scales.get());
@@ -140,7 +140,7 @@ void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts,
   const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
   if constexpr (kHasTiles && std::is_same_v<Value, bf16>) {
-    if (x.index) {
+    if (x.index && gate_up.kind != WeightKind::kInt4) {
       const Gathered<std::conditional_t<kIsBytes, uint8_t, Value>> gathered(x, num_rows, gate_up);
       return expert_mlp(gathered.rows, experts, num_experts, gate_up, down, stream, out);
     }
@@ -151,8 +151,10 @@ void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts,
   if constexpr (kIsBytes) {
     const std::unique_ptr<uint8_t[]> bytes(new uint8_t[num_rows * down.num_blocks() * kBlock]);
     const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
-    to_bytes(Rows<bf16>{hidden.get(), stride}, bytes.get(), scales.get(), num_rows, intermediate);
-    project_down(ByteRows{bytes.get(), scales.get(), down.num_blocks()}, parts, down, stream, out);
+    std::unique_ptr<int32_t[]> starts;
+    if (down.kind == WeightKind::kInt4) starts.reset(new int32_t[num_rows * down.num_blocks() * (kBlock / kGroup)]);
+    to_bytes(Rows<bf16>{hidden.get(), stride}, bytes.get(), scales.get(), starts.get(), num_rows, intermediate);
+    project_down(ByteRows{bytes.get(), scales.get(), starts.get(), down.num_blocks()}, parts, down, stream, out);
   } else {
     project_down(Rows<Value>{hidden.get(), stride}, parts, down, stream, out);
   }

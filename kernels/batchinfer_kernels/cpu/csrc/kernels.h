@@ -19,7 +19,8 @@ inline float wide_of(bf16 value) { return std::bit_cast<float>(uint32_t{value} <
 // Kernels with a parameter Value exist for bf16 and float: the type of activations, pages and results of a model.
 
 constexpr int64_t kPanelColumns = 64;
-constexpr int64_t kBlock = 128;  // values that share a scale, in rows of x and in both directions of a weight
+constexpr int64_t kBlock = 128;  // values that share a scale, in rows of x and in both directions of a weight in 8 bits
+constexpr int64_t kGroup = 32;   // values of a column that share a scale in a weight in 4 bits
 
 // Rows of values that are contiguous within a row; with an index, row i is row index[i] of the data.
 template <class V>
@@ -33,17 +34,21 @@ struct Rows {
   const V* at(int64_t row) const { return data + (index ? index[row] : row) * stride; }
 };
 
-// Rows rounded to 8 bits with one scale per kBlock values; values are moved up by 128 to be unsigned.
+// Rows rounded to 8 bits with one scale per kBlock values. For weights in 8 bits values are moved up by 128 to be unsigned;
+// for those in 4 bits, which are unsigned themselves, they are signed and come with what sums begin at.
 struct ByteRows {
   using Value = bf16;  // that they were rounded from
 
-  const uint8_t* data;  // [rows, blocks * kBlock]
-  const float* scales;  // [rows, blocks]
+  const uint8_t* data;    // [rows, blocks * kBlock]
+  const float* scales;    // [rows, blocks]
+  const int32_t* starts;  // [rows, blocks * kBlock / kGroup], -8 times the sum of a group; null for weights in 8 bits
   int64_t num_blocks;
   const int64_t* index = nullptr;
 };
 
-enum class WeightKind : int64_t { kBfloat16, kInt8, kFloat32 };  // as in packed.py
+enum class WeightKind : int64_t { kBfloat16, kInt8, kFloat32, kInt4 };  // as in packed.py
+
+inline bool takes_bytes(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
 
 template <class Value>
 constexpr WeightKind kKindOf = sizeof(Value) == sizeof(bf16) ? WeightKind::kBfloat16 : WeightKind::kFloat32;
@@ -61,6 +66,7 @@ struct Weight {
     return (columns + each - 1) / each;
   }
   int64_t num_blocks() const { return (depth + kBlock - 1) / kBlock; }
+  int64_t num_groups() const { return (depth + kGroup - 1) / kGroup; }
   int64_t panel_bytes() const;
   int64_t bytes() const { return num_panels() * panel_bytes(); }
   const uint8_t* panel(int64_t number) const { return data + number * panel_bytes(); }
@@ -83,7 +89,8 @@ void run_tasks(int64_t num_tasks, double nanoseconds, const std::function<void(i
 void run_tasks(int64_t num_tasks, const std::function<void(int64_t)>& task);
 int64_t num_threads();
 
-// pack.cpp: packs `source` [num_columns, depth] for the tiles; 8-bit weights are rounded block by block.
+// pack.cpp: packs `source` [num_columns, depth] for the tiles; 8-bit weights are rounded block by block, 4-bit ones group
+// by group.
 template <class Value>
 struct Parts {  // rows of depth values, one per column of the result, in equal parts one behind the other
   std::vector<const Value*> starts;
@@ -93,9 +100,11 @@ struct Parts {  // rows of depth values, one per column of the result, in equal 
 };
 void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed);
 void pack(const Parts<float>& source, const Weight& shape, uint8_t* packed);
+// The same of values that are in 4 bits already, two in a byte, the first in its lower half, each plus 8, and their scales.
+void pack(const Parts<uint8_t>& values, const Parts<bf16>& scales, const Weight& shape, uint8_t* packed);
 
-// linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. 8-bit weights take ByteRows, others rows of their own
-// values or float32 rows of bfloat16 (a router's); bfloat16 rows have an even number of values, zero behind an odd
+// linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. Weights in 8 or 4 bits take ByteRows, others rows of their
+// own values or float32 rows of bfloat16 (a router's); bfloat16 rows have an even number of values, zero behind an odd
 // depth. The rounded result is added to `stream` [t, n] unless that is null.
 template <class Source, class Value>
 void linear(const Source& x, const Weight& weight, const Value* stream, Value* out, int64_t num_rows);
@@ -119,7 +128,8 @@ void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, in
 // out = (hidden + rounded(sum + added)); see reference.add_sums. `added` may be null.
 template <class Value>
 void add_sums(const Value* hidden, const float* sums, const Value* added, Value* out, int64_t num_values);
-void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int64_t num_rows, int64_t width);
+// `starts` as in ByteRows, null for weights in 8 bits.
+void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int32_t* starts, int64_t num_rows, int64_t width);
 // sums[t] = sum over k of weights[t, k] * rows[place[t, k]], products and sums rounded one by one.
 template <class Value>
 void sum_per_token(const Value* rows, const int64_t* place, const float* weights, float* sums, int64_t num_tokens,

@@ -3,7 +3,7 @@
 //   lanes_avx512.h   one register of 16 lanes
 //   lanes_avx2.h     two registers of 8 lanes
 //
-// Products of bfloat16 pairs and of four 8-bit values are instructions of processors with avx512_bf16 and avx512_vnni;
+// Products of bfloat16 pairs and of four 8-bit (or 4-bit) values are instructions of processors with avx512_bf16 and avx512_vnni;
 // elsewhere their values are widened first, then multiplied one part at a time.
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)

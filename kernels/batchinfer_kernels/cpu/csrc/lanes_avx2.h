@@ -310,6 +310,28 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, 
   asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(_mm256_madd_epi16(row.high, columns.high)));
 }
 
+// Four columns' values in 4 bits, the lower or the upper halves of bytes, and four signed bytes of a row.
+struct NibblePart {
+  __m256i low, high;
+};
+struct SignedFour {
+  __m256i values;
+};
+inline __attribute__((always_inline)) NibblePart column_nibbles(const uint8_t* at, int half) {
+  const Ints bytes = load_ints(at);
+  const __m256i most = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(half == 0 ? bytes.low : _mm256_srli_epi16(bytes.low, 4), most),
+          _mm256_and_si256(half == 0 ? bytes.high : _mm256_srli_epi16(bytes.high, 4), most)};
+}
+inline __attribute__((always_inline)) SignedFour signed_four(int32_t four) { return {_mm256_set1_epi32(four)}; }
+inline __attribute__((always_inline)) __m256i four_products(__m256i row, __m256i columns) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(columns, row), _mm256_set1_epi16(1));  // pairs: at most 2 * 15 * 127
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row, NibblePart columns) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(four_products(row.values, columns.low)));
+  asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(four_products(row.values, columns.high)));
+}
+
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline __m256 in_order(__m256 values) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(values), 0xD8)); }
 inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {

@@ -183,6 +183,27 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, 
 }
 #endif
 
+// Four columns' values in 4 bits, the lower or the upper halves of bytes, and four signed bytes of a row.
+struct NibblePart {
+  __m512i values;
+};
+struct SignedFour {
+  __m512i values;
+};
+inline NibblePart column_nibbles(const uint8_t* at, int half) {
+  const __m512i bytes = _mm512_loadu_si512(at);
+  return {_mm512_and_si512(half == 0 ? bytes : _mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15))};
+}
+inline SignedFour signed_four(int32_t four) { return {_mm512_set1_epi32(four)}; }
+inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row, NibblePart columns) {
+#ifdef __AVX512VNNI__
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(columns.values), "v"(row.values));
+#else
+  const __m512i pairs = _mm512_maddubs_epi16(columns.values, row.values);  // at most 2 * 15 * 127
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
+}
+
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {
   const Ints even = plus(steps(), steps());

@@ -38,6 +38,7 @@ struct HeldWeight {
         weight(weight_of(bytes, count, std::get<1>(packed), std::get<2>(packed), std::get<3>(packed), is_paired)) {}
 
   bool is_int8() const { return weight.kind == WeightKind::kInt8; }
+  bool is_wide() const { return !takes_bytes(weight.kind); }
 };
 
 // Rows on their way into products, rounded to 8 bits once for all products that want them so.
@@ -49,10 +50,11 @@ class Input {
   Tensor times(const HeldWeight& held, const Tensor* stream = nullptr) {
     const Weight& weight = held.weight;
     TORCH_CHECK(x_.size(1) == weight.depth, "x is ", x_.size(1), " wide, weight ", weight.depth);
+    TORCH_CHECK(held.is_int8() || held.is_wide(), "only experts are in 4 bits");
     check_kind(x_, weight);
     Tensor out = at::empty({x_.size(0), weight.num_columns}, x_.options());
     if (held.is_int8()) {
-      if (!bytes_) bytes_.emplace(x_);
+      if (!bytes_) bytes_.emplace(x_, WeightKind::kInt8);
       linear(bytes_->rows, weight, stream ? read<bf16>(*stream) : nullptr, write<bf16>(out), x_.size(0));
     } else {
       with_values(x_, [&]<class Value>(Value) {
@@ -280,7 +282,7 @@ class Stack : public torch::CustomClassHolder {
  public:
   Stack(Tensor embedding, Tensor norm, double eps, const Packed& head)
       : embedding_(std::move(embedding)), norm_(std::move(norm)), eps_(eps), head_(head, 1) {
-    TORCH_CHECK(!head_.is_int8() && head_.weight.depth == norm_.numel(), "the output head");
+    TORCH_CHECK(head_.is_wide() && head_.weight.depth == norm_.numel(), "the output head");
   }
 
   void add_dense(const c10::intrusive_ptr<Attention>& attention, const Tensor& norm, double eps, const Packed& gate_up,

@@ -1,4 +1,4 @@
-// x · weightᵀ in float32, bfloat16 or 8 bits with float32 sums. Weights pass from memory once for every block of rows.
+// x · weightᵀ in float32, bfloat16, 8 or 4 bits with float32 sums. Weights pass from memory once for every block of rows.
 
 #include <vector>
 
@@ -40,7 +40,7 @@ double nanoseconds_of(const Weight& weight, int64_t num_rows) {
 
 template <class Source>
 int64_t row_bytes(const Source&, const Weight& weight) {
-  return weight.depth * (weight.kind == WeightKind::kInt8 ? 1 : int64_t{sizeof(typename Source::Value)});
+  return weight.depth * (takes_bytes(weight.kind) ? 1 : int64_t{sizeof(typename Source::Value)});
 }
 
 }  // namespace

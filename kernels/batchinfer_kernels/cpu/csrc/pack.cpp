@@ -5,6 +5,10 @@
 //   8 bits     [panels] of  values [blocks * 32][64 columns][4 values]   rounded, -127 … 127
 //                           starts [blocks][64 columns] int32            -128 times the sum of a column's block
 //                           scales [blocks][4 groups of 16 columns] float32
+//   4 bits     [panels][groups] of  values [4][64 columns][4 bytes]   the first four of each eight in the lower halves
+//                                   scales [64 columns] bfloat16
+//
+// Values in 4 bits are from -8 to 7 and stored plus 8; the largest magnitude of a group of 32 becomes -8 of its scale.
 //
 // Columns and values that are not there are zero. Blocks of 128 columns are counted within each half of a paired weight.
 
@@ -91,9 +95,63 @@ void pack_int8(const Parts<bf16>& source, const Weight& shape, int64_t panel, ui
   }
 }
 
+// 32 values in 4 bits as panels have them, for one column; `bytes` has two in each.
+void put_group(const uint8_t* bytes, bf16 scale, int64_t lane, uint8_t* group) {
+  const auto spread = [](uint32_t halves) {  // four times 4 bits to four bytes
+    halves = (halves | halves << 8) & 0x00FF00FF;
+    return (halves | halves << 4) & 0x0F0F0F0F;
+  };
+  for (int64_t octet = 0; octet < kGroup / 8; ++octet) {
+    uint32_t eight;
+    std::memcpy(&eight, bytes + 4 * octet, sizeof(eight));
+    const uint32_t word = spread(eight & 0xFFFF) | spread(eight >> 16) << 4;
+    std::memcpy(group + 4 * (octet * kPanelColumns + lane), &word, sizeof(word));
+  }
+  std::memcpy(group + kGroup / 2 * kPanelColumns + lane * sizeof(bf16), &scale, sizeof(scale));
+}
+
+// Rounds up to 32 values to 4 bits, two in a byte; zeros follow. Returns the scale, which is no number where a value is none.
+bf16 round_group(const bf16* values, int64_t count, uint8_t* bytes) {
+  Floats wide[2], least = floats(0.0f), most = floats(0.0f);
+  bool is_finite = true;
+  for (int half = 0; half < 2; ++half) {
+    wide[half] = load_wide(lanes(count - 16 * half), values + 16 * half);
+    is_finite = is_finite && !any(not_below(magnitude(wide[half]), floats(INFINITY)));
+    least = larger(least, floats(0.0f) - wide[half]);
+    most = larger(most, wide[half]);
+  }
+  const float down = largest_of(least), up = largest_of(most);
+  const float scale = first_of(rounded<bf16>(floats(is_finite ? (down >= up ? down : -up) / 8 : NAN)));
+  alignas(64) uint8_t each[kGroup];
+  for (int half = 0; half < 2; ++half) {
+    const Floats whole = nearest_whole(scale == 0 ? floats(0.0f) : wide[half] / floats(scale));
+    store_bytes(each + 16 * half, plus(nearest_ints(larger(smaller(whole, floats(7.0f)), floats(-8.0f))), ints(8)));
+  }
+  for (int64_t i = 0; i < kGroup / 2; ++i) bytes[i] = each[2 * i] | each[2 * i + 1] << 4;
+  return scale == 0 ? bf16{0} : static_cast<bf16>(std::bit_cast<uint32_t>(scale) >> 16);
+}
+
+// Calls column_group(column, group, bytes) for each group of a panel's columns: fills `bytes`, returns the scale.
+template <class ColumnGroup>
+void pack_int4(const Weight& shape, int64_t panel, uint8_t* packed, ColumnGroup column_group) {
+  const int64_t group_bytes = shape.panel_bytes() / shape.num_groups();
+  uint8_t bytes[kGroup / 2];
+  for (int64_t lane = 0; lane < kPanelColumns; ++lane) {
+    const int64_t column = column_at(shape, panel, lane);
+    for (int64_t group = 0; group < shape.num_groups(); ++group) {
+      std::fill_n(bytes, kGroup / 2, uint8_t{0x88});
+      const bf16 scale = column < 0 ? bf16{0} : column_group(column, group, bytes);
+      put_group(bytes, scale, lane, packed + group * group_bytes);
+    }
+  }
+}
+
 }  // namespace
 
 int64_t Weight::panel_bytes() const {
+  if (kind == WeightKind::kInt4) {
+    return num_groups() * kPanelColumns * (kGroup / 2 + int64_t{sizeof(bf16)});
+  }
   if (kind == WeightKind::kBfloat16) return (depth + 1) / 2 * 2 * kPanelColumns * int64_t{sizeof(bf16)};
   if (kind == WeightKind::kFloat32) return depth * kPanelColumns * int64_t{sizeof(float)};
   const int64_t bytes = num_blocks() * (kBlock * kPanelColumns + 4 * kPanelColumns + 4 * kPanelColumns / 16);
@@ -103,7 +161,20 @@ int64_t Weight::panel_bytes() const {
 void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed) {
   run_tasks(shape.num_panels(), [&](int64_t panel) {
     uint8_t* const out = packed + panel * shape.panel_bytes();
-    shape.kind == WeightKind::kInt8 ? pack_int8(source, shape, panel, out) : pack_panel(source, shape, panel, out);
+    if (shape.kind == WeightKind::kInt8) return pack_int8(source, shape, panel, out);
+    if (shape.kind != WeightKind::kInt4) return pack_panel(source, shape, panel, out);
+    pack_int4(shape, panel, out, [&](int64_t column, int64_t group, uint8_t* bytes) {
+      return round_group(source.column(column) + group * kGroup, shape.depth - group * kGroup, bytes);
+    });
+  });
+}
+
+void pack(const Parts<uint8_t>& values, const Parts<bf16>& scales, const Weight& shape, uint8_t* packed) {
+  run_tasks(shape.num_panels(), [&](int64_t panel) {
+    pack_int4(shape, panel, packed + panel * shape.panel_bytes(), [&](int64_t column, int64_t group, uint8_t* bytes) {
+      std::memcpy(bytes, values.column(column) + group * (kGroup / 2), kGroup / 2);
+      return scales.column(column)[group];
+    });
   });
 }
 

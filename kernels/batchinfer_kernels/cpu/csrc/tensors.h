@@ -82,11 +82,11 @@ Rows<Value> rows_of(const Tensor& x) {
 }
 
 inline Weight shape_of(int64_t num_columns, int64_t depth, int64_t kind, bool is_paired) {
-  TORCH_CHECK(0 <= kind && kind <= static_cast<int64_t>(WeightKind::kFloat32), "no kind of weights ", kind);
+  TORCH_CHECK(0 <= kind && kind <= static_cast<int64_t>(WeightKind::kInt4), "no kind of weights ", kind);
   return {nullptr, static_cast<WeightKind>(kind), num_columns, depth, is_paired};
 }
 
-// Rows of x meet weights of their own kind; those in 8 bits take rows of bfloat16.
+// Rows of x meet weights of their own kind; those in 8 or 4 bits take rows of bfloat16.
 inline void check_kind(const Tensor& x, const Weight& weight) {
   const bool is_fitting = (x.scalar_type() == at::kFloat) == (weight.kind == WeightKind::kFloat32);
   TORCH_CHECK(is_fitting, "weights of kind ", static_cast<int64_t>(weight.kind), " do not take rows of ",
@@ -104,17 +104,22 @@ inline Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns
   return weight;
 }
 
-// x in 8 bits, with the memory it stands in.
+// x in 8 bits for weights of this kind, with the memory it stands in.
 struct Bytes {
-  Tensor values, scales;
+  Tensor values, scales, starts;
   ByteRows rows;
 
-  explicit Bytes(const Tensor& x) {
+  Bytes(const Tensor& x, WeightKind kind) {
     const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + kBlock - 1) / kBlock;
     values = at::empty({num_rows, num_blocks * kBlock}, x.options().dtype(at::kByte));
     scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
-    batchinfer::to_bytes(rows_of<bf16>(x), write<uint8_t>(values), write<float>(scales), num_rows, width);
-    rows = {read<uint8_t>(values), read<float>(scales), num_blocks};
+    int32_t* starts_at = nullptr;
+    if (kind == WeightKind::kInt4) {
+      starts = at::empty({num_rows, num_blocks * (kBlock / kGroup)}, x.options().dtype(at::kInt));
+      starts_at = write<int32_t>(starts);
+    }
+    batchinfer::to_bytes(rows_of<bf16>(x), write<uint8_t>(values), write<float>(scales), starts_at, num_rows, width);
+    rows = {read<uint8_t>(values), read<float>(scales), starts_at, num_blocks};
   }
 };
 

@@ -9,7 +9,8 @@
 // Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. As many
 // groups of 16 columns go together as the registers hold sums for: with AVX-512 all four, so that 24 accumulators take
 // 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in 32 bits within a
-// block of 128; block sums are scaled and added in float32, in ascending order.
+// block of 128; block sums are scaled and added in float32, in ascending order. 4-bit weights are taken apart in registers
+// and summed so within a group of 32; they have no tiles of matrix_tiles.h.
 
 #pragma once
 
@@ -164,6 +165,57 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
   }
 }
 
+// The same of a panel in 4 bits (pack.cpp).
+template <int R, int N>
+__attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows, const uint8_t* panel,
+                                         int64_t first_chunk, int64_t num_groups, float* out) {
+  constexpr int64_t kLine = 4 * kPanelColumns, kScalesAt = kGroup / 8 * kLine;
+  constexpr int64_t kGroupsOfBlock = kBlock / kGroup, kGroupBytes = kScalesAt + kPanelColumns * int64_t{sizeof(bf16)};
+  const int32_t *fours[R], *starts[R];
+  const float* x_scales[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    fours[r] = reinterpret_cast<const int32_t*>(x.data + rows[r] * x.num_blocks * kBlock);
+    starts[r] = x.starts + rows[r] * x.num_blocks * kGroupsOfBlock;
+    x_scales[r] = x.scales + rows[r] * x.num_blocks;
+  }
+  for (int64_t group = 0; group < num_groups; ++group, panel += kGroupBytes) {
+    Ints sums[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      // what storing the weights plus 8 added is taken off at the start
+      const Ints start = ints(starts[r][group]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] = start;
+    }
+#pragma GCC unroll 8
+    for (int64_t step = 0; step < kGroup / 4; ++step) {
+      const uint8_t* const line = panel + step / 2 * kLine + 64 * first_chunk;
+      if (step % 2) load_again();
+      NibblePart columns[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) columns[n] = column_nibbles(line + 64 * n, step % 2);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const SignedFour four = signed_four(fours[r][group * (kGroup / 4) + step]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) add_product(sums[r][n], four, columns[n]);
+      }
+    }
+    const bf16* const scales = reinterpret_cast<const bf16*>(panel + kScalesAt) + 16 * first_chunk;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Floats scale = low_values(load_bits(scales + 16 * n));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Floats both = floats(x_scales[r][group / kGroupsOfBlock]) * scale;
+        float* const at = out + r * kPanelColumns + 16 * n;
+        store(at, multiply_add(as_floats(sums[r][n]), both, group ? load(at) : floats(0.0f)));
+      }
+    }
+  }
+}
+
 // Groups of 16 columns that a panel has.
 inline int64_t num_chunks(const Weight& weight, int64_t panel) {
   if (weight.is_paired) return kChunks;
@@ -268,8 +320,25 @@ inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t nu
 }
 #endif
 
+inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
+                                     const uint8_t* panel, int64_t chunks, float* sums) {
+  for (int64_t row = 0; row < num_rows; row += kTileRows) {
+    const int64_t rows = std::min(kTileRows, num_rows - row);
+    int64_t at[kTileRows];
+    for (int64_t r = 0; r < rows; ++r) at[r] = x.index ? x.index[first + row + r] : first + row + r;
+    with_rows(rows, [&](auto count) {
+      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+        int4_tile<count, groups>(x, at, panel, chunk, weight.num_groups(), sums + row * kPanelColumns + 16 * chunk);
+      });
+    });
+  }
+}
+
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums) {
+  if (weight.kind == WeightKind::kInt4) {
+    return multiply_strip_in_groups(x, first, num_rows, weight, panel, chunks, sums);
+  }
   const BytePanel parts(panel, weight.num_blocks());
 #ifdef BATCHINFER_TILES
   if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, weight.num_blocks(), sums);

@@ -1,0 +1,85 @@
+"""A checkpoint rewritten as the C++ operations hold it in one dtype, so that ranks map it instead of packing it."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from batchinfer.model.config import load_model_config
+from batchinfer.model.ops import Ops
+from batchinfer.model.packed_files import Ends, write_parts
+from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, layer_name, read_packed
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.weights import open_loader
+from batchinfer.records import ConfigError
+from batchinfer.rundir import TEMPORARY, cannot_write, json_text, sync_file, sync_folder
+
+_CARRIED = (".json", ".jinja", ".model", ".txt")  # tokenizer, templates, defaults; no weights and no code
+
+
+def convert_model(
+    source: Path, target: Path, ops: Ops, *, dtype: torch.dtype, name: str, told: Callable[[int, int], None]
+) -> int:
+    """Write the model of `source` to the new folder `target`; it is whole or absent. Returns its bytes.
+
+    One layer is in memory at a time.
+
+    Args:
+        ops: the C++ operations, with the bits of the dtype.
+        dtype: of rows.
+        name: model.dtype of the jobs that are to use it.
+        told: as for load_weights.
+
+    Raises:
+        ConfigError: the target is there already or cannot be written, or its disk has not the room.
+        ModelError: the source cannot be read.
+    """
+    config = load_model_config(source)
+    if read_packed(source) is not None:
+        raise ConfigError(f"{source} is converted already; give the folder that it was made from")
+    if target.exists():
+        raise ConfigError(f"{target} is there already; name another folder or delete it")
+    folder = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}"
+    try:
+        folder.mkdir(parents=True)
+        needed, free = weight_bytes(config, name), shutil.disk_usage(folder).free
+        if needed > free:
+            raise ConfigError(
+                f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
+                "free space or choose another folder"
+            )
+        loader = open_loader(source, config, dtype=dtype, ops=ops, told=told)
+        files = {ENDS: write_parts(folder / ENDS, Ends(*loader.ends()))}
+        for layer in range(config.num_hidden_layers):
+            files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
+        _carry(source, folder)
+        sizes = {file: (folder / file).stat().st_size for file in files}
+        manifest = {
+            "dtype": name,
+            "layout": LAYOUT,
+            "source": str(source.absolute()),
+            "files": {file: {"bytes": sizes[file], "xxh3_128": checksum} for file, checksum in files.items()},
+        }
+        (folder / MANIFEST).write_text(json_text(manifest), encoding="utf-8")
+        sync_file(folder / MANIFEST)
+        sync_folder(folder)
+        folder.rename(target)
+        sync_folder(target.parent)
+        return sum(sizes.values())
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise cannot_write(target, error) from None
+        raise
+
+
+def _carry(source: Path, folder: Path) -> None:
+    """Copy config.json and what the tokenizer and settings are read from."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _CARRIED and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, folder / path.name)
+            sync_file(folder / path.name)

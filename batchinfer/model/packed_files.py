@@ -1,0 +1,198 @@
+"""Weights as the C++ operations read them, written to files and mapped from there.
+
+A file is in the safetensors format, its metadata say how each tensor is packed. Tensors begin at multiples of 64 bytes
+where their sizes allow it. Mapped memory is private: experts that change places are copied in it, not in the file.
+"""
+
+# E routed experts
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from xxhash import xxh3_128
+
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.ops import Ops
+from batchinfer.model.packed_folder import ENDS, PackedFolder
+from batchinfer.model.weights import (
+    AttentionWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    Projection,
+)
+from batchinfer.records import ModelError
+from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind
+from batchinfer_kernels.weight_format import Weight
+
+_ALIGNMENT = 64
+_DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_EXPERTS = ("mlp.gate_up_EFD", "mlp.down_EDF")  # of which a rank may hold a part
+_KINDS = {"attention": AttentionWeights, "mlp": MlpWeights, "shared": MlpWeights}  # by field; others are projections
+
+
+class Ends(NamedTuple):
+    """What is before the layers and behind them."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    lm_head: Weight
+
+
+def write_parts(path: Path, weights: Ends | LayerWeights) -> str:
+    """Write a new file and force it to disk; returns the checksum of its bytes.
+
+    Raises:
+        OSError: it cannot be written (the disk is full).
+    """
+    parts = sorted(_parts_of(weights), key=lambda part: part[1].nbytes % _ALIGNMENT > 0)
+    header: dict[str, Any] = {"__metadata__": {"forms": json.dumps({name: form for name, _, form in parts})}}
+    end = 0
+    for name, tensor, _ in parts:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    hasher = xxh3_128()
+    with open(path, "xb") as file:
+        pieces = (tensor.contiguous().view(-1).view(torch.uint8).numpy().data for _, tensor, _ in parts)
+        for piece in (memoryview(len(text).to_bytes(8, "little") + text), *pieces):
+            file.write(piece)
+            hasher.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return hasher.hexdigest()
+
+
+def map_weights(
+    packed: PackedFolder,
+    config: ModelConfig,
+    ops: Ops,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    expert_ids: Sequence[Sequence[int]] | None,
+) -> ModelWeights:
+    """The weights of a converted folder, mapped; arguments as of `load_weights`.
+
+    Raises:
+        ModelError: it is not made for these operations or this dtype, or a file is damaged.
+    """
+    packed.check("int4" if ops.four_bit else "fp8" if ops.eight_bit else str(dtype).removeprefix("torch."))
+    if torch.device(device).type != "cpu" or not ops.weight_format(dtype, device).copies:
+        raise ModelError(
+            f"{packed.folder} is converted for the C++ operations on a CPU, which this job does not use; "
+            f"give the folder that it was made from, {packed.source}"
+        )
+    ids = [range(config.n_routed_experts)] * config.num_moe_layers if expert_ids is None else expert_ids
+    held = tuple(tuple(of_layer) for of_layer in ids)
+    of_layer = dict(zip(config.moe_layers, held, strict=True))
+    ends = MappedParts(packed.folder / ENDS).take(Ends)
+    layers = tuple(
+        MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights)
+        for number in range(config.num_hidden_layers)
+    )
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, mapped_bytes=packed.num_bytes)
+
+
+class PackedExperts:
+    """Where experts that change places come from; in place of the loader of a checkpoint."""
+
+    def __init__(self, packed: PackedFolder):
+        self._packed = packed
+
+    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, slot: int) -> None:
+        """Copy one routed expert of the layer `prefix` into a slot of these."""
+        mapped = MappedParts(self._packed.layer(int(prefix.split(".")[2])), (expert,))
+        for name, weight in zip(_EXPERTS, (gate_up, down), strict=True):
+            assert isinstance(weight, Packed)
+            weight.data[slot] = mapped.leaf(name).data[0]
+
+
+class MappedParts:
+    """One file, mapped; of routed experts those of these numbers alone (None: all).
+
+    Raises:
+        ModelError: it cannot be read, or is damaged.
+    """
+
+    def __init__(self, path: Path, expert_ids: Sequence[int] | None = None):
+        self._path, self._expert_ids = path, expert_ids
+        try:
+            with open(path, "rb") as file:
+                access = mmap.PROT_READ | mmap.PROT_WRITE
+                self._memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
+            self._start = 8 + int.from_bytes(self._memory[:8], "little")
+            header = json.loads(self._memory[8 : self._start])
+            self._forms: dict[str, dict[str, int]] = json.loads(header.pop("__metadata__")["forms"])
+            self._header: dict[str, Any] = header
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{path} cannot be mapped: {error}; convert the model again") from None
+
+    def leaf(self, name: str) -> Any:
+        """One tensor, or packed weight; shares the file's memory unless its experts are not side by side."""
+        entry, form = self._header[name], self._forms[name]
+        start, end = entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        count = (end - start) // dtype.itemsize
+        tensor = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._start + start)
+        tensor = tensor.view(entry["shape"])
+        if self._expert_ids is not None and name in _EXPERTS:
+            tensor = _rows(tensor, list(self._expert_ids))
+        if "num_experts" in form:
+            return PackedRouter(tensor, form["num_experts"])
+        if not form:
+            return tensor
+        return Packed(
+            tensor, form["num_columns"], form["depth"], WeightKind(form["kind"]), is_paired=bool(form["is_paired"])
+        )
+
+    def take(self, kind: type[Any], name: str = "") -> Any:
+        """An object of this kind, made of the tensors whose names begin so; None where there are none."""
+        if name in self._header:
+            try:
+                return self.leaf(name)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise ModelError(f"{self._path} is damaged at {name}: {error}; convert the model again") from None
+        prefix = f"{name}." if name else ""
+        if not any(known.startswith(prefix) for known in self._header):
+            return None
+        if f"{prefix}router_ED" in self._header:
+            kind = MoeWeights
+        return kind(**{field: self.take(_KINDS.get(field, Projection), prefix + field) for field in _field_names(kind)})
+
+
+def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+    """Rows by number: a view where they follow each other."""
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True:
+        first = numbers[0] if numbers else 0
+        return tensor[first : first + len(numbers)]
+    return tensor[numbers]
+
+
+def _parts_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor, dict[str, int]]]:
+    """Name, tensor and how it is packed, of all that a part of the model holds."""
+    if isinstance(value, torch.Tensor):
+        yield name, value, {}
+    elif isinstance(value, Packed):
+        form = {"num_columns": value.num_columns, "depth": value.depth, "kind": int(value.kind)}
+        yield name, value.data, {**form, "is_paired": int(value.is_paired)}
+    elif isinstance(value, PackedRouter):
+        yield name, value.data_PDN, {"num_experts": value.num_experts}
+    elif value is not None:
+        for field in _field_names(type(value)):
+            yield from _parts_of(getattr(value, field), f"{name}.{field}" if name else field)
+
+
+def _field_names(kind: type[Any]) -> list[str]:
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind._fields)

@@ -1,0 +1,80 @@
+"""A model folder that `batchinfer convert` wrote, by its manifest: no torch here, plans ask as well as ranks.
+
+    packed.json                 dtype, layout, size and checksum of each file; written last
+    ends.safetensors            embedding, norm and head
+    layer-00000.safetensors …   one per layer
+    config.json, tokenizer.json …   as in the folder that it was made from
+
+Weights are in the order in which the C++ operations read them, the same on all processors, so ranks map them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.records import ModelError
+from batchinfer.rundir import DamagedFileError, read_json
+
+MANIFEST = "packed.json"
+LAYOUT = 1  # of panels (cpu/csrc/pack.cpp) and files (packed_files.py); whoever changes either raises it
+ENDS = "ends.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFolder:
+    """What the manifest says. `source` is the folder that it was made from, `sizes` bytes by name of a file."""
+
+    folder: Path
+    dtype: str
+    layout: int
+    source: str
+    sizes: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def layer(self, number: int) -> Path:
+        """The file of a layer."""
+        return self.folder / layer_name(number)
+
+    def check(self, dtype: str) -> None:
+        """Refuse what a job of this dtype cannot map.
+
+        Raises:
+            ModelError: made for another dtype or by another version, or a file is missing or of another size.
+        """
+        again = f"run `batchinfer convert {self.source} DIR --dtype {dtype}`"
+        if self.layout != LAYOUT:
+            raise ModelError(
+                f"{self.folder} was converted to layout {self.layout}, this version reads {LAYOUT}; {again}"
+            )
+        if self.dtype != dtype:
+            raise ModelError(f"{self.folder} was converted to {self.dtype}, but model.dtype is {dtype!r}; {again}")
+        for name, size in self.sizes.items():
+            path = self.folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+                raise ModelError(f"{path} {what}; {again}")
+
+
+def layer_name(number: int) -> str:
+    """The name of a layer's file."""
+    return f"layer-{number:05d}.safetensors"
+
+
+def read_packed(folder: Path) -> PackedFolder | None:
+    """The manifest of a converted folder, None of any other.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path, "dtype", "layout", "source", "files")
+        sizes = {str(name): int(file["bytes"]) for name, file in found["files"].items()}
+        return PackedFolder(folder, str(found["dtype"]), int(found["layout"]), str(found["source"]), sizes)
+    except (DamagedFileError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} is damaged ({error}); convert the model again") from None

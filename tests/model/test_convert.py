@@ -1,0 +1,200 @@
+"""A converted folder: the bytes of the original's answers, mapped; whole or absent; refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from hashlib import blake2b
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from batchinfer.model.config import load_model_config
+from batchinfer.model.convert import convert_model
+from batchinfer.model.ops import Ops
+from batchinfer.model.packed_folder import LAYOUT, MANIFEST, read_packed
+from batchinfer.model.transformer import Transformer
+from batchinfer.plan.first_dtype import Machine, choose_dtype
+from batchinfer.rank.load import BITS, DTYPES
+from batchinfer.records import ConfigError, ModelError
+from batchinfer.rundir import TEMPORARY, json_text
+from batchinfer_kernels.cpu import packed
+from support.checkpoints import make_checkpoint
+from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.packed_weights import pack_int4
+from support.paths import RANDOM_MODEL
+from support.small_disks import small_disk
+
+__all__ = ["small_disk"]
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+ALL = ("float32", "bfloat16", "fp8", "int4")
+TWO_RANKS = {"prefill_ranks": 2}
+MORE_SLOTS = {"prefill_ranks": 2, "redundant_experts": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prompts, and the model with random weights converted to each dtype."""
+    folder = tmp_path_factory.mktemp("converted")
+    write_questions(folder / "prompts", (4, 3))
+    for dtype in ALL:
+        convert(RANDOM_MODEL, folder / dtype, dtype)
+    return folder
+
+
+def convert(model, target, dtype, code=0):
+    ended = batchinfer("convert", model, target, "--dtype", dtype)
+    assert ended.code == code, ended.err
+    return ended
+
+
+def run(folder, name, model, dtype, cluster=None, code=0):
+    job = write_job(
+        folder,
+        name=f"{name}.toml",
+        output={"dir": name},
+        model={"path": str(model), "dtype": dtype},
+        sampling={"max_tokens": 8, "ignore_eos": True, "logprobs": 2, "temperature": 0.7},
+        cluster=cluster or {},
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == code, ended.err
+    return ended if code else output_bytes(folder / name)
+
+
+@pytest.mark.parametrize("cluster", [{}, TWO_RANKS, MORE_SLOTS], ids=["one rank", "two ranks", "redundant experts"])
+@pytest.mark.parametrize("dtype", ALL)
+def test_answers_are_those_of_the_original_to_the_byte(folder, dtype, cluster):
+    name = f"{dtype}-{len(cluster)}-{cluster.get('prefill_ranks', 1)}"
+    original = run(folder, f"original-{name}", RANDOM_MODEL, dtype, cluster)
+    assert run(folder, f"mapped-{name}", folder / dtype, dtype, cluster) == original
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_other_forms_of_a_checkpoint_are_converted_too(dtype, tmp_path):
+    make_checkpoint(tmp_path / "model", "kimi-k2", hidden_size=64, moe_intermediate_size=96)
+    pack_int4(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "made", dtype)
+    plain, mapped = (
+        Transformer.load(tmp_path / name, dtype=DTYPES[dtype], **BITS.get(dtype, {})) for name in ("model", "made")
+    )
+    for ours, theirs in zip(mapped.weights.layers, plain.weights.layers, strict=True):
+        assert torch.equal(ours.attention.out.weight.data, theirs.attention.out.weight.data)
+    moe, expected = mapped.weights.layers[-1].mlp, plain.weights.layers[-1].mlp
+    assert torch.equal(moe.gate_up_EFD.data, expected.gate_up_EFD.data)
+    assert moe.down_EDF.kind is expected.down_EDF.kind
+
+
+def test_a_rank_maps_its_experts_and_takes_others_from_the_files(folder):
+    bits = BITS["int4"]
+    whole = Transformer.load(folder / "int4", dtype=torch.bfloat16, **bits)
+    config = load_model_config(folder / "int4")
+    half = range(config.n_routed_experts // 2, config.n_routed_experts)
+    part = Transformer.load(
+        folder / "int4",
+        dtype=torch.bfloat16,
+        dispatchers=[None] * config.num_moe_layers,
+        expert_ids=[half] * config.num_moe_layers,
+        **bits,
+    )
+    held, every = part.weights.layers[-1].mlp.down_EDF.data, whole.weights.layers[-1].mlp.down_EDF.data
+    assert torch.equal(held, every[list(half)])
+    assert held.untyped_storage().data_ptr() <= held.data_ptr()
+    assert held.untyped_storage().nbytes() > held.nbytes  # a part of the file's memory, no copy
+
+
+def test_a_folder_has_what_a_job_reads_besides_weights(folder):
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (folder / "int4" / file).read_bytes() == (RANDOM_MODEL / file).read_bytes()
+    assert not list((folder / "int4").glob("model*.safetensors"))
+    manifest = json.loads((folder / "int4" / MANIFEST).read_text())
+    assert manifest["dtype"] == "int4"
+    for name, file in manifest["files"].items():
+        path = folder / "int4" / name
+        assert path.stat().st_size == file["bytes"]
+        with safe_open(path, framework="pt") as opened:
+            assert list(opened.keys())
+    assert choose_dtype(folder / "int4", Machine(1, has_gpu=False, is_quick_in_8_bits=True))[0] == "int4"
+
+
+def test_the_layout_has_a_version_that_changes_with_it():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-64, 64, (70, 130), generator=generator).float().bfloat16()
+    tensors = [packed.pack(weight), packed.pack(weight, is_int8=True), packed.pack(weight, is_int4=True)]
+    digest = blake2b(b"".join(one.data.numpy().tobytes() for one in tensors), digest_size=8).hexdigest()
+    assert (LAYOUT, digest) == (1, "4926b302edc21283"), "panels have changed: raise packed_folder.LAYOUT"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": LAYOUT + 1}, "was converted to layout 2, this version reads 1; run `batchinfer convert"),
+        ({"dtype": "fp8"}, "was converted to fp8, but model.dtype is 'int4'; run `batchinfer convert"),
+        ({"files": {"ends.safetensors": {"bytes": 7}}}, "ends.safetensors has"),
+        ({"files": {"layer-00077.safetensors": {"bytes": 7}}}, "layer-00077.safetensors is missing"),
+        ({"files": 3}, "is damaged"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(folder, change, words, tmp_path):
+    shutil.copytree(folder / "int4", tmp_path / "model")
+    manifest = json.loads((tmp_path / "model" / MANIFEST).read_text())
+    manifest.pop("checksum")
+    (tmp_path / "model" / MANIFEST).write_text(json_text(manifest | change))
+    write_questions(tmp_path / "prompts", (1,))
+    assert words in one_error(run(tmp_path, "run", tmp_path / "model", "int4", code=2))
+    with pytest.raises(ModelError, match=r"converted|damaged|missing|bytes"):
+        Transformer.load(tmp_path / "model", dtype=torch.bfloat16, **BITS["int4"])
+
+
+def one_error(ended):
+    (sentence,) = (line for line in ended.err.splitlines() if line.startswith("error: "))
+    return sentence
+
+
+def test_a_job_without_the_cpp_operations_is_told_to_take_the_original(folder, tmp_path):
+    write_questions(tmp_path / "prompts", (1,))
+    ended = run(tmp_path, "run", folder / "fp8", "fp8", {"backend": "reference"}, code=2)
+    assert f"give the folder that it was made from, {RANDOM_MODEL.absolute()}" in one_error(ended)
+
+
+def test_a_folder_that_is_there_and_a_converted_model_are_refused(folder, tmp_path):
+    ended = convert(RANDOM_MODEL, folder / "int4", "int4", code=2)
+    assert "is there already" in one_error(ended)
+    ended = convert(folder / "int4", tmp_path / "again", "int4", code=2)
+    assert "is converted already" in one_error(ended)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_disk_without_the_room_leaves_nothing(small_disk):
+    small_disk.fill(but_bytes=1 << 16)
+    ended = convert(RANDOM_MODEL, small_disk.folder / "made", "bfloat16", code=2)
+    assert "GB free; free space or choose another folder" in one_error(ended)
+    small_disk.free()
+
+    def told(_, __):  # while the first layers are written
+        if not small_disk.filler.exists():
+            small_disk.fill(but_bytes=1 << 16)
+
+    ops = Ops.select("cpu", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"cannot write .*made: No space left on device; free space"):
+        convert_model(RANDOM_MODEL, small_disk.folder / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=told)
+    assert [path.name for path in small_disk.folder.iterdir()] == ["filler"]
+
+
+def test_one_that_is_killed_leaves_no_folder_of_that_name(tmp_path):
+    command = [sys.executable, "-m", "batchinfer", "convert", RANDOM_MODEL, tmp_path / "made", "--dtype", "int4"]
+    killed = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob(f".made.*{TEMPORARY}/layer-00000.safetensors")) and killed.poll() is None:
+        time.sleep(0.001)
+    killed.send_signal(signal.SIGKILL)
+    if killed.wait() == -signal.SIGKILL:
+        assert not (tmp_path / "made").exists()
+    convert(RANDOM_MODEL, tmp_path / "second", "int4")
+    assert read_packed(tmp_path / "second") is not None
