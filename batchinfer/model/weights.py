@@ -84,6 +84,17 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The layer for multi-token prediction (DeepSeek-V3 report section 2.2); embedding and head are the model's."""
+
+    token_norm: torch.Tensor  # of the next token's embedding
+    hidden_norm: torch.Tensor  # of the hidden state
+    joined: Projection  # [D, 2 * D], from both to the layer's input
+    layer: LayerWeights
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """All of the model that this rank holds; `expert_ids` are, per MoE layer, those of its E dim."""
 
@@ -92,6 +103,7 @@ class ModelWeights:
     norm: torch.Tensor
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
+    mtp: MtpWeights | None = None
 
 
 def load_weights(
@@ -102,6 +114,7 @@ def load_weights(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
+    mtp: bool = False,
     memory: FreshMemory | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
@@ -112,6 +125,7 @@ def load_weights(
         ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
+        mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
         memory: where weights go as long as there is room; what is not needed of it is given back.
         told: called with the bytes that were read so far, and that are to be read.
 
@@ -128,12 +142,13 @@ def load_weights(
     for ids in held:
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
-    total_bytes = num_bytes_to_read(checkpoint, config, held)
+    total_bytes = num_bytes_to_read(checkpoint, config, held, mtp=mtp)
     ops, device = ops or Ops.select("reference"), torch.device(device)
     if memory is not None and (device.type != "cpu" or ops.holds_fp8(device)):
         memory.close()
         memory = None
-    loader = _Loader(checkpoint, config, dtype, device, held, ops, memory)
+    of_mtp = (tuple(range(config.n_routed_experts)),) if mtp else ()
+    loader = _Loader(checkpoint, config, dtype, device, held + of_mtp, ops, memory)
     embedding = loader.tensor("model.embed_tokens.weight")
     lm_head = loader.pack(embedding if config.tie_word_embeddings else loader.source("lm_head.weight"))
     weights = ModelWeights(
@@ -142,6 +157,7 @@ def load_weights(
         norm=loader.tensor("model.norm.weight"),
         lm_head=lm_head,
         expert_ids=held,
+        mtp=_mtp(loader) if mtp else None,
     )
     if memory is not None:
         memory.close()
@@ -321,3 +337,15 @@ class _Loader:
         """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
         blocks = self._stored.read_blocks(name) if form.keeps_fp8 else None
         return self._stored.read(name, self.dtype) if blocks is None else blocks
+
+
+def _mtp(loader: _Loader) -> MtpWeights:
+    layer = loader.config.num_hidden_layers
+    prefix = f"model.layers.{layer}"
+    return MtpWeights(
+        token_norm=loader.tensor(f"{prefix}.enorm.weight"),
+        hidden_norm=loader.tensor(f"{prefix}.hnorm.weight"),
+        joined=loader._projection(f"{prefix}.eh_proj"),
+        layer=loader.layer(layer),
+        norm=loader.tensor(f"{prefix}.shared_head.norm.weight"),
+    )
