@@ -31,7 +31,6 @@ def decode_step(
     sequences, kv_lengths = list(table.sequences), table.kv_lengths.copy()
     count = len(sequences)
     drafts = drafter.next_drafts(table) if drafter is not None else None
-    started_s = time.perf_counter()
     due = _due(table, in_pairs=in_pairs) if drafts is None else _due_with(drafts, table)
     rules = context.rules.begin(due.rules)
     output = context.model.forward(due.step, context.pages, context.schedule, log)
@@ -48,7 +47,7 @@ def decode_step(
             drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
             drafter.forget(finished)
             has_ended = np.array([sequence.finish_reason is not None for sequence in sequences])
-            drafter.note_step(drafts, taken, has_ended, time.perf_counter() - started_s)
+            drafter.note_step(drafts, taken, has_ended)
     num_new = int(taken.sum())
     return StepResult(
         output,

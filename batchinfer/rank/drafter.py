@@ -35,6 +35,8 @@ class Drafter:
         self._model, self._draft = model, draft
         self._rule = rule or DraftRule()
         self._states = DraftStates(model)
+        self._drafted_s = 0.0  # for the step to come
+        self._ended_s: float | None = None  # when the latest decode step had ended; None: something else ran since
 
     def wants_prompts(self, num_requests: int) -> bool:
         """Whether prompts are to leave the states of their last tokens when so many requests run, start and wait."""
@@ -42,6 +44,7 @@ class Drafter:
 
     def next_drafts(self, table: DecodeTable) -> Drafts | None:
         """Guesses for the coming step; None: a plain one is better, or nothing is known yet."""
+        self._drafted_s, started_s = 0.0, time.perf_counter()
         count = len(table.sequences)
         num_guesses = self._rule.choose(count) if 0 < count <= MOST_REQUESTS else 0
         if num_guesses == 0:
@@ -51,14 +54,13 @@ class Drafter:
         num_guesses = int(most[chosen].max(initial=0))
         if num_guesses == 0:
             return None
-        started_s = time.perf_counter()
         sequences = [table.sequences[row] for row in chosen.tolist()]
-        num_new = table.num_new[chosen] + 1
-        given = self._states.next_input(sequences, table.sampling.take(chosen), num_new, num_guesses)
+        given = self._states.next_input(sequences, table.sampling.take(chosen), table.num_new[chosen], num_guesses)
         drafts = Drafts(np.zeros((count, num_guesses), dtype=np.int64), np.zeros(count, dtype=np.int64))
         drafts.tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
         drafts.counts[chosen] = most[chosen]
-        self._rule.note_drafts(count, num_guesses, time.perf_counter() - started_s)
+        self._drafted_s = time.perf_counter() - started_s
+        self._rule.note_drafts(count, num_guesses, self._drafted_s)
         return drafts
 
     def keep(
@@ -73,18 +75,22 @@ class Drafter:
         if len(sequences) <= MOST_REQUESTS:
             self._states.keep(sequences, ends, counts, states, tokens)
 
-    def note_step(self, drafts: Drafts | None, taken: np.ndarray, finished: np.ndarray, step_s: float) -> None:
-        """A decode step has run.
+    def pause(self) -> None:
+        """Something else than decode steps runs."""
+        self._ended_s = None
+
+    def note_step(self, drafts: Drafts | None, taken: np.ndarray, finished: np.ndarray) -> None:
+        """A decode step has ended.
 
         Args:
             taken: [S] new tokens of each request.
             finished: [S] bool, whether it has ended: guesses behind its last token were not looked at.
-            step_s: seconds of it without the drafting.
         """
+        before_s, self._ended_s = self._ended_s, time.perf_counter()
+        num_rows = len(taken) if drafts is None else len(drafts.of_row)
+        self._rule.note_step(num_rows, None if before_s is None else self._ended_s - before_s - self._drafted_s)
         if drafts is None:
-            self._rule.note(len(taken), step_s)
             return
-        self._rule.note(len(drafts.of_row), step_s)
         right = taken - 1
         for num_tried, num_right in zip(np.where(finished, right, drafts.counts).tolist(), right.tolist(), strict=True):
             self._rule.note_right(num_tried, num_right)

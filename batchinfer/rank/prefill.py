@@ -47,6 +47,8 @@ class Prefill:
         Args:
             num_slots: prompts that may begin; None: no prompt of this rank may run.
         """
+        if self._drafter is not None:
+            self._drafter.pause()
         chunks, copies = self._queue.next_step(num_slots) if num_slots is not None else ([], {})
         computing_s = time.time()
         output, complete = self._run(chunks, copies, log, in_pairs=in_pairs)
