@@ -22,16 +22,21 @@ _HOPE = 1 / 4096
 
 
 class StepTimes:
-    """Seconds of steps by their size, measured not long ago."""
+    """Seconds of steps by their size.
 
-    def __init__(self) -> None:
+    Args:
+        most_age: steps after which a time is forgotten; None: none is.
+    """
+
+    def __init__(self, most_age: int | None = None) -> None:
+        self._most_age = most_age
         self._times: dict[int, deque[float]] = {}
         self._last: dict[int, int] = {}  # the step in which the latest one came
 
     def note(self, size: int, seconds: float, step: int) -> None:
         """A step of this size has run."""
         name = _class_of(size)
-        if step - self._last.get(name, step) > _MOST_AGE:
+        if self._is_old(name, step):
             del self._times[name]
         self._times.setdefault(name, deque(maxlen=_TIMES)).append(seconds)
         self._last[name] = step
@@ -56,8 +61,11 @@ class StepTimes:
         return {
             name: min(times)
             for name, times in self._times.items()
-            if len(times) >= _LEAST_TIMES and step - self._last[name] <= _MOST_AGE
+            if len(times) >= _LEAST_TIMES and not self._is_old(name, step)
         }
+
+    def _is_old(self, name: int, step: int) -> bool:
+        return self._most_age is not None and step - self._last.get(name, step) > self._most_age
 
 
 class DraftRule:
@@ -65,7 +73,7 @@ class DraftRule:
 
     def __init__(self) -> None:
         self._step = 0
-        self._steps, self._drafts = StepTimes(), [StepTimes() for _ in range(MOST_GUESSES)]
+        self._steps, self._drafts = StepTimes(_MOST_AGE), [StepTimes() for _ in range(MOST_GUESSES)]
         self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
         self._tried = [0] * MOST_GUESSES
         self._kept = 0, 0, 0  # a decision, for how many requests, until which step

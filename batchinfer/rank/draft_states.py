@@ -86,7 +86,7 @@ class DraftStates:
         slots = np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)
         ends = self._end[slots]
         oldest = np.maximum(self._first[slots], ends - CONTEXT)
-        begins = (self._filled[slots] < oldest) | (ends - self._base[slots] + num_guesses > _MOST_PLACES)
+        begins = (self._filled[slots] < oldest) | (ends - self._base[slots] + num_guesses - 1 > _MOST_PLACES)
         self._base[slots] = np.where(begins, oldest, self._base[slots])
         counts = ends - np.where(begins, oldest, self._filled[slots])
         self._filled[slots] = ends
