@@ -207,6 +207,11 @@ class ClusterConfig(Part):
     overlap: bool | None = Field(
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
+    speculate: Literal["auto", "off"] = Field(
+        "auto",
+        description="draft tokens with the model's own layer for multi-token prediction and run them beside those that "
+        "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
+    )
     backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
         description="kernels; `batchinfer doctor` says which run here; cpu: C++; sdpa: as auto, but "

@@ -71,6 +71,9 @@ class RankStart:
         )
         self._session.device = ready[0].device
         self._note_equal_rows([message.equal_rows for message in ready])
+        for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._told):
+            self._told.add(reason)
+            note(f"no tokens are drafted with the model's MTP layer: {reason}")
 
     def _note_equal_rows(self, said: list[EqualRows]) -> None:
         """Keep what the ranks say of their rows with what those before a restart have said; tell what is wrong."""

@@ -288,7 +288,7 @@ STATS_STEPS = _table(
     ("num_requests", pa.int32(), "requests in it"),
     ("new_tokens", pa.int32(), "tokens run through the model"),
     ("cached_tokens", pa.int32(), "prompt tokens of requests admitted in it whose KV was there already"),
-    ("output_tokens", pa.int32(), "tokens sampled"),
+    ("output_tokens", pa.int32(), "new tokens of its requests"),
     ("kv_tokens", pa.int64(), "sum over requests of the KV length attended to"),
     ("largest_kv_tokens", pa.int64(), "of these, the largest request's"),
     ("pages_used", pa.int32(), "KV pages in use, cached prefixes included"),
@@ -308,6 +308,8 @@ STATS_STEPS = _table(
         pa.int32(),
         "operations that another kernel ran than the chosen one, which did not take them",
     ),
+    ("drafted_tokens", pa.int32(), "guesses of the model's layer for multi-token prediction that were run, too"),
+    ("accepted_tokens", pa.int32(), "of these, guesses that were right, which are among output_tokens"),
 )
 STATS_EXPERTS = _table(
     "experts",

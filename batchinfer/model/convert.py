@@ -12,7 +12,8 @@ import torch
 from batchinfer.model.config import load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import Ends, write_parts
-from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, layer_name, read_packed
+from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, MTP, layer_name, read_packed
+from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weights import open_loader
 from batchinfer.records import ConfigError
@@ -56,6 +57,8 @@ def convert_model(
         files = {ENDS: write_parts(folder / ENDS, Ends(*loader.ends()))}
         for layer in range(config.num_hidden_layers):
             files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
+        if why_no_mtp(loader.checkpoint, config) is None:
+            files[MTP] = write_parts(folder / MTP, loader.mtp())
         _carry(source, folder)
         sizes = {file: (folder / file).stat().st_size for file in files}
         manifest = {

@@ -21,13 +21,15 @@ from xxhash import xxh3_128
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
-from batchinfer.model.packed_folder import ENDS, PackedFolder
+from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
 from batchinfer.model.weights import (
     AttentionWeights,
+    IndexerWeights,
     LayerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
+    MtpWeights,
     Projection,
 )
 from batchinfer.records import ModelError
@@ -38,7 +40,11 @@ _ALIGNMENT = 64
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXPERTS = ("mlp.gate_up_EFD", "mlp.down_EDF")  # of which a rank may hold a part
-_KINDS = {"attention": AttentionWeights, "mlp": MlpWeights, "shared": MlpWeights}  # by field; others are projections
+# by field; others are projections
+_KINDS: dict[str, type[Any]] = {
+    **{"layer": LayerWeights, "attention": AttentionWeights, "indexer": IndexerWeights},
+    **{"mlp": MlpWeights, "shared": MlpWeights},
+}
 
 
 class Ends(NamedTuple):
@@ -49,7 +55,7 @@ class Ends(NamedTuple):
     lm_head: Weight
 
 
-def write_parts(path: Path, weights: Ends | LayerWeights) -> str:
+def write_parts(path: Path, weights: Ends | LayerWeights | MtpWeights) -> str:
     """Write a new file and force it to disk; returns the checksum of its bytes.
 
     Raises:
@@ -82,6 +88,7 @@ def map_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     expert_ids: Sequence[Sequence[int]] | None,
+    mtp: bool = False,
 ) -> ModelWeights:
     """The weights of a converted folder, mapped; arguments as of `load_weights`.
 
@@ -102,7 +109,8 @@ def map_weights(
         MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights)
         for number in range(config.num_hidden_layers)
     )
-    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, mapped_bytes=packed.num_bytes)
+    of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights) if mtp else None
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, of_mtp, mapped_bytes=packed.num_bytes)
 
 
 class PackedExperts:

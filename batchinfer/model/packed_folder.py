@@ -3,6 +3,7 @@
     packed.json                 dtype, layout, size and checksum of each file; written last
     ends.safetensors            embedding, norm and head
     layer-00000.safetensors …   one per layer
+    mtp.safetensors             the layer for multi-token prediction, where the model has one
     config.json, tokenizer.json …   as in the folder that it was made from
 
 Weights are in the order in which the C++ operations read them, the same on all processors, so ranks map them.
@@ -17,6 +18,7 @@ from batchinfer.rundir import DamagedFileError, read_json
 MANIFEST = "packed.json"
 LAYOUT = 1  # of panels (cpu/csrc/pack.cpp) and files (packed_files.py); whoever changes either raises it
 ENDS = "ends.safetensors"
+MTP = "mtp.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class PackedFolder:
     @property
     def num_bytes(self) -> int:
         return sum(self.sizes.values())
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it has the layer for multi-token prediction."""
+        return MTP in self.sizes
 
     def layer(self, number: int) -> Path:
         """The file of a layer."""

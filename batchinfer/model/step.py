@@ -45,6 +45,7 @@ class StepInput:
     copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
     scored: torch.Tensor | None = None  # [N] int64, prefill only: of the last N of logit_rows the tokens that come next
     num_alternatives: int = 0  # most likely tokens that are wanted beside each of these
+    num_states: int = 0  # prefill only: the last of logit_rows, of which the state is wanted and nothing else
 
     @property
     def is_decode(self) -> bool:
@@ -66,6 +67,7 @@ class StepOutput:
     logits: torch.Tensor  # [S, V] float32, without the rows that are scored
     expert_counts: torch.Tensor  # [num_moe_layers, E] int64, tokens of this step per routed expert
     scores: Scores | None = None  # of the tokens to be scored, in their order; None: there are none
+    states: torch.Tensor | None = None  # [S, D] normed, of all logit_rows, where a step's schedule gives them
 
     @classmethod
     def joined(cls, first: StepOutput, second: StepOutput) -> StepOutput:
@@ -94,6 +96,7 @@ class StepTensors:
     copy_to: torch.Tensor | None = None  # [N]
     scored: torch.Tensor | None = None  # [N]
     num_alternatives: int = 0
+    num_states: int = 0
     is_counted: torch.Tensor | None = None  # [T] 0 for rows that only fill a batch up, which no statistics count
 
     @classmethod
@@ -115,7 +118,7 @@ class StepTensors:
             values |= {"page_table": step.page_table.contiguous(), "kv_tokens": step.kv_tokens}
         if device.type != "cpu":
             values = dict(zip(values, in_one_copy(list(values.values()), device), strict=True))
-        return cls(**values, **on_host, num_alternatives=step.num_alternatives)
+        return cls(**values, **on_host, num_alternatives=step.num_alternatives, num_states=step.num_states)
 
     @classmethod
     def fixed(cls, step: StepInput, is_counted: torch.Tensor, device: torch.device) -> StepTensors:

@@ -70,11 +70,37 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         _check_scale(checkpoint, config, name)
 
 
-def num_bytes_to_read(checkpoint: TensorHeaders, config: ModelConfig, expert_ids: Sequence[Sequence[int]]) -> int:
-    """What a rank reads that holds these routed experts per MoE layer; one that is there twice is read twice."""
+def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
+    """Why the layer for multi-token prediction cannot be used; None: it is there, whole and as config.json says."""
+    if not config.num_mtp_layers:
+        return "config.json names no layer for multi-token prediction"
+    if config.indexer is not None:
+        return "the layer's attention is sparse, which drafts do not compute"
+    try:
+        for name, shape in mtp_tensors(config):
+            for part, part_shape in _as_stored(checkpoint, config, name, shape):
+                if part not in checkpoint:
+                    return f"the checkpoint has no {part}"
+                if checkpoint.info(part).shape != part_shape:
+                    return f"{part} is {list(checkpoint.info(part).shape)} instead of {list(part_shape)}"
+                _check_format(checkpoint, config, part)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def num_bytes_to_read(
+    checkpoint: TensorHeaders, config: ModelConfig, expert_ids: Sequence[Sequence[int]], *, mtp: bool = False
+) -> int:
+    """What a rank reads that holds these routed experts per MoE layer; one that is there twice is read twice.
+
+    Args:
+        mtp: and the layer for multi-token prediction, with all of its experts.
+    """
     held = dict(zip(config.moe_layers, map(Counter, expert_ids), strict=True))
+    held[config.num_hidden_layers] = Counter(range(config.n_routed_experts))
     total = 0
-    for name, _ in expected_tensors(config):
+    for name, _ in (*expected_tensors(config), *(mtp_tensors(config) if mtp else ())):
         words = name.split(".")  # model.layers.3.mlp.experts.7.up_proj.weight
         times = held[int(words[2])][int(words[5])] if words[4:5] == ["experts"] else 1
         if times:
@@ -92,16 +118,29 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
     for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield from _expected_attention(config, f"{prefix}.self_attn")
-        if config.indexer is not None and config.indexer.of_layer(layer):
-            yield from _expected_indexer(config, config.indexer, f"{prefix}.self_attn.indexer")
-        if config.is_moe_layer(layer):
-            yield from _expected_moe(config, f"{prefix}.mlp")
-        else:
-            yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+        yield from _expected_layer(config, layer)
+
+
+def mtp_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of the tensors of the first layer for multi-token prediction; it shares embedding and head."""
+    hidden, layer = config.hidden_size, config.num_hidden_layers
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"model.layers.{layer}.{name}.weight", (hidden,)
+    yield f"model.layers.{layer}.eh_proj.weight", (hidden, 2 * hidden)
+    yield from _expected_layer(config, layer)
+
+
+def _expected_layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    yield f"{prefix}.input_layernorm.weight", (hidden,)
+    yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield from _expected_attention(config, f"{prefix}.self_attn")
+    if config.indexer is not None and config.indexer.of_layer(layer):
+        yield from _expected_indexer(config, config.indexer, f"{prefix}.self_attn.indexer")
+    if config.is_moe_layer(layer):
+        yield from _expected_moe(config, f"{prefix}.mlp")
+    else:
+        yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
 def _expected_attention(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:

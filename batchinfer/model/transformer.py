@@ -20,6 +20,7 @@ from batchinfer.model.fused.layers import attention_of, moe_of
 from batchinfer.model.layer import DecoderLayer
 from batchinfer.model.mla import RotaryAngles, empty_pages
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
+from batchinfer.model.mtp import Mtp
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import PackedExperts, map_weights
 from batchinfer.model.packed_folder import read_packed
@@ -27,7 +28,7 @@ from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
 from batchinfer.model.step import AttentionStep, StepHalves, StepInput, StepOutput, StepTensors
-from batchinfer.model.weights import ModelWeights, MoeWeights, exchange_experts, load_weights
+from batchinfer.model.weights import LayerWeights, ModelWeights, MoeWeights, exchange_experts, load_weights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
@@ -52,9 +53,13 @@ class Transformer:
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
         of_layers = iter(dispatchers)
-        self.layers = tuple(self._build_layer(layer, of_layers) for layer in range(config.num_hidden_layers))
+        self.layers = tuple(_build_layer(config, ops, layer, of_layers) for layer in weights.layers)
         self.moe_mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
         self.angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device, ops.cos_sin)
+        self.mtp = None
+        if weights.mtp is not None:
+            layer = _build_layer(config, ops, weights.mtp.layer, iter([local_dispatcher(config, ops, self.device)]))
+            self.mtp = Mtp(weights.mtp, layer)
 
     @classmethod
     def load(
@@ -68,6 +73,7 @@ class Transformer:
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         backend: str = "auto",
+        mtp: bool = False,
         memory: FreshMemory | None = None,
         told: Callable[[int, int], None] | None = None,
     ) -> Transformer:
@@ -79,7 +85,7 @@ class Transformer:
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            memory, told: see load_weights.
+            mtp, memory, told: see load_weights.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -88,14 +94,20 @@ class Transformer:
         ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
-            # a row is rounded once, not once per expert
-            row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
-            dispatchers = [LocalDispatcher(config.n_routed_experts, row_format, gathers=False)] * config.num_moe_layers
+            dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
         if (packed := read_packed(folder)) is not None:
-            weights = map_weights(packed, config, ops, dtype=dtype, device=device, expert_ids=expert_ids)
+            weights = map_weights(packed, config, ops, dtype=dtype, device=device, expert_ids=expert_ids, mtp=mtp)
             return cls(config, weights, dispatchers, ops)
         weights = load_weights(
-            folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
+            folder,
+            config,
+            dtype=dtype,
+            expert_ids=expert_ids,
+            device=device,
+            ops=ops,
+            mtp=mtp,
+            memory=memory,
+            told=told,
         )
         return cls(config, weights, dispatchers, ops)
 
@@ -176,13 +188,21 @@ class Transformer:
         """The sum of these."""
         return int(self.expert_rows.sum())
 
-    def _build_layer(self, layer: int, dispatchers: Iterator[Dispatcher]) -> DecoderLayer:
-        weights = self.weights.layers[layer]
-        if isinstance(weights.mlp, MoeWeights):
-            mlp: DenseMlp | MoeMlp = moe_of(self.ops, self.config, weights.mlp, weights.mlp_norm, next(dispatchers))
-        else:
-            mlp = DenseMlp(self.ops, self.config, weights.mlp, weights.mlp_norm)
-        return DecoderLayer(attention_of(self.ops, self.config, weights.attention, weights.input_norm), mlp)
+
+def _build_layer(
+    config: ModelConfig, ops: Ops, weights: LayerWeights, dispatchers: Iterator[Dispatcher]
+) -> DecoderLayer:
+    if isinstance(weights.mlp, MoeWeights):
+        mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
+    else:
+        mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)
+    return DecoderLayer(attention_of(ops, config, weights.attention, weights.input_norm), mlp)
+
+
+def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:
+    """The exchange of a rank that holds all experts; a row is rounded once, not once per expert."""
+    row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
+    return LocalDispatcher(config.n_routed_experts, row_format, gathers=False)
 
 
 def _config_for(device: torch.device | str, folder: Path) -> ModelConfig:
@@ -197,14 +217,15 @@ def _config_for(device: torch.device | str, folder: Path) -> ModelConfig:
 
 
 def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expert_counts: torch.Tensor) -> StepOutput:
-    """Logits of the rows that are sampled, and scores of those behind them."""
+    """Logits of the rows that are sampled, scores of those behind them, and the states of all."""
 
     def logits_of(rows: slice) -> torch.Tensor:
         return model.ops.linear(hidden_SD[rows], model.weights.lm_head, float32_out=True)
 
+    end = len(hidden_SD) - step.num_states
     if step.scored is None:
-        return StepOutput(logits_of(slice(None)), expert_counts)
-    first = len(hidden_SD) - len(step.scored)
+        return StepOutput(logits_of(slice(end)), expert_counts, states=hidden_SD)
+    first = end - len(step.scored)
     most = min(step.num_alternatives, model.config.vocab_size)
     scores = score(logits_of, first, step.scored, model.ops.log_sum_exp, most)
-    return StepOutput(logits_of(slice(first)), expert_counts, scores)
+    return StepOutput(logits_of(slice(first)), expert_counts, scores, hidden_SD)

@@ -99,6 +99,17 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The layer for multi-token prediction (DeepSeek-V3 report section 2.2); embedding and head are the model's."""
+
+    token_norm: torch.Tensor  # of the next token's embedding
+    hidden_norm: torch.Tensor  # of the hidden state
+    joined: Projection  # [D, 2 * D], from both to the layer's input
+    layer: LayerWeights
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """All of the model that this rank holds; `expert_ids` are, per MoE layer, those of its E dim."""
 
@@ -107,6 +118,7 @@ class ModelWeights:
     norm: torch.Tensor
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
+    mtp: MtpWeights | None = None
     mapped_bytes: int = 0  # of files that are its memory
 
 
@@ -118,6 +130,7 @@ def load_weights(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
+    mtp: bool = False,
     memory: FreshMemory | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
@@ -128,6 +141,7 @@ def load_weights(
         ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
+        mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
         memory: where weights go as long as there is room; what is not needed of it is given back.
         told: called with the bytes that were read so far, and that are to be read.
 
@@ -139,13 +153,14 @@ def load_weights(
         memory.close()
         memory = None
     loader = open_loader(
-        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, memory=memory, told=told
+        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, memory=memory, told=told
     )
     embedding, norm, lm_head = loader.ends()
     layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
+    of_mtp = loader.mtp() if mtp else None
     if memory is not None:
         memory.close()
-    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids)
+    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids, of_mtp)
 
 
 def open_loader(
@@ -156,6 +171,7 @@ def open_loader(
     ops: Ops,
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
+    mtp: bool = False,
     memory: FreshMemory | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> WeightLoader:
@@ -170,7 +186,7 @@ def open_loader(
     for ids in held:
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
-    total_bytes = num_bytes_to_read(checkpoint, config, held)
+    total_bytes = num_bytes_to_read(checkpoint, config, held, mtp=mtp)
     return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops, memory)
 
 
@@ -239,7 +255,8 @@ class WeightLoader:
         self.dtype = dtype
         self.device = device
         self.expert_ids = expert_ids
-        self._next_expert_ids = iter(expert_ids)
+        # the layer for multi-token prediction comes last, with all experts
+        self._next_expert_ids = iter((*expert_ids, tuple(range(config.n_routed_experts))))
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
@@ -283,6 +300,17 @@ class WeightLoader:
             attention=self._attention(f"{prefix}.self_attn", layer),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
+        )
+
+    def mtp(self) -> MtpWeights:
+        """The layer for multi-token prediction, behind all others."""
+        prefix = f"model.layers.{self.config.num_hidden_layers}"
+        return MtpWeights(
+            token_norm=self.tensor(f"{prefix}.enorm.weight"),
+            hidden_norm=self.tensor(f"{prefix}.hnorm.weight"),
+            joined=self._projection(f"{prefix}.eh_proj"),
+            layer=self.layer(self.config.num_hidden_layers),
+            norm=self.tensor(f"{prefix}.shared_head.norm.weight"),
         )
 
     def _attention(self, prefix: str, layer: int) -> AttentionWeights:

@@ -47,6 +47,8 @@ class StepRecord(Struct, frozen=True, array_like=True):
     hidden_comm_s: float | None
     exposed_comm_s: float
     fallback_calls: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class StepReport(Struct, frozen=True):
@@ -129,11 +131,16 @@ class Loading(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded; Start may come. moe_layers: the decoder layers that mix experts."""
+    """The model is loaded; Start may come.
+
+    moe_layers: the decoder layers that mix experts.
+    no_drafts: why no tokens are drafted although the model has a layer for it and the job leaves it open.
+    """
 
     device: str
     moe_layers: list[int]
     equal_rows: EqualRows
+    no_drafts: str | None = None
 
 
 # from a rank: while it works

@@ -11,6 +11,7 @@ from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.scores import Scores
 from batchinfer.model.step import PrefillSpan, StepInput, StepOutput
+from batchinfer.rank.drafts import depths_of
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
 from batchinfer_kernels.transfer import to_host
@@ -59,20 +60,25 @@ class StepResult:
     kv_tokens: int
     largest_kv_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
 
 
-def prefill_step(chunks: list[Chunk], copies: dict[int, int], *, num_alternatives: int = 0) -> StepInput:
+def prefill_step(
+    chunks: list[Chunk], copies: dict[int, int], *, num_alternatives: int = 0, num_states: int = 0
+) -> StepInput:
     """One step over chunks of several prompts, packed one after the other; without chunks a step without tokens.
 
     Args:
         copies: KV slot to fill -> KV slot to copy from, in every layer before attention reads the pages.
         num_alternatives: to report beside each scored token.
+        num_states: most last tokens of each complete prompt whose states are wanted, see `state_counts`.
     """
     tokens = _joined([np.asarray(chunk.sequence.request.token_ids[chunk.start : chunk.end]) for chunk in chunks])
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
     slots = _joined([_slots(chunk.sequence.pages, chunk.start, chunk.end) for chunk in chunks])
-    ends = np.cumsum([chunk.num_tokens for chunk in chunks])
+    ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
     spans = tuple(
         PrefillSpan(
             start=int(end) - chunk.num_tokens,
@@ -85,17 +91,25 @@ def prefill_step(chunks: list[Chunk], copies: dict[int, int], *, num_alternative
     last_rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
     scored_rows = _joined([_scored_rows(chunk, int(end)) for chunk, end in zip(chunks, ends, strict=True)])
     scored = [token for chunk in chunks for token in chunk.scored_tokens]
+    counts = state_counts(chunks, num_states)
+    state_rows = np.repeat(ends - counts, counts) + depths_of(counts)
     return StepInput(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
-        logit_rows=torch.from_numpy(_joined([np.array(last_rows, dtype=np.int64), scored_rows])),
+        logit_rows=torch.from_numpy(_joined([np.array(last_rows, dtype=np.int64), scored_rows, state_rows])),
         scored=torch.tensor(scored, dtype=torch.int64) if scored else None,
         num_alternatives=num_alternatives,
+        num_states=len(state_rows),
         prefill=spans,
         copy_from=torch.tensor(list(copies.values()), dtype=torch.int64),
         copy_to=torch.tensor(list(copies), dtype=torch.int64),
     )
+
+
+def state_counts(chunks: list[Chunk], most: int) -> np.ndarray:
+    """[number of chunks] how many of the last rows of each leave their states: those of prompts that are answered."""
+    return np.array([min(most, chunk.num_tokens) if chunk.is_sampled else 0 for chunk in chunks], dtype=np.int64)
 
 
 def sampling_rows(sequences: list[Sequence]) -> SamplingRows:

@@ -9,6 +9,7 @@ import torch
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
 from batchinfer.model.fused.stack import FusedDecode
+from batchinfer.model.mtp import Draft
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
@@ -54,6 +55,13 @@ class RankContext:
         if self._has_graphs:
             return Schedule(decode=DecodeGraphs(filler_page=self.num_pages))
         return Schedule(decode=FusedDecode.of(self.model) or plain)
+
+    @property
+    def draft(self) -> Draft:
+        """The quickest way to draft tokens with the model's layer for multi-token prediction."""
+        assert self.model.mtp is not None
+        decode = self.schedule.decode
+        return decode.draft if isinstance(decode, FusedDecode) and decode.has_mtp else self.model.mtp
 
     @cached_property
     def rules(self) -> RuleMaker:

@@ -22,6 +22,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.protocol.messages import ExpertSlots, Start
 from batchinfer.rank.context import RankContext
+from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.kv_budget import KvBudget
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.worker import RankWorker
@@ -47,6 +48,7 @@ def load_model(
     device: torch.device,
     memory: FreshMemory | None = None,
     *,
+    mtp: bool = False,
     before_weights: Callable[[], None] | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> Transformer:
@@ -56,6 +58,7 @@ def load_model(
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts are; None: in order.
         memory: for weights, where this rank holds all of them (else None).
+        mtp: load the layer for multi-token prediction, too, of a rank that holds all experts.
         before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
         told: called with the bytes of weights that were read so far, and that are to be read.
 
@@ -67,27 +70,28 @@ def load_model(
     bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
     _check_ops(job, device)
-    if mesh.size == 1:
-        if before_weights is not None:
-            before_weights()
-        return Transformer.load(folder, dtype=dtype, device=device, backend=backend, memory=memory, told=told, **bits)
-    placements = first_placements(job, config, slots, mesh)
-    dispatchers = mesh.dispatchers(
-        placements,
-        _row_format(job, mesh, device),
-        max_tokens=place.most_tokens(job.cluster),
-        hidden=config.hidden_size,
-        topk=config.num_experts_per_tok,
-    )
+    dispatchers = expert_ids = None
+    if mesh.size > 1:
+        placements = first_placements(job, config, slots, mesh)
+        expert_ids = [placement.experts_of_rank(mesh.rank) for placement in placements]
+        dispatchers = mesh.dispatchers(
+            placements,
+            _row_format(job, mesh, device),
+            max_tokens=place.most_tokens(job.cluster),
+            hidden=config.hidden_size,
+            topk=config.num_experts_per_tok,
+        )
     if before_weights is not None:
         before_weights()
     return Transformer.load(
         folder,
         dtype=dtype,
         dispatchers=dispatchers,
-        expert_ids=[placement.experts_of_rank(mesh.rank) for placement in placements],
+        expert_ids=expert_ids,
         device=device,
         backend=backend,
+        mtp=mtp,
+        memory=memory,
         told=told,
         **bits,
     )
@@ -141,12 +145,15 @@ def make_worker(
     budget: KvBudget,
     transfer_folder: Path | None,
     placement: int = 0,
+    *,
+    drafts: bool = False,
 ) -> RankWorker:
     """Allocate the KV pages, and put the parts of this rank together.
 
     Args:
         transfer_folder: of this rank, for KV on its way between hosts; None: all ranks are on one host.
         placement: number of the one with which the experts were loaded.
+        drafts: draft tokens; the model has its layer for that.
 
     Raises:
         ConfigError: there is no memory for the pages.
@@ -176,7 +183,12 @@ def make_worker(
     def open_prefixes(pages: torch.Tensor) -> StoredPrefixes:
         return _open_prefixes(job, model, pages, start.model_digests)
 
-    return RankWorker(context, place_experts=place_experts, open_prefixes=None if job.kv.dir is None else open_prefixes)
+    return RankWorker(
+        context,
+        place_experts=place_experts,
+        open_prefixes=None if job.kv.dir is None else open_prefixes,
+        drafter=Drafter(model, context.draft) if drafts else None,
+    )
 
 
 def _open_prefixes(

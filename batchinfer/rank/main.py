@@ -54,6 +54,7 @@ from batchinfer.protocol.messages import (
     SharedValue,
     decode_from_controller,
 )
+from batchinfer.rank import may_draft
 from batchinfer.rank.bit_equality import equal_rows
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
@@ -151,6 +152,8 @@ def _work(
     """Load the model, say so, and step until the end, for one job after the other."""
     join, job, place, device, mesh = _join(received, store, environment)
     slots = join.slots_of_role.get(place.role)
+    asked = may_draft.is_asked_for(job, place)
+    no_drafts = may_draft.why_not(job, place, device) if asked else None
     model = load_model(
         job,
         mesh,
@@ -158,6 +161,7 @@ def _work(
         slots,
         device,
         memory,
+        mtp=asked and no_drafts is None,
         before_weights=lambda: channel.send(messages.CanRun()),
         told=_load_reports(channel),
     )
@@ -165,8 +169,10 @@ def _work(
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     equality = equal_rows(model, job.cluster.backend)
-    channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality))
-    loaded = _Loaded(join, place, model, tokenizer, mesh, slots)
+    if model.mtp is not None and equality.bit_equal is not True:
+        no_drafts = "answers may depend on what rows are batched with"
+    channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts))
+    loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
         gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
         gc.enable()
@@ -188,6 +194,7 @@ class _Loaded:
     tokenizer: PromptTokenizer
     mesh: Mesh
     slots: messages.ExpertSlots | None  # with which every job begins
+    drafts: bool  # whether it can draft tokens
 
 
 def _run_job(
@@ -199,7 +206,8 @@ def _run_job(
     folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
     placement = 0 if slots is None else slots.placement
-    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, folder, placement)
+    drafts = loaded.drafts and job.cluster.speculate == "auto"
+    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, folder, placement, drafts=drafts)
     feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)

@@ -8,8 +8,18 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepHalves, StepInput, StepOutput
 from batchinfer.parallel.spans import SpanLog
-from batchinfer.rank.batch import Chunk, StepResult, prefill_step, sampling_rows, take_scores, take_token
+from batchinfer.rank.batch import (
+    Chunk,
+    StepResult,
+    prefill_step,
+    sampling_rows,
+    state_counts,
+    take_scores,
+    take_token,
+)
 from batchinfer.rank.context import RankContext
+from batchinfer.rank.draft_states import CONTEXT
+from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
@@ -21,9 +31,15 @@ class Prefill:
     """The prefill steps of a rank, which learns from them how long tokens take."""
 
     def __init__(
-        self, context: RankContext, queue: PrefillQueue, pages: PromptPages, stored: StoredPrefixes | None
+        self,
+        context: RankContext,
+        queue: PrefillQueue,
+        pages: PromptPages,
+        stored: StoredPrefixes | None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._context, self._queue, self._pages, self._stored = context, queue, pages, stored
+        self._drafter = drafter
 
     def step(self, num_slots: int | None, log: SpanLog, *, in_pairs: bool) -> StepResult:
         """Run the next step (it may be empty: then only take part).
@@ -31,6 +47,8 @@ class Prefill:
         Args:
             num_slots: prompts that may begin; None: no prompt of this rank may run.
         """
+        if self._drafter is not None:
+            self._drafter.pause()
         chunks, copies = self._queue.next_step(num_slots) if num_slots is not None else ([], {})
         computing_s = time.time()
         output, complete = self._run(chunks, copies, log, in_pairs=in_pairs)
@@ -46,6 +64,7 @@ class Prefill:
             sampled = sample(output.logits, sampling_rows(answering), num_new, self._context.model.logit_ops, changes)
             for row, sequence in enumerate(answering):
                 take_token(sequence, sampled, row, self._context.eos_token_ids)
+            self._keep_states(answering, chunks, output)
         done_s = time.time()
         for sequence in complete:
             sequence.times.first_token_s = done_s
@@ -78,11 +97,33 @@ class Prefill:
             halves = zip((first, second), _halve_copies(copies, first), strict=True)
             step = StepHalves(*(prefill_step(*half, num_alternatives=most) for half in halves))
         else:
-            step = prefill_step(chunks, copies, num_alternatives=most)
+            step = prefill_step(chunks, copies, num_alternatives=most, num_states=self._num_states)
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         if output.scores is not None:
             take_scores(chunks, output.scores)
         return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+
+    @property
+    def _num_states(self) -> int:
+        """Last tokens of a prompt whose states are kept for drafting."""
+        num_requests = min(self._context.decode_requests, self._pages.num_running + len(self._queue.waiting))
+        return CONTEXT if self._drafter is not None and self._drafter.wants_prompts(num_requests) else 0
+
+    def _keep_states(self, answering: list[Sequence], chunks: list[Chunk], output: StepOutput) -> None:
+        """Those of prompts that are answered here; each has got its first token."""
+        num_states = self._num_states
+        if self._drafter is None or not num_states:
+            return
+        assert output.states is not None
+        counts = state_counts(chunks, num_states)
+        counts, ends = counts[counts > 0], np.array([sequence.num_prompt_tokens for sequence in answering])
+        tokens = [
+            [*sequence.request.token_ids, sequence.token_ids[0]][end - count + 1 :]
+            for sequence, end, count in zip(answering, ends.tolist(), counts.tolist(), strict=True)
+        ]
+        states = output.states[len(output.states) - int(counts.sum()) :]
+        self._drafter.keep(answering, ends, counts, states, np.concatenate(tokens))
+        self._drafter.forget(sequence for sequence in answering if sequence.finish_reason is not None)
 
 
 def _halve_chunks(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:

@@ -83,6 +83,8 @@ class Telemetry:
             hidden_comm_s=log.hidden_communication_s() if self._exchanges_rows else 0.0,
             exposed_comm_s=log.exposed_communication_s() if self._exchanges_rows else 0.0,
             fallback_calls=self._num_fallbacks - fallbacks_before,
+            drafted_tokens=ran.drafted_tokens,
+            accepted_tokens=ran.accepted_tokens,
         )
 
     def traced(self, kind: str, log: SpanLog) -> list[Span]:

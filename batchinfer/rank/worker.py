@@ -13,6 +13,7 @@ from batchinfer.rank.calibration import count_experts
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode import decode_step
 from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.migration import KvMigration
 from batchinfer.rank.prefill import Prefill
 from batchinfer.rank.prefill_queue import PrefillQueue
@@ -32,6 +33,7 @@ class RankWorker:
     Args:
         place_experts: moves this rank's experts; None for a rank alone.
         open_prefixes: opens the KV store of a rank that runs prefill, for its pages; None: no store.
+        drafter: of a rank that drafts tokens.
     """
 
     def __init__(
@@ -40,14 +42,15 @@ class RankWorker:
         *,
         place_experts: Callable[[ExpertSlots], None] | None = None,
         open_prefixes: Callable[[torch.Tensor], StoredPrefixes] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self._context = context
+        self._context, self._drafter = context, drafter
         self._stored = (
             open_prefixes(context.pages) if open_prefixes is not None and context.place.runs_prefill else None
         )
         self._prompt_pages = PromptPages(context)
         self._queue = PrefillQueue(self._prompt_pages, self._stored, context.prefill_tokens)
-        self._prefill = Prefill(context, self._queue, self._prompt_pages, self._stored)
+        self._prefill = Prefill(context, self._queue, self._prompt_pages, self._stored, drafter)
         self._running = DecodeTable(context.eos_token_ids)
         self._migration = KvMigration(context, self._prompt_pages)
         self._admission = Admission(context, self._queue, self._running, self._migration, self._prompt_pages)
@@ -100,7 +103,10 @@ class RankWorker:
         migration.free(inbox.adopted)
         if inbox.give_away:
             # those that have finished meanwhile are not there any more
-            feed.hand_over(migration.migrate_out(self._running.remove(set(inbox.give_away)), log))
+            given_away = self._running.remove(set(inbox.give_away))
+            feed.hand_over(migration.migrate_out(given_away, log))
+            if self._drafter is not None:
+                self._drafter.forget(given_away)
         if self._admission.needs_work:
             feed.want_requests()
         taken = migration.migrate_in(self._admission.num_free_slots, log)
@@ -134,7 +140,7 @@ class RankWorker:
         if agreed.kind is Kind.PREFILL:
             ran = self._prefill.step(self._admission.num_to_admit, log, in_pairs=agreed.in_pairs)
         else:
-            ran = decode_step(self._context, self._running, log, in_pairs=agreed.in_pairs)
+            ran = decode_step(self._context, self._running, log, in_pairs=agreed.in_pairs, drafter=self._drafter)
         started, handovers = [], []
         if self._context.place.runs_decode:
             self._running.add(ran.started)

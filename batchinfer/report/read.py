@@ -20,7 +20,7 @@ DECODE_STRETCHES = 8  # at most, of the time with decode steps
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
-    "decode_balance", "trouble", "store", "expert_balance",
+    "decode_balance", "trouble", "store", "expert_balance", "speculation",
 )  # fmt: skip
 
 

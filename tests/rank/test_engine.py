@@ -11,11 +11,9 @@ from batchinfer.config import PAGE_TOKENS, SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
-from batchinfer.protocol.feed import Inbox
-from batchinfer.rank.context import RankContext
 from batchinfer.rank.sequence import pages_needed
-from batchinfer.rank.worker import RankWorker
 from batchinfer.records import ConfigError, Request, RequestKey, sampling_key
+from support.one_rank import run_rank as run
 from support.paths import RANDOM_MODEL
 from support.plain_rows import skip_unless_equal
 
@@ -31,41 +29,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(RANDOM_MODEL)
-
-
-class Feed:
-    """Hands over all requests at once and collects what comes back."""
-
-    def __init__(self, requests):
-        self.requests, self.num_requests, self.done, self.records = list(requests), len(requests), {}, []
-
-    def receive(self, wait_s=0.0):
-        handed, self.requests = self.requests, []
-        return Inbox(requests=handed, leave=len(self.done) == self.num_requests)
-
-    def want_requests(self):
-        pass
-
-    def send(self, report):
-        self.records.append(report.record)
-        for completion in report.completions:
-            assert completion.key not in self.done
-            self.done[completion.key] = completion
-
-
-def run(model, tokenizer, requests, *, num_pages=400, prefill_tokens=2048, decode_requests=64, share_prefixes=True):
-    context = RankContext(
-        model,
-        tokenizer,
-        num_pages=num_pages,
-        prefill_tokens=prefill_tokens,
-        decode_requests=decode_requests,
-        share_prefixes=share_prefixes,
-    )
-    feed = Feed(requests)
-    RankWorker(context).run(feed)
-    assert len(feed.done) == len(requests)
-    return feed
 
 
 def make_requests(seed=0, count=24):

@@ -2,7 +2,9 @@
 // batchinfer/model/ does with one operation after the other, without the way through the interpreter in between. The
 // same kernels in the same order, so the same bits.
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -294,35 +296,63 @@ class Stack : public torch::CustomClassHolder {
     layers_.push_back({attention, mixture, {}});
   }
 
-  // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, and the tokens of each expert, a row per
-  // mixture. pages [layers, pages, 64, width].
-  std::tuple<Tensor, std::vector<Tensor>> decode(const Tensor& tokens, const Tensor& cos, const Tensor& sin,
-                                                 const Tensor& positions, const Tensor& slots, const Tensor& page_table,
-                                                 const Tensor& kv_tokens, const Tensor& logit_rows,
-                                                 const Tensor& pages) const {
+  // The layer for multi-token prediction: of the embedding of a token and the state before it to its input, and on.
+  void set_mtp(const Tensor& token_norm, const Tensor& state_norm, const Packed& joined, const Tensor& norm,
+               const c10::intrusive_ptr<Attention>& attention, const c10::intrusive_ptr<Mixture>& mixture) {
+    mtp_.emplace(Mtp{token_norm, state_norm, norm, HeldWeight(joined, 1), {attention, mixture, {}}});
+  }
+
+  // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, the tokens of each expert, a row per mixture,
+  // and the normed state behind the logits. pages [layers, pages, 64, width].
+  std::tuple<Tensor, std::vector<Tensor>, Tensor> decode(const Tensor& tokens, const Tensor& cos, const Tensor& sin,
+                                                         const Tensor& positions, const Tensor& slots,
+                                                         const Tensor& page_table, const Tensor& kv_tokens,
+                                                         const Tensor& logit_rows, const Tensor& pages) const {
     TORCH_CHECK(pages.size(0) == static_cast<int64_t>(layers_.size()), "pages of ", pages.size(0), " layers, not ",
                 layers_.size());
     Tensor hidden = gathered(embedding_, tokens);
     std::vector<Tensor> counts;
     for (size_t number = 0; number < layers_.size(); ++number) {
-      const auto& [attention, mixture, dense] = layers_[number];
-      const Tensor own_pages = pages.select(0, static_cast<int64_t>(number));
-      const Tensor q = attention->project(hidden, cos, sin, slots, own_pages, std::nullopt);
-      hidden = attention->attend_decode(hidden, q, own_pages, page_table, kv_tokens, positions);
-      if (dense) {
-        hidden = dense->run(hidden);
-      } else {
-        const auto [x, ids, weights, count] = mixture->route(hidden);
-        counts.push_back(count);
-        hidden = mixture->run(hidden, x, ids, weights);
-      }
+      const RowsOfStep rows{cos, sin, positions, slots, page_table, kv_tokens};
+      hidden = run(layers_[number], hidden, rows, pages.select(0, static_cast<int64_t>(number)), &counts);
     }
     const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
-    const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
-    with_values(x, [&]<class Value>(Value) {
-      linear<Rows<Value>, float>(rows_of<Value>(x), head_.weight, nullptr, write<float>(logits), x.size(0));
-    });
-    return {logits, counts};
+    return {logits_of(x), counts, x};
+  }
+
+  // Tokens that may come next, [links, requests]: first N rows, of which each request's last one has its first guess,
+  // then a row per request and link, whose token is the guess before and whose state the layer's own; see
+  // model/mtp.py. Angles, positions, slots, page_table and kv_tokens have N + (links - 1) * requests rows, settings
+  // of the draws a value per request. pages [pages, 64, width].
+  Tensor draft(const Tensor& states, const Tensor& tokens, const Tensor& last_rows, const Tensor& cos,
+               const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& page_table,
+               const Tensor& kv_tokens, const Tensor& pages, const std::vector<Tensor>& settings,
+               const Tensor& uniforms) const {
+    TORCH_CHECK(mtp_.has_value(), "no layer for multi-token prediction");
+    TORCH_CHECK(settings.size() == 4, "temperature, top_k, top_p, min_p");
+    const int64_t num_links = uniforms.size(0);
+    const bool is_drawn = settings[0].gt(0).any().item<bool>();
+    const Tensor guesses = at::empty({num_links, last_rows.numel()}, tokens.options());
+    Tensor state = states, next = tokens;
+    for (int64_t link = 0, first = 0; link < num_links; ++link) {
+      const int64_t count = next.numel();
+      const auto part = [&](const Tensor& rows) { return rows.narrow(0, first, count); };
+      const RowsOfStep rows{part(cos), part(sin), part(positions), part(slots), part(page_table), part(kv_tokens)};
+      const Tensor token_state = rms_norm(gathered(embedding_, next), mtp_->token_norm, eps_);
+      Input both(at::cat({token_state, rms_norm(state, mtp_->state_norm, eps_)}, 1));
+      state = run(mtp_->layer, both.times(mtp_->joined), rows, pages, nullptr);
+      if (link == 0) state = gathered(state, last_rows);
+      const Tensor logits = logits_of(rms_norm(state, mtp_->norm, eps_));
+      next = std::get<0>(argmax(logits));
+      if (is_drawn) {
+        const Tensor drawn = batchinfer::tensors::draw(logits, settings[0], settings[1], settings[2], settings[3],
+                                                       uniforms.select(0, link));
+        next = at::where(settings[0].gt(0), drawn, next);
+      }
+      guesses.select(0, link).copy_(next);
+      first += count;
+    }
+    return guesses;
   }
 
  private:
@@ -331,11 +361,42 @@ class Stack : public torch::CustomClassHolder {
     c10::intrusive_ptr<Mixture> mixture;  // or
     std::shared_ptr<Dense> dense;
   };
+  // Rows of a decode step, as all layers share them.
+  struct RowsOfStep {
+    Tensor cos, sin, positions, slots, page_table, kv_tokens;
+  };
+  struct Mtp {
+    Tensor token_norm, state_norm, norm;
+    HeldWeight joined;
+    Layer layer;
+  };
+
+  // The new stream; `counts` gets the tokens of each expert unless it is null.
+  static Tensor run(const Layer& layer, const Tensor& hidden, const RowsOfStep& rows, const Tensor& pages,
+                    std::vector<Tensor>* counts) {
+    const auto& [attention, mixture, dense] = layer;
+    const Tensor q = attention->project(hidden, rows.cos, rows.sin, rows.slots, pages, std::nullopt);
+    const Tensor attended =
+        attention->attend_decode(hidden, q, pages, rows.page_table, rows.kv_tokens, rows.positions);
+    if (dense) return dense->run(attended);
+    const auto [x, ids, weights, count] = mixture->route(attended);
+    if (counts) counts->push_back(count);
+    return mixture->run(attended, x, ids, weights);
+  }
+
+  Tensor logits_of(const Tensor& x) const {
+    const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
+    with_values(x, [&]<class Value>(Value) {
+      linear<Rows<Value>, float>(rows_of<Value>(x), head_.weight, nullptr, write<float>(logits), x.size(0));
+    });
+    return logits;
+  }
 
   Tensor embedding_, norm_;
   double eps_;
   HeldWeight head_;
   std::vector<Layer> layers_;
+  std::optional<Mtp> mtp_;
 };
 
 }  // namespace
@@ -358,5 +419,7 @@ TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
       .def(torch::init<Tensor, Tensor, double, Packed>())
       .def("add_dense", &Stack::add_dense)
       .def("add_mixture", &Stack::add_mixture)
-      .def("decode", &Stack::decode);
+      .def("set_mtp", &Stack::set_mtp)
+      .def("decode", &Stack::decode)
+      .def("draft", &Stack::draft);
 }

@@ -143,6 +143,9 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
 Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
                    const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
                    int64_t value_dim, double scale);
+std::tuple<Tensor, Tensor> argmax(const Tensor& logits);
+Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+            const Tensor& min_p, const Tensor& uniform);
 // Runs the experts over their rows of x.
 void run_experts(const Tensor& x, const std::vector<ExpertRows>& experts, const Weight& gate_up, const Weight& down,
                  const int64_t* in_index, const Tensor* stream, const Tensor& out);

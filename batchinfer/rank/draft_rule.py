@@ -1,0 +1,130 @@
+"""How many tokens to draft for each running request: what pays by the times and guesses measured so far on this rank.
+
+A step over B requests with J guesses each runs B * (1 + J) rows and gives 1 + c1 + c1 c2 + ... tokens a request, where
+c says how often a guess is right of which those before it were. Where a step waits for weights, or for what lies around
+it, more rows cost little; where it computes they cost as much as they give.
+
+What was never measured is taken to be as good as it can be, so that it is tried; what was measured long ago is
+forgotten, and a guess that is not used is trusted a little more with every step. A step without guesses is measured
+first.
+"""
+
+from collections import deque
+
+MOST_GUESSES = 4
+LEAST_GAIN = 1.03  # tokens per second with guesses, by those without, from which on they pay
+_MOST_AGE = 512  # steps after which a time is forgotten
+_TIMES = 5  # of a size, of which the shortest counts: others use the processor, too
+_LEAST_TIMES = 2
+_KEPT_STEPS = 8  # for which a decision holds while as many requests run
+_LEAST_NEWS = 1 / 32  # weight of one guess among those before it
+_HOPE = 1 / 4096
+
+
+class StepTimes:
+    """Seconds of steps by their size.
+
+    Args:
+        most_age: steps after which a time is forgotten; None: none is.
+    """
+
+    def __init__(self, most_age: int | None = None) -> None:
+        self._most_age = most_age
+        self._times: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}  # the step in which the latest one came
+
+    def note(self, size: int, seconds: float, step: int) -> None:
+        """A step of this size has run."""
+        name = _class_of(size)
+        if self._is_old(name, step):
+            del self._times[name]
+        self._times.setdefault(name, deque(maxlen=_TIMES)).append(seconds)
+        self._last[name] = step
+
+    def of(self, size: int, step: int) -> float | None:
+        """As measured, or between what was measured of fewer and of more; None: not known."""
+        known = self._known(step)
+        below = max((other for other in known if other <= _class_of(size)), default=None)
+        above = min((other for other in known if other >= _class_of(size)), default=None)
+        if below is None or above is None:
+            return None
+        share = (_class_of(size) - below) / (above - below) if above > below else 0.0
+        return known[below] + share * (known[above] - known[below])
+
+    def hoped(self, size: int, step: int) -> float:
+        """As `of`; where only fewer were measured, as long as these: more may cost nothing. 0: nothing is known."""
+        found = self.of(size, step)
+        smaller = [seconds for other, seconds in self._known(step).items() if other <= size]
+        return max(smaller, default=0.0) if found is None else found
+
+    def _known(self, step: int) -> dict[int, float]:
+        return {
+            name: min(times)
+            for name, times in self._times.items()
+            if len(times) >= _LEAST_TIMES and not self._is_old(name, step)
+        }
+
+    def _is_old(self, name: int, step: int) -> bool:
+        return self._most_age is not None and step - self._last.get(name, step) > self._most_age
+
+
+class DraftRule:
+    """Chooses by what it is told of each decode step. It decides about speed and never about a token."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._steps, self._drafts = StepTimes(_MOST_AGE), [StepTimes() for _ in range(MOST_GUESSES)]
+        self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
+        self._tried = [0] * MOST_GUESSES
+        self._kept = 0, 0, 0  # a decision, for how many requests, until which step
+
+    def choose(self, num_requests: int) -> int:
+        """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES."""
+        if self._kept[1] != num_requests or self._step >= self._kept[2]:
+            self._kept = self._best(num_requests), num_requests, self._step + _KEPT_STEPS
+        return self._kept[0]
+
+    def note_step(self, num_rows: int, seconds: float | None) -> None:
+        """A decode step of so many rows took this long with all around it but the drafting; None: not known."""
+        if seconds is not None:
+            self._steps.note(num_rows, seconds, self._step)
+        self._step += 1
+        self._right = [right + _HOPE * (1 - right) for right in self._right]
+
+    def note_drafts(self, num_requests: int, num_guesses: int, seconds: float) -> None:
+        """Drafting so many tokens for each of these requests took this long."""
+        self._drafts[num_guesses - 1].note(num_requests, seconds, self._step)
+
+    def note_right(self, num_tried: int, num_right: int) -> None:
+        """Of a request's guesses so many were right before the first wrong one."""
+        for guess in range(min(num_right + 1, num_tried)):
+            self._tried[guess] += 1
+            news = max(_LEAST_NEWS, 1 / (1 + self._tried[guess]))
+            self._right[guess] += news * ((guess < num_right) - self._right[guess])
+
+    def tokens_per_request(self, num_guesses: int) -> float:
+        """That a step is expected to give."""
+        tokens = chance = 1.0
+        for right in self._right[:num_guesses]:
+            chance *= right
+            tokens += chance
+        return tokens
+
+    def _best(self, num_requests: int) -> int:
+        plain_s = self._steps.of(num_requests, self._step)
+        if plain_s is None:
+            return 0
+        best, least_s = 0, plain_s / LEAST_GAIN
+        for guesses in range(1, MOST_GUESSES + 1):
+            step_s = max(plain_s, self._steps.hoped(num_requests * (1 + guesses), self._step))
+            draft_s = self._drafts[guesses - 1].hoped(num_requests, self._step)
+            token_s = (step_s + draft_s) / self.tokens_per_request(guesses)
+            if token_s < least_s:
+                best, least_s = guesses, token_s
+        return best
+
+
+def _class_of(size: int) -> int:
+    """Sizes that are measured together: 1 .. 8, then those that have their first three bits in common."""
+    dropped = max(0, size.bit_length() - 3)
+    return size >> dropped << dropped

@@ -1,0 +1,118 @@
+"""What is kept of running requests so that the layer for multi-token prediction can draft their next tokens.
+
+The layer has keys of its own, which nobody else needs: they are made of the latest states of a request when tokens are
+drafted for it, and kept from then on in pages of their own. A request's slot has
+
+    states, tokens   of its latest CONTEXT places, each at its number modulo CONTEXT
+    pages            the keys of places from `base` on; when they are full they begin anew with the latest CONTEXT
+
+A place is a position of the text: the model's normed state there and the token behind it. The newest one is the last
+but one of the tokens.
+"""
+
+# S requests, R places, D hidden
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+
+import numpy as np
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.mtp import DraftInput
+from batchinfer.model.sampling import SamplingRows
+from batchinfer.model.transformer import Transformer
+from batchinfer.rank.drafts import depths_of
+from batchinfer.rank.sequence import Sequence
+
+CONTEXT = 32  # places whose states are kept
+MOST_REQUESTS = 64  # that have a slot; with more running nothing is kept
+_PAGES = 8  # of a slot
+_MOST_PLACES = _PAGES * PAGE_TOKENS
+
+
+class DraftStates:
+    """The slots, and the pages [num_pages, 64, latent_dim] of the layer."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._slot_of: dict[Sequence, int] = {}
+        self._states = torch.zeros(MOST_REQUESTS * CONTEXT, model.config.hidden_size, dtype=model.dtype)
+        self._tokens = np.zeros(MOST_REQUESTS * CONTEXT, dtype=np.int64)
+        # by slot: places [first, end) are known without a gap, [base, filled) have keys
+        self._first, self._end, self._base, self._filled = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
+        self.pages = torch.zeros(MOST_REQUESTS * _PAGES, PAGE_TOKENS, model.config.latent_dim, dtype=model.dtype)
+
+    def keep(
+        self,
+        sequences: ListOf[Sequence],
+        ends: np.ndarray,
+        counts: np.ndarray,
+        states: torch.Tensor,
+        tokens: np.ndarray,
+    ) -> None:
+        """Remember the newest places of at most MOST_REQUESTS running sequences.
+
+        Args:
+            ends: [S] behind the last place of each.
+            counts: [S] places of each, at most CONTEXT.
+            states: [R, D] in the order of sequences and places.
+            tokens: [R] int64, behind each place.
+        """
+        slots, starts = self._slots(sequences), ends - counts
+        begins_anew = self._end[slots] != starts
+        self._first[slots] = np.where(begins_anew, starts, self._first[slots])
+        self._filled[slots[begins_anew]] = -1
+        self._end[slots] = ends
+        rows = np.repeat(slots, counts) * CONTEXT + (np.repeat(starts, counts) + depths_of(counts)) % CONTEXT
+        self._states.index_copy_(0, torch.from_numpy(rows), states)
+        self._tokens[rows] = tokens
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """They do not run here any more."""
+        for sequence in sequences:
+            self._slot_of.pop(sequence, None)
+
+    def are_known(self, sequences: ListOf[Sequence], ends: np.ndarray) -> np.ndarray:
+        """[S] bool, whether the places of a sequence are known up to `ends`."""
+        slots = np.array([self._slot_of.get(sequence, -1) for sequence in sequences], dtype=np.int64)
+        return (slots >= 0) & (self._end[slots] == ends)
+
+    def next_input(
+        self, sequences: ListOf[Sequence], sampling: SamplingRows, num_new: np.ndarray, num_guesses: int
+    ) -> DraftInput:
+        """Rows of those places of some sequences that have no keys yet, and of further guesses; all get keys by it."""
+        slots = np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)
+        ends = self._end[slots]
+        oldest = np.maximum(self._first[slots], ends - CONTEXT)
+        begins = (self._filled[slots] < oldest) | (ends - self._base[slots] + num_guesses - 1 > _MOST_PLACES)
+        self._base[slots] = np.where(begins, oldest, self._base[slots])
+        counts = ends - np.where(begins, oldest, self._filled[slots])
+        self._filled[slots] = ends
+        request = np.repeat(np.arange(len(slots)), counts)
+        places = np.repeat(ends - counts, counts) + depths_of(counts)
+        rows = slots[request] * CONTEXT + places % CONTEXT
+        positions = np.concatenate([places, (ends + np.arange(num_guesses - 1)[:, None]).ravel()])
+        request = np.concatenate([request, np.tile(np.arange(len(slots)), num_guesses - 1)])
+        in_pages, first_pages = positions - self._base[slots[request]], slots[request] * _PAGES
+        return DraftInput(
+            states=self._states[torch.from_numpy(rows)],
+            tokens=torch.from_numpy(self._tokens[rows]),
+            last_rows=torch.from_numpy(counts.cumsum() - 1),
+            positions=torch.from_numpy(positions),
+            places=torch.from_numpy(in_pages),
+            slots=torch.from_numpy(first_pages * PAGE_TOKENS + in_pages),
+            page_table=torch.from_numpy(first_pages[:, None] + np.arange(int(in_pages.max()) // PAGE_TOKENS + 1)),
+            sampling=sampling,
+            num_new=num_new,
+            num_guesses=num_guesses,
+        )
+
+    def _slots(self, sequences: ListOf[Sequence]) -> np.ndarray:
+        """[S] of these sequences, which have one from now on."""
+        missing = [sequence for sequence in sequences if sequence not in self._slot_of]
+        free = sorted(set(range(MOST_REQUESTS)) - set(self._slot_of.values())) if missing else []
+        for sequence, slot in zip(missing, free, strict=False):
+            self._slot_of[sequence], self._end[slot] = slot, -1
+        return np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)

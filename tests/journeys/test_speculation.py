@@ -1,0 +1,125 @@
+"""Jobs in which tokens are drafted give the files that they give without, to the byte; the report has the gain."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from support.checkpoints import edit_config, read_tensors, write_tensors
+from support.faults import kill_the_command
+from support.jobs import Ended, batchinfer, output_bytes, toml, write_job
+from support.paths import SAMPLE_MODEL, SAMPLE_PROMPTS
+
+ROWS = 40
+FEW = {"decode_requests": 3}  # running at once
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 40},
+    "drawn": {"max_tokens": 40, "temperature": 0.8, "top_p": 0.95, "n": 3, "seed": 5},
+    "long": {"max_tokens": 90, "ignore_eos": True, "logprobs": 2, "stop": ["77"]},
+}
+
+
+def make_job(folder: Path, **parts: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = pq.read_table(SAMPLE_PROMPTS / "part-00000.parquet", columns=["id", "messages"]).slice(0, ROWS)
+    (folder / "prompts").mkdir(exist_ok=True)
+    pq.write_table(rows, folder / "prompts" / "a.parquet")
+    model = {"path": str(SAMPLE_MODEL), "dtype": "float32"} | parts.pop("model", {})
+    return write_job(folder, input={"prompt": None, "messages": "messages"}, model=model, **parts)
+
+
+def run(job: Path, name: str, **settings: Any) -> tuple[Path, Ended]:
+    """The job in a run folder of its own, with other settings."""
+    folder = job.parent / name
+    changes = {"output.dir": str(folder)} | settings
+    options = [item for key, value in changes.items() for item in ("--set", f"{key}={_bare(value)}")]
+    ended = batchinfer("run", job, *options)
+    assert ended.code == 0, ended.err
+    return folder, ended
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else toml(value)
+
+
+def figures(run_folder: Path) -> dict[str, Any]:
+    return json.loads(batchinfer("report", run_folder, "--json").out)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_outputs_are_the_same_with_drafts_and_without(tmp_path, how, dtype):
+    job = make_job(tmp_path, model={"dtype": dtype}, sampling=HOW[how], cluster=FEW)
+    on, _ = run(job, "on")
+    off, _ = run(job, "off", **{"cluster.speculate": "off"})
+    assert output_bytes(on) == output_bytes(off)
+    found = figures(on)
+    assert found["drafted_tokens"] >= found["accepted_tokens"] > 0
+    assert found["acceptance_rate"] == found["accepted_tokens"] / found["drafted_tokens"]
+    assert found["wasted_tokens"] == 0
+    nothing = {"drafted_tokens": 0, "accepted_tokens": 0, "acceptance_rate": None, "speculation_gain": None}
+    without = figures(off)
+    assert {key: without[key] for key in nothing} == nothing
+
+
+def test_ranks_apart_and_a_kv_store_change_nothing(tmp_path):
+    job = make_job(tmp_path, sampling=HOW["drawn"], cluster=FEW)
+    off, _ = run(job, "off", **{"cluster.speculate": "off"})
+    apart = {"cluster.mode": "disaggregated", "cluster.prefill_ranks": 1, "cluster.decode_ranks": 1}
+    store = {"kv.dir": str(tmp_path / "store"), "kv.persist": "all", "kv.reuse": "always"}
+    for name, settings in {
+        "apart": apart,
+        "cold": store,
+        "warm": store,
+        "store of a job without drafts": store | {"cluster.speculate": "off"},
+    }.items():
+        folder, _ = run(job, name, **settings)
+        assert output_bytes(folder).keys() == output_bytes(off).keys()
+        assert answers_of(folder) == answers_of(off)
+        assert (figures(folder)["drafted_tokens"] > 0) == ("without" not in name)
+        assert name != "warm" or figures(folder)["disk_tokens"] > 0
+
+
+def answers_of(run_folder: Path) -> list[dict[str, Any]]:
+    """All columns but the one that says where KV came from."""
+    (file,) = (run_folder / "outputs").glob("*.parquet")
+    return pq.read_table(file).drop_columns(["cached_tokens"]).to_pylist()
+
+
+def test_killed_and_run_again_a_job_ends_with_the_same_files(tmp_path):
+    job = make_job(tmp_path, sampling=HOW["long"], cluster=FEW | {"commit_seconds": 0.05})
+    off, _ = run(job, "off", **{"cluster.speculate": "off"})
+    options = ("--set", f"output.dir={tmp_path / 'killed'}")
+    kill_the_command(job, options, random.Random(0), num_kills=3, longest_s=4.0)
+    assert batchinfer("run", job, *options).code == 0
+    assert output_bytes(tmp_path / "killed") == output_bytes(off)
+
+
+def test_several_ranks_draft_nothing_and_say_so(tmp_path):
+    job = make_job(tmp_path, sampling=HOW["greedy"], cluster=FEW)
+    one, ended = run(job, "one")
+    assert "drafted" not in ended.err
+    two, ended = run(job, "two", **{"cluster.prefill_ranks": 2})
+    assert "no tokens are drafted with the model's MTP layer: experts are spread over 2 ranks" in ended.err
+    assert answers_of(one) == answers_of(two)
+    assert figures(two)["drafted_tokens"] == 0
+
+
+def test_a_checkpoint_without_the_layer_runs_and_says_so(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(SAMPLE_MODEL, model)
+    write_tensors(model, {name: one for name, one in read_tensors(model).items() if "layers.4.mlp" not in name})
+    job = make_job(tmp_path, model={"path": str(model)}, sampling=HOW["greedy"], cluster=FEW)
+    folder, ended = run(job, "run")
+    assert "MTP layer: the checkpoint has no model.layers.4.mlp.gate.weight" in ended.err
+    assert figures(folder)["drafted_tokens"] == 0
+    edit_config(model, num_nextn_predict_layers=0)
+    write_tensors(model, {name: one for name, one in read_tensors(model).items() if "layers.4." not in name})
+    _, ended = run(job, "again")
+    assert "drafted" not in ended.err

@@ -1,0 +1,115 @@
+"""Drafting is chosen by what was measured: tried when nothing speaks against it, and left where it does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from batchinfer.rank.draft_rule import MOST_GUESSES, DraftRule, StepTimes
+
+
+def run_steps(
+    rule: DraftRule,
+    num_steps: int,
+    num_requests: int,
+    seconds: Callable[[int], float],
+    chances: list[float],
+    draft_s: float = 0.0,
+    seed: int = 0,
+) -> list[int]:
+    """Guesses per request of each step, on a rank whose steps take so long by rows, and with so good guesses."""
+    rng, chosen = np.random.default_rng(seed), []
+    for _ in range(num_steps):
+        guesses = rule.choose(num_requests)
+        chosen.append(guesses)
+        if guesses:
+            rule.note_drafts(num_requests, guesses, guesses * draft_s)
+        rule.note_step(num_requests * (1 + guesses), seconds(num_requests * (1 + guesses)))
+        for _ in range(num_requests if guesses else 0):
+            right = 0
+            while right < guesses and rng.random() < chances[right]:
+                right += 1
+            rule.note_right(guesses, right)
+    return chosen
+
+
+def reads_weights(rows: int) -> float:
+    return 1.0 + 0.001 * rows
+
+
+def computes(rows: int) -> float:
+    return 0.001 + 1.0 * rows
+
+
+def test_the_plain_step_is_measured_first():
+    assert run_steps(DraftRule(), 3, 4, reads_weights, [0.9] * 4)[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 17, 64])
+def test_where_steps_wait_for_weights_guesses_that_are_mostly_right_pay(num_requests):
+    chosen = run_steps(DraftRule(), 300, num_requests, reads_weights, [0.9] * 4, draft_s=0.05)
+    assert min(chosen[50:]) >= 3
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 17, 64])
+def test_where_rows_cost_what_they_give_next_to_nothing_is_drafted(num_requests):
+    chosen = run_steps(DraftRule(), 2000, num_requests, computes, [0.95] * 4, draft_s=0.1)
+    assert sum(guesses > 0 for guesses in chosen) < 0.04 * len(chosen)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.02])
+def test_guesses_that_are_wrong_are_given_up_and_seldom_tried_again(chance):
+    chosen = run_steps(DraftRule(), 4000, 2, reads_weights, [chance] * 4, draft_s=0.2)
+    assert sum(guesses > 0 for guesses in chosen) < 0.05 * len(chosen)
+
+
+def test_as_many_guesses_as_are_right_are_made():
+    chosen = run_steps(DraftRule(), 600, 1, lambda rows: 1.0 + 0.1 * rows, [0.98, 0.97, 0.05, 0.05], draft_s=0.05)
+    assert np.bincount(chosen[100:]).argmax() == 2
+
+
+def test_guesses_that_become_right_are_found_again():
+    rule = DraftRule()
+    run_steps(rule, 500, 2, reads_weights, [0.0] * 4, draft_s=0.1)
+    chosen = run_steps(rule, 4000, 2, reads_weights, [1.0] * 4, draft_s=0.1)
+    assert sum(guesses > 0 for guesses in chosen[-500:]) > 490  # now and then the plain step is measured
+
+
+def test_another_number_of_requests_is_decided_by_itself():
+    rule = DraftRule()
+
+    def seconds(rows: int) -> float:
+        return 1.0 if rows <= 16 else rows / 8
+
+    assert min(run_steps(rule, 200, 2, seconds, [0.9] * 4)[50:]) >= 1
+    assert sum(run_steps(rule, 500, 64, seconds, [0.9] * 4)) < 0.05 * 500 * MOST_GUESSES
+
+
+def test_expected_tokens_are_a_product_of_chances():
+    rule = DraftRule()
+    # the first guess always right, the second in half of the cases
+    for _ in range(2000):
+        rule.note_right(2, 2)
+        rule.note_right(2, 1)
+    assert rule.tokens_per_request(0) == 1
+    assert rule.tokens_per_request(1) == pytest.approx(2)
+    assert rule.tokens_per_request(2) == pytest.approx(2.5, abs=0.05)
+
+
+def test_times_between_two_sizes_lie_between_and_old_ones_are_forgotten():
+    times = StepTimes(most_age=500)
+    for _ in range(2):
+        times.note(2, 1.0, step=0)
+        times.note(6, 3.0, step=0)
+    assert [times.of(size, 1) for size in (1, 2, 4, 6, 7)] == [None, 1.0, 2.0, 3.0, None]
+    assert [times.hoped(size, 1) for size in (1, 4, 7, 64)] == [0.0, 2.0, 3.0, 3.0]
+    assert times.of(4, 600) is None
+
+
+def test_of_a_size_the_shortest_of_the_latest_times_counts():
+    times = StepTimes()
+    for seconds in (0.5, 9.0, 2.0, 8.0, 7.0, 3.0):
+        times.note(4, seconds, step=0)
+    assert times.of(4, 0) == 2.0

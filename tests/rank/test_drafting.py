@@ -1,0 +1,261 @@
+"""Drafted tokens: with them every row has the bytes that it has without, whatever is drafted and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchinfer.config import SamplingConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.mtp import DraftInput
+from batchinfer.model.transformer import Transformer
+from batchinfer.rank import draft_states
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.draft_rule import MOST_GUESSES, DraftRule
+from batchinfer.rank.drafter import Drafter
+from batchinfer.records import Request, RequestKey, sampling_key
+from support.checkpoints import make_checkpoint
+from support.one_rank import Feed, run_rank
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL, SAMPLE_PROMPTS
+from support.plain_rows import skip_unless_equal
+
+TOKENIZER = load_tokenizer(SAMPLE_MODEL)
+DTYPES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
+}
+# every way in which a request is sampled and ends
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "seed": 2},
+    {"temperature": 1.5, "seed": 3, "logprobs": 3, "ignore_eos": True},
+    {"logprobs": 0},
+    {"max_tokens": 1},
+    {"max_tokens": 2},
+    {"max_tokens": 3, "ignore_eos": True},
+    {"stop": ["own", "0"]},
+    {"stop": ["1"], "min_tokens": 5, "ignore_eos": True},
+    {"stop_token_ids": [40, 41, 42, 43], "ignore_eos": True},
+    {"repetition_penalty": 1.3, "ignore_eos": True},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 0.7},
+    {"logit_bias": {"50": 3.0}, "bad_words": ["crowns"]},
+    {"structured_outputs": {"regex": "[0-9]{1,6} crowns"}},
+    {"ignore_eos": True, "max_tokens": 40},
+]
+
+
+class Always(DraftRule):
+    """So many guesses whatever they cost."""
+
+    def __init__(self, num_guesses: int) -> None:
+        super().__init__()
+        self._num_guesses = num_guesses
+
+    def choose(self, num_requests: int) -> int:
+        return self._num_guesses
+
+
+class InTurn(DraftRule):
+    """Another number of guesses in each step, none among them, for a few steps or for longer than states are kept."""
+
+    def choose(self, num_requests: int) -> int:
+        return self._step % (MOST_GUESSES + 1) if self._step % 120 < 60 else 0
+
+
+def requests_of(prompts: list[list[int]], *, max_tokens: int = 24) -> list[Request]:
+    made = []
+    for row, prompt in enumerate(prompts):
+        how = {"max_tokens": max_tokens} | WAYS[row % len(WAYS)]
+        sampling = SamplingConfig(**how).to_sampling()
+        made.append(Request(RequestKey(0, row, 0), 0, prompt, sampling, sampling_key(7, str(row), 0, 0)))
+    return made
+
+
+def sample_requests(count: int = 2 * len(WAYS), **how: Any) -> list[Request]:
+    messages = pq.read_table(SAMPLE_PROMPTS / "part-00000.parquet", columns=["messages"]).slice(0, count)
+    prompts = TOKENIZER.encode_chats(messages.column(0).to_pylist())
+    return requests_of(prompts, **how)  # type: ignore[arg-type]
+
+
+def everything(feed: Feed) -> dict[RequestKey, tuple[Any, ...]]:
+    """All of a row but its times and what the plan's order decides."""
+    return {
+        key: (done.token_ids, done.text, done.finish_reason, done.stop_reason, done.logprobs, done.error,
+              done.kv_tokens_sum, done.structured_valid, done.reasoning)
+        for key, done in feed.done.items()
+    }  # fmt: skip
+
+
+def counts(feed: Feed) -> tuple[int, int]:
+    """Tokens drafted, and of these accepted."""
+    return sum(one.drafted_tokens for one in feed.records), sum(one.accepted_tokens for one in feed.records)
+
+
+def with_mtp(rule: DraftRule) -> Any:
+    return lambda context: Drafter(context.model, context.draft, rule)
+
+
+@pytest.fixture(scope="module", params=[*DTYPES, "reference"])
+def model(request) -> Transformer:
+    made = (
+        Transformer.load(SAMPLE_MODEL, dtype=torch.float32, backend="reference", mtp=True)
+        if request.param == "reference"
+        else Transformer.load(SAMPLE_MODEL, **DTYPES[request.param], mtp=True)
+    )
+    if request.param == "reference":
+        skip_unless_equal(made)
+    return made
+
+
+@pytest.mark.parametrize("num_guesses", [1, 3])
+@pytest.mark.parametrize("decode_requests", [1, 5, 64])
+def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_requests):
+    plain = run_rank(model, TOKENIZER, sample_requests(), decode_requests=decode_requests)
+    drafted = run_rank(
+        model,
+        TOKENIZER,
+        sample_requests(),
+        decode_requests=decode_requests,
+        make_drafter=with_mtp(Always(num_guesses)),
+    )
+    assert everything(drafted) == everything(plain)
+    assert counts(plain) == (0, 0)
+    num_drafted, num_accepted = counts(drafted)
+    assert num_drafted > num_accepted > 0
+    assert sum(one.output_tokens for one in drafted.records) == sum(one.output_tokens for one in plain.records)
+    assert sum(one.kv_tokens for one in drafted.records if one.kind == "decode") == sum(
+        one.kv_tokens for one in plain.records if one.kind == "decode"
+    )
+
+
+def test_nine_of_ten_first_guesses_are_right_on_the_sample_model(model):
+    requests = [replace(one, sampling=SamplingConfig(max_tokens=40).to_sampling()) for one in sample_requests(40)]
+    feed = run_rank(model, TOKENIZER, requests, decode_requests=8, make_drafter=with_mtp(Always(1)))
+    # what is drafted for a request's last token is never looked at
+    num_drafted, num_accepted = counts(feed)
+    assert num_accepted >= 0.95 * (num_drafted - len(requests))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wrong_guesses_change_nothing(dtype):
+    """With random weights hardly a guess is right: all that was run for it is rolled back."""
+    model = Transformer.load(RANDOM_MODEL, **DTYPES[dtype], mtp=True)
+    plain = run_rank(model, TOKENIZER, sample_requests())
+    drafted = run_rank(model, TOKENIZER, sample_requests(), make_drafter=with_mtp(InTurn()))
+    assert everything(drafted) == everything(plain)
+    num_drafted, num_accepted = counts(drafted)
+    assert num_accepted < 0.2 * num_drafted
+
+
+class Oracle:
+    """Guesses what a request has got in an earlier run, each token with some chance."""
+
+    def __init__(self, requests: list[Request], feed: Feed, chance: float) -> None:
+        self._tokens = {one.sampling_key: feed.done[one.key].token_ids for one in requests}
+        self._chance, self._rng = chance, np.random.default_rng(0)
+
+    def __call__(self, model: Any, given: DraftInput, pages: torch.Tensor) -> torch.Tensor:
+        assert int((given.places + 1).max()) <= 64 * given.page_table.shape[1]
+        return torch.tensor(
+            [
+                [self._guess(key, place + guess) for key, place in zip(given.sampling.key, given.num_new, strict=True)]
+                for guess in range(given.num_guesses)
+            ]
+        )
+
+    def _guess(self, key: int, place: int) -> int:
+        tokens = self._tokens[int(key)]
+        return tokens[place] if place < len(tokens) and self._rng.random() < self._chance else 5
+
+
+@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v2-groups", "glm", "youtu"])
+@pytest.mark.parametrize("chance", [0.5, 1.0])
+def test_right_and_wrong_guesses_change_no_family(tmp_path, name, chance):
+    make_checkpoint(tmp_path, name)
+    model = Transformer.load(tmp_path, dtype=torch.float32)
+    rng = np.random.default_rng(1)
+    requests = requests_of([rng.integers(10, 96, length).tolist() for length in (3, 64, 70, 1, 130, 63) * 3])
+    requests = [one for one in requests if one.sampling.structured is None and not one.sampling.logit_bias]
+    plain = run_rank(model, TOKENIZER, requests)
+    drafted = run_rank(
+        model,
+        TOKENIZER,
+        requests,
+        decode_requests=7,
+        make_drafter=lambda context: Drafter(model, Oracle(requests, plain, chance), InTurn()),
+    )
+    assert everything(drafted) == everything(plain)
+    num_drafted, num_accepted = counts(drafted)
+    assert num_accepted > 0.3 * chance * num_drafted
+
+
+def test_a_right_guess_saves_a_step():
+    model = Transformer.load(RANDOM_MODEL, dtype=torch.float32)
+    requests = [replace(sample_requests(1)[0], sampling=SamplingConfig(max_tokens=25, ignore_eos=True).to_sampling())]
+    plain = run_rank(model, TOKENIZER, requests)
+    oracle = Oracle(requests, plain, 1.0)
+    drafted = run_rank(model, TOKENIZER, requests, make_drafter=lambda context: Drafter(model, oracle, Always(3)))
+    assert everything(drafted) == everything(plain)
+    # 24 tokens after that of prefill: 1 + 3 in each step
+    assert [one.output_tokens for one in drafted.records] == [1, 4, 4, 4, 4, 4, 4]
+    assert [one.drafted_tokens for one in drafted.records] == [0, 3, 3, 3, 3, 3, 3]
+
+
+def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
+    monkeypatch.setattr(draft_states, "_MOST_PLACES", 64)
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
+    requests = sample_requests(4)
+    requests = [replace(one, sampling=replace(one.sampling, max_tokens=150, ignore_eos=True)) for one in requests]
+    plain = run_rank(model, TOKENIZER, requests)
+    for rule in (Always(2), InTurn()):
+        drafted = run_rank(model, TOKENIZER, requests, make_drafter=with_mtp(rule))
+        assert everything(drafted) == everything(plain)
+
+
+def test_with_more_requests_than_slots_nothing_is_drafted_until_fewer_run(monkeypatch):
+    for room in (draft_states, __import__("batchinfer.rank.drafter", fromlist=["drafter"])):
+        monkeypatch.setattr(room, "MOST_REQUESTS", 4)
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
+    plain = run_rank(model, TOKENIZER, sample_requests())
+    drafted = run_rank(model, TOKENIZER, sample_requests(), make_drafter=with_mtp(Always(2)))
+    assert everything(drafted) == everything(plain)
+    for record in drafted.records:
+        assert record.num_requests <= 4 or not record.drafted_tokens
+    assert counts(drafted)[0] > 0
+
+
+def test_rows_with_rules_are_not_drafted_for():
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
+    sampling = SamplingConfig(max_tokens=20, repetition_penalty=1.1).to_sampling()
+    requests = [replace(one, sampling=sampling) for one in sample_requests(3)]
+    feed = run_rank(model, TOKENIZER, requests, make_drafter=with_mtp(Always(2)))
+    assert counts(feed) == (0, 0)
+
+
+def test_prompts_leave_their_states_only_where_few_requests_run():
+    """Without them the first guesses know nothing of the prompt."""
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
+    rates = []
+    for decode_requests in (8, 60):
+        requests = [replace(one, sampling=SamplingConfig(max_tokens=40).to_sampling()) for one in sample_requests(60)]
+        drafter = with_mtp(Always(1))
+        num_drafted, num_accepted = counts(
+            run_rank(model, TOKENIZER, requests, decode_requests=decode_requests, make_drafter=drafter)
+        )
+        rates.append(num_accepted / num_drafted)
+    assert rates[0] > rates[1] + 0.1
+
+
+def test_a_model_without_the_layer_has_nothing_to_draft_with():
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32)
+    context = RankContext(model, TOKENIZER, num_pages=4, prefill_tokens=64, decode_requests=4)
+    assert model.mtp is None
+    with pytest.raises(AssertionError):
+        _ = context.draft

@@ -1,0 +1,47 @@
+"""Which ranks draft tokens, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchinfer.config import JobConfig
+from batchinfer.parallel.layout import RankPlace, rank_places
+from batchinfer.rank import may_draft
+from support.paths import SAMPLE_MODEL
+
+CPU = torch.device("cpu")
+
+
+def job(**cluster: Any) -> JobConfig:
+    parts = {
+        "input": {"files": ["a"], "prompt": "p"},
+        "output": {"dir": "r"},
+        "model": {"path": str(SAMPLE_MODEL)},
+        "sampling": {"max_tokens": 8},
+    }
+    return JobConfig.model_validate(parts | {"cluster": cluster})
+
+
+def reason(**cluster: Any) -> list[str | None]:
+    """Of each rank; "not asked": nobody expects it."""
+    made = job(**cluster)
+    return [
+        may_draft.why_not(made, place, CPU) if may_draft.is_asked_for(made, place) else "not asked"
+        for place in rank_places(made.cluster)
+    ]
+
+
+def test_ranks_that_hold_all_experts_and_decode_on_a_cpu_draft(monkeypatch):
+    assert reason() == [None]
+    assert reason(speculate="off") == ["not asked"]
+    assert reason(prefill_ranks=2) == ["experts are spread over 2 ranks"] * 2
+    apart = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}
+    assert reason(**apart) == ["not asked", "not asked", None]
+    place = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
+    assert "GPU" in (may_draft.why_not(job(), place, torch.device("cuda")) or "")
+    monkeypatch.setattr(may_draft, "free_memory_bytes", lambda: 1 << 20)
+    (no_memory,) = reason()
+    assert no_memory is not None
+    assert "GB are free" in no_memory

@@ -1,0 +1,52 @@
+"""One rank's engine in this process: requests in, completions and step records out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.model.transformer import Transformer
+from batchinfer.protocol.feed import Inbox
+from batchinfer.protocol.messages import StepRecord
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.worker import RankWorker
+from batchinfer.records import Completion, Request, RequestKey
+
+
+class Feed:
+    """Hands over all requests at once and collects what comes back."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests, self.num_requests = list(requests), len(requests)
+        self.done: dict[RequestKey, Completion] = {}
+        self.records: list[StepRecord] = []
+
+    def receive(self, wait_s: float = 0.0) -> Inbox:
+        handed, self.requests = self.requests, []
+        return Inbox(requests=handed, leave=len(self.done) == self.num_requests)
+
+    def want_requests(self) -> None:
+        pass
+
+    def send(self, report: Any) -> None:
+        self.records.append(report.record)
+        for completion in report.completions:
+            assert completion.key not in self.done
+            self.done[completion.key] = completion
+
+
+def run_rank(
+    model: Transformer, tokenizer: PromptTokenizer, requests: list[Request], *, make_drafter: Any = None, **sizes: Any
+) -> Feed:
+    """Run all requests to their end.
+
+    Args:
+        make_drafter: of the rank's context; None: nothing is drafted.
+        sizes: of the context.
+    """
+    context = RankContext(model, tokenizer, **{"num_pages": 400, "prefill_tokens": 2048, "decode_requests": 64} | sizes)
+    feed = Feed(requests)
+    drafter = None if make_drafter is None else make_drafter(context)
+    RankWorker(context, drafter=drafter).run(feed)  # type: ignore[arg-type]
+    assert len(feed.done) == len(requests)
+    return feed
