@@ -15,7 +15,7 @@ from batchinfer.model.packed_files import Ends, write_parts
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, MTP, layer_name, read_packed
 from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.model.weights import open_loader
+from batchinfer.model.weight_loading import open_loader, read_ends, read_mtp
 from batchinfer.records import ConfigError
 from batchinfer.rundir import TEMPORARY, cannot_write, json_text, sync_file, sync_folder
 
@@ -54,11 +54,11 @@ def convert_model(
                 "free space or choose another folder"
             )
         loader = open_loader(source, config, dtype=dtype, ops=ops, told=told)
-        files = {ENDS: write_parts(folder / ENDS, Ends(*loader.ends()))}
+        files = {ENDS: write_parts(folder / ENDS, Ends(*read_ends(loader)))}
         for layer in range(config.num_hidden_layers):
             files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
         if why_no_mtp(loader.checkpoint, config) is None:
-            files[MTP] = write_parts(folder / MTP, loader.mtp())
+            files[MTP] = write_parts(folder / MTP, read_mtp(loader))
         _carry(source, folder)
         sizes = {file: (folder / file).stat().st_size for file in files}
         manifest = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
 from batchinfer.model.step import AttentionStep, StepHalves, StepInput, StepOutput, StepTensors
-from batchinfer.model.weights import LayerWeights, ModelWeights, MoeWeights, exchange_experts, load_weights
+from batchinfer.model.weight_loading import exchange_experts, load_weights
+from batchinfer.model.weights import LayerWeights, ModelWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
@@ -95,20 +97,11 @@ class Transformer:
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
+        wanted: dict[str, Any] = {"dtype": dtype, "device": device, "expert_ids": expert_ids, "mtp": mtp}
         if (packed := read_packed(folder)) is not None:
-            weights = map_weights(packed, config, ops, dtype=dtype, device=device, expert_ids=expert_ids, mtp=mtp)
-            return cls(config, weights, dispatchers, ops)
-        weights = load_weights(
-            folder,
-            config,
-            dtype=dtype,
-            expert_ids=expert_ids,
-            device=device,
-            ops=ops,
-            mtp=mtp,
-            memory=memory,
-            told=told,
-        )
+            weights = map_weights(packed, config, ops, **wanted)
+        else:
+            weights = load_weights(folder, config, ops=ops, memory=memory, told=told, **wanted)
         return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:

@@ -1,7 +1,7 @@
 """One GPU's share of DeepSeek-V3 in a deployment unit, with random weights in FP8; built and run by slice.py.
 
 Every layer has weights of its own, so that no layer finds another one's in a cache. What is in FP8 and what is not is
-as model/weights.py loads a checkpoint of DeepSeek-V3.
+as model/weight_loading.py loads a checkpoint of DeepSeek-V3.
 """
 
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, V value width, C latent width

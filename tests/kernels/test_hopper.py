@@ -16,7 +16,7 @@ import torch
 from batchinfer.model.config import load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
-from batchinfer.model.weights import load_weights
+from batchinfer.model.weight_loading import load_weights
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ModelError

@@ -14,7 +14,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights, widen_int4
-from batchinfer.model.weights import exchange_experts, load_weights
+from batchinfer.model.weight_loading import exchange_experts, load_weights
 from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
 from batchinfer_kernels.cpu import build

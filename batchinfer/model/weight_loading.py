@@ -1,0 +1,343 @@
+"""The model's tensors, read from a checkpoint in the form in which the layers use them.
+
+The whole checkpoint is checked against config.json before any data is read. FP8 weights (one scale per 128 × 128
+block) and packed 4-bit ones are widened to the run's dtype here, unless the operations hold projections and experts in
+FP8, or experts in 4 bits: then weights that are stored so go through as they are, bit for bit, and others are rounded
+once. Either way the rest (latent up-projections, embedding, head, norms, router) is in the run's dtype or wider.
+
+In FP8 no block may have rows of both the gate and the up projection, which are above each other. So there the
+intermediate width of an MLP is a whole number of blocks: where a model's is not, zeros follow the rows of gate and of
+up, and the columns of down, which changes no result.
+"""
+
+# D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
+# C latent width, Z = N + V
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.fresh_memory import FreshMemory
+from batchinfer.model.ops import Ops
+from batchinfer.model.stored_weights import StoredWeights
+from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
+from batchinfer.model.weights import (
+    AttentionWeights,
+    IndexerWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    MtpWeights,
+    Projection,
+)
+from batchinfer.records import ModelError
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
+from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    expert_ids: Sequence[Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    mtp: bool = False,
+    memory: FreshMemory | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> ModelWeights:
+    """Check the checkpoint in `folder` against `config`, then read it.
+
+    Args:
+        dtype: of everything but the router, which stays float32.
+        ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
+        expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
+            None for all of them.
+        mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
+        memory: where weights go as long as there is room; what is not needed of it is given back.
+        told: called with the bytes that were read so far, and that are to be read.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
+    """
+    ops, device = ops or Ops.select("reference"), torch.device(device)
+    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
+        memory.close()
+        memory = None
+    loader = open_loader(
+        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, memory=memory, told=told
+    )
+    embedding, norm, lm_head = read_ends(loader)
+    layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
+    of_mtp = read_mtp(loader) if mtp else None
+    if memory is not None:
+        memory.close()
+    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids, of_mtp)
+
+
+def open_loader(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    ops: Ops,
+    expert_ids: Sequence[Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+    mtp: bool = False,
+    memory: FreshMemory | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> WeightLoader:
+    """Check the checkpoint in `folder` against `config`; arguments and errors as of `load_weights`."""
+    total_bytes = 0
+    tell = None if told is None else lambda num_bytes: told(num_bytes, total_bytes)
+    checkpoint = open_checkpoint(folder, config.carrier, tell)
+    check_tensors(checkpoint, config)
+    if expert_ids is None:
+        expert_ids = [range(config.n_routed_experts)] * config.num_moe_layers
+    held = tuple(tuple(ids) for ids in expert_ids)
+    for ids in held:
+        if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
+            raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
+    total_bytes = num_bytes_to_read(checkpoint, config, held, mtp=mtp)
+    return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops, memory)
+
+
+def read_ends(loader: WeightLoader) -> tuple[torch.Tensor, torch.Tensor, Weight]:
+    """Embedding, last norm and output head."""
+    embedding = loader.tensor("model.embed_tokens.weight")
+    lm_head = loader.pack(embedding if loader.config.tie_word_embeddings else loader.source("lm_head.weight"))
+    return embedding, loader.tensor("model.norm.weight"), lm_head
+
+
+def read_mtp(loader: WeightLoader) -> MtpWeights:
+    """The layer for multi-token prediction, behind all others."""
+    prefix = f"model.layers.{loader.config.num_hidden_layers}"
+    return MtpWeights(
+        token_norm=loader.tensor(f"{prefix}.enorm.weight"),
+        hidden_norm=loader.tensor(f"{prefix}.hnorm.weight"),
+        joined=loader.projection(f"{prefix}.eh_proj"),
+        layer=loader.layer(loader.config.num_hidden_layers),
+        norm=loader.tensor(f"{prefix}.shared_head.norm.weight"),
+    )
+
+
+class ExpertSource(Protocol):
+    """Where experts are read from."""
+
+    def expert(self, prefix: str, expert: int, gate_up: Any, down: Any, slot: int) -> None:
+        """Put one routed expert of the layer `prefix` into a slot of these."""
+        ...
+
+
+def exchange_experts(
+    weights: ModelWeights,
+    folder: Path,
+    config: ModelConfig,
+    expert_ids: Sequence[Sequence[int]],
+    source: ExpertSource | None = None,
+) -> ModelWeights:
+    """Put other routed experts into the E dims of the MoE layers, in place; as many per layer as before.
+
+    Those that this rank holds already are copied, the others are read from `source`, or the checkpoint in `folder`.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    if source is None:
+        checkpoint = open_checkpoint(folder, config.carrier)
+        of_rows = weights.embedding
+        source = WeightLoader(checkpoint, config, of_rows.dtype, of_rows.device, (), Ops.select("reference"))
+    for layer, held, wanted in zip(config.moe_layers, weights.expert_ids, expert_ids, strict=True):
+        mlp = weights.layers[layer].mlp
+        assert isinstance(mlp, MoeWeights)
+        assert len(held) == len(wanted), "a layer keeps its number of slots"
+        changed = [slot for slot, (old, new) in enumerate(zip(held, wanted, strict=True)) if old != new]
+        # where copies come from may itself be overwritten
+        here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
+        slots_of = [slots for weight in (mlp.gate_up_EFD, mlp.down_EDF) for slots in format_of(weight).slots(weight)]
+        kept = {expert: [slots[slot].clone() for slots in slots_of] for expert, slot in here.items()}
+        for slot in changed:
+            expert = wanted[slot]
+            if expert in kept:
+                for slots, weight in zip(slots_of, kept[expert], strict=True):
+                    slots[slot] = weight
+            else:
+                source.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
+    return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
+
+
+class WeightLoader:
+    """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        expert_ids: tuple[tuple[int, ...], ...],
+        ops: Ops,
+        memory: FreshMemory | None = None,
+    ):
+        self.checkpoint = checkpoint
+        self._memory = memory
+        self._ops = ops
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.expert_ids = expert_ids
+        # the layer for multi-token prediction comes last, with all experts
+        self._next_expert_ids = iter((*expert_ids, tuple(range(config.n_routed_experts))))
+        self._stored = StoredWeights(checkpoint, config)
+        self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
+        self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
+        self._expert_format = ops.expert_format(dtype, device)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor in the run's dtype or the one given."""
+        out = self._empty(self._stored.shape(name), dtype or self.dtype)
+        return out.copy_(self._stored.read(name, out.dtype))
+
+    def source(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
+        return self._stored.read(name, dtype or self.dtype) if self._format.copies else self.tensor(name, dtype)
+
+    def pack(self, weight: torch.Tensor) -> Weight:
+        """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
+        if not self._format.copies:
+            return self._ops.pack(weight)
+        weight_BNM = weight if weight.dim() == 3 else weight[None]
+        held = self._format.empty(*weight_BNM.shape, memory=self._empty)
+        for slot, one in enumerate(weight_BNM):
+            self._format.put(held, slot, one)
+        return held
+
+    def router(self, name: str) -> Any:
+        """A weight whose products are in float32, packed."""
+        return self._ops.pack_router(self.source(name, torch.float32))
+
+    def layer(self, layer: int) -> LayerWeights:
+        """The next layer: they are read in order."""
+        self.checkpoint.unmap()
+        prefix = f"model.layers.{layer}"
+        return LayerWeights(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            attention=self._attention(f"{prefix}.self_attn", layer),
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
+        )
+
+    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
+        compressed, indexer = self.config.q_lora_rank is not None, self.config.indexer
+        kv_up = self.source(f"{prefix}.kv_b_proj.weight")
+        kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
+        key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
+        return AttentionWeights(
+            q_down=self.projection(f"{prefix}.q_a_proj") if compressed else None,
+            q_norm=self.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
+            q=self.projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
+            kv_down=self.projection(f"{prefix}.kv_a_proj_with_mqa"),
+            kv_norm=self.tensor(f"{prefix}.kv_a_layernorm.weight"),
+            kv_up_HZC=self.pack(kv_up_HZC),
+            key_up_HCN=self.pack(key_up_HNC.transpose(1, 2)),
+            value_up_HVC=self.pack(value_up_HVC),
+            out=self.projection(f"{prefix}.o_proj"),
+            indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
+        )
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        expert_ids = next(self._next_expert_ids)  # layers are read in order
+        gate_up, down = self._experts(prefix, expert_ids)
+        bias_name = f"{prefix}.gate.e_score_correction_bias"
+        return MoeWeights(
+            router_ED=self.router(f"{prefix}.gate.weight"),
+            router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
+            gate_up_EFD=gate_up,
+            down_EDF=down,
+            shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
+        )
+
+    def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
+        """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
+        num_held, hidden = len(expert_ids), self.config.hidden_size
+        form = self._expert_format
+        width = _filled(self.config.moe_intermediate_size, form)
+        gate_up = form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty)
+        down = form.empty(num_held, hidden, width, memory=self._empty)
+        for slot, expert in enumerate(expert_ids):
+            self.expert(prefix, expert, gate_up, down, slot)
+        return gate_up, down
+
+    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, slot: int) -> None:
+        """Read one routed expert of the layer `prefix` into a slot of these."""
+        for weight, names in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
+            form = format_of(weight)
+            parts = [self._part(f"{prefix}.experts.{expert}.{name}.weight", form) for name in names]
+            form.put(weight, slot, *parts)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that somebody has touched already, if there is some left."""
+        num_values = torch.Size(shape).numel()
+        memory = self._memory.take(num_values * dtype.itemsize) if self._memory is not None and num_values else None
+        if memory is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
+        gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
+        return MlpWeights(
+            gate_up=self.projection(gate, up, num_rows=width, is_paired=not has_bias),
+            down=self.projection(down, num_columns=width),
+        )
+
+    def projection(
+        self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
+    ) -> Projection:
+        """One linear map, or several as one, the first above the others; each of this shape in memory (None: its own).
+
+        Args:
+            is_paired: these are a gate and an up projection without biases.
+        """
+        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
+        form, (stored_rows, stored_columns) = self._narrow_format, self._stored.shape(f"{prefixes[0]}.weight")
+        num_rows = num_rows or stored_rows
+        shape = (len(prefixes) * num_rows, num_columns or stored_columns)
+        held = form.empty(1, *shape, is_paired=is_paired, memory=self._empty)
+        form.put(held, 0, *(self._part(f"{prefix}.weight", form) for prefix in prefixes))
+        biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
+        return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
+
+    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
+        """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
+        kept: BlockScaled | GroupScaled | None = None
+        if form.keeps_fp8 or form.keeps_int4:
+            kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)
+        return self._stored.read(name, self.dtype) if kept is None else kept
+
+
+def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
+    return IndexerWeights(
+        query=loader.pack(loader.source(f"{prefix}.wq_b.weight")),
+        key=loader.pack(loader.source(f"{prefix}.wk.weight")),
+        key_norm=loader.tensor(f"{prefix}.k_norm.weight"),
+        key_bias=loader.tensor(f"{prefix}.k_norm.bias"),
+        heads=loader.router(f"{prefix}.weights_proj.weight"),
+    )
+
+
+def _filled(width: int, form: WeightFormat) -> int:
+    """The intermediate width in memory."""
+    return -(-width // form.multiple) * form.multiple
