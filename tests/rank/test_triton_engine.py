@@ -83,7 +83,8 @@ def logits_of(prompt, **options):
     return requests.all_logits(0)
 
 
-PLAIN = {"cos_sin", "draw", "log_sum_exp"}  # no kernels of their own on GPUs
+# no kernels of their own on GPUs; those of sparse attention run on none
+PLAIN = {"cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
 
 
 @needs_triton
