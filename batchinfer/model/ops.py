@@ -11,6 +11,8 @@ from batchinfer_kernels import registry
 from batchinfer_kernels.registry import Operation
 from batchinfer_kernels.weight_format import WeightFormat, format_of
 
+_OF_INDEXERS = ("index_cache", "choose_keys", "mla_sparse")
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -46,8 +48,12 @@ class Ops:
         return registry.reads_on_host(self.grouped_mlp) or registry.reads_on_host(self.masked_mlp)
 
     def names(self, dtype: torch.dtype | None = None) -> str:
-        """Where the implementations come from: those that give the same bits in this dtype have the same names."""
-        return " ".join(sorted({registry.origin(getattr(self, name), dtype) for name in op_names()}))
+        """Where the implementations come from: those that give the same bits in this dtype have the same names.
+
+        Operations of sparse attention come from where others come from, on the CPU; on GPUs nothing uses them.
+        """
+        ops = (getattr(self, name) for name in op_names() if name not in _OF_INDEXERS)
+        return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property
     def bits(self) -> str:
