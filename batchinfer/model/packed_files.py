@@ -102,7 +102,8 @@ def map_weights(
         MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights)
         for number in range(config.num_hidden_layers)
     )
-    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, mapped_bytes=packed.num_bytes)
+    num_bytes = sum(tensor.nbytes for part in (ends, *layers) for _, tensor, _ in _parts_of(part))
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, mapped_bytes=num_bytes)
 
 
 class PackedExperts:

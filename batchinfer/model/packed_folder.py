@@ -29,10 +29,6 @@ class PackedFolder:
     source: str
     sizes: dict[str, int]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes.values())
-
     def layer(self, number: int) -> Path:
         """The file of a layer."""
         return self.folder / layer_name(number)
