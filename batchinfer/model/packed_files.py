@@ -110,7 +110,8 @@ def map_weights(
         for number in range(config.num_hidden_layers)
     )
     of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights) if mtp else None
-    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, of_mtp, mapped_bytes=packed.num_bytes)
+    num_bytes = sum(tensor.nbytes for part in (ends, *layers, of_mtp) for _, tensor, _ in _parts_of(part))
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, of_mtp, mapped_bytes=num_bytes)
 
 
 class PackedExperts:

@@ -32,10 +32,6 @@ class PackedFolder:
     sizes: dict[str, int]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    @property
     def has_mtp(self) -> bool:
         """Whether it has the layer for multi-token prediction."""
         return MTP in self.sizes

@@ -1,9 +1,9 @@
 """Experts of a decode step alone, in each dtype: the rate at which their weights are read, of what memory gives.
 
 Shapes of GLM-4.7-Flash: 64 experts of 2048 x 1536, 4 per token, each token to experts of its own draw. Layers take
-turns that are more memory than any cache holds. Memory is read in the same run by turns: what it gives is the best of
-both kinds of reading, a sum over float32 and a copy's source. python tests/bench/expert_products.py [--requests 48]
-[--rounds 15] [--layers 4] [--dtype int4 fp8 bfloat16]
+turns that are more memory than any cache holds. Memory is read in the same run by turns (a sum of float32).
+
+    python tests/bench/expert_products.py [--requests 48] [--rounds 15] [--layers 4] [--dtype int4 fp8 bfloat16]
 """
 
 from __future__ import annotations

@@ -8,18 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from batchinfer.config import load_job
 from batchinfer.model.config import load_model_config
 from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import LAYOUT, MANIFEST, read_packed
 from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.layout import rank_places
 from batchinfer.plan.first_dtype import Machine, choose_dtype
+from batchinfer.protocol.messages import Start
+from batchinfer.rank import kv_budget
 from batchinfer.rank.load import BITS, DTYPES
 from batchinfer.records import ConfigError, ModelError
 from batchinfer.rundir import TEMPORARY, json_text
@@ -106,8 +111,23 @@ def test_a_rank_maps_its_experts_and_takes_others_from_the_files(folder):
     )
     held, every = part.weights.layers[-1].mlp.down_EDF.data, whole.weights.layers[-1].mlp.down_EDF.data
     assert torch.equal(held, every[list(half)])
+    assert part.weights.mapped_bytes < whole.weights.mapped_bytes
     assert held.untyped_storage().data_ptr() <= held.data_ptr()
     assert held.untyped_storage().nbytes() > held.nbytes  # a part of the file's memory, no copy
+
+
+def test_kv_pages_leave_room_for_mapped_weights(folder, tmp_path, monkeypatch):
+    job = load_job(write_job(tmp_path, model={"path": str(folder / "int4"), "dtype": "int4"}, cluster={}))
+    model = Transformer.load(folder / "int4", dtype=torch.bfloat16, **BITS["int4"])
+    start = Start(job="", most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
+
+    def num_pages(free_bytes):
+        monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: free_bytes)
+        return kv_budget.kv_budget(job, model, rank_places(job.cluster)[0], start, 1).num_pages
+
+    mapped = num_pages(20_000_000 + model.weights.mapped_bytes)
+    model.weights = replace(model.weights, mapped_bytes=0)
+    assert mapped == num_pages(20_000_000)
 
 
 def test_a_folder_has_what_a_job_reads_besides_weights(folder):

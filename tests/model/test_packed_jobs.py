@@ -9,12 +9,17 @@ import torch
 
 from batchinfer.config import load_job
 from batchinfer.model.config import load_model_config
+from batchinfer.model.ops import Ops
+from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.weights import load_weights
 from batchinfer.plan.first_dtype import stored_dtype
 from batchinfer.plan.preflight import check_job
+from batchinfer.rank.load import BITS, DTYPES
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.packed_weights import int4_config, pack_int4
+from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}  # whole groups of 32
@@ -105,3 +110,37 @@ def test_a_run_refuses_scales_that_are_no_numbers(tmp_path, model):
     tensors[f"{EXPERT}_scale"][3, 1] = float("nan")
     write_tensors(model, tensors)
     assert f"{EXPERT}_scale is from nan to nan, but a scale is finite" in refused("run", tmp_path)
+
+
+def logits(folder, dtype, backend="auto"):
+    """Of the last token of each prompt."""
+    model = Transformer.load(folder, dtype=DTYPES[dtype], backend=backend, **BITS.get(dtype, {}))
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 96, (length,), generator=generator) for length in (40, 3, 64, 17, 9, 30)]
+    requests = PagedRequests(model, prompts, max_new_tokens=1)
+    requests.prefill(range(len(prompts)), (1000,))
+    return torch.cat([requests.all_logits(number)[-1:] for number in range(len(prompts))])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_in_int4_logits_are_as_near_to_those_of_the_dequantised_twin_as_8_bits_come(folder, backend, request):
+    if backend == "cpu":
+        request.getfixturevalue("cpp")
+    exact = logits(folder / "wide", "float32")
+    int4 = (logits(folder / "packed", "int4", backend) - exact).norm()
+    fp8 = (logits(folder / "wide", "fp8", backend) - exact).norm()
+    assert int4 <= 1.1 * fp8
+
+
+@pytest.mark.parametrize("group", [32, 96, 16])
+def test_in_int4_experts_are_held_as_they_are_stored_where_groups_are_whole(group, tmp_path):
+    make_checkpoint(tmp_path, "kimi-k2", hidden_size=96, moe_intermediate_size=96)
+    twin = pack_int4(tmp_path, group=group)
+    ops = Ops.select("reference", torch.bfloat16, **BITS["int4"])
+    weights = load_weights(tmp_path, load_model_config(tmp_path), dtype=torch.bfloat16, ops=ops)
+    down = weights.layers[1].mlp.down_EDF
+    expected = torch.stack(
+        [twin[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"] for expert in range(len(down.values))]
+    )
+    assert torch.equal(down.plain(), expected) == (group >= 32)
+    assert (down.plain() - expected).norm() <= 0.15 * expected.norm()
