@@ -50,18 +50,20 @@ class Drafter:
         if num_guesses == 0:
             return None
         most = np.minimum(table.most_guesses, num_guesses)
-        chosen = np.flatnonzero(self._states.are_known(table.sequences, table.kv_lengths - 1) & (most > 0))
-        num_guesses = int(most[chosen].max(initial=0))
-        if num_guesses == 0:
+        most[~self._states.are_known(table.sequences, table.kv_lengths - 1)] = 0
+        chosen = np.flatnonzero(most)
+        if len(chosen) == 0:
             return None
-        sequences = [table.sequences[row] for row in chosen.tolist()]
-        given = self._states.next_input(sequences, table.sampling.take(chosen), table.num_new[chosen], num_guesses)
-        drafts = Drafts(np.zeros((count, num_guesses), dtype=np.int64), np.zeros(count, dtype=np.int64))
-        drafts.tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
-        drafts.counts[chosen] = most[chosen]
+        if len(chosen) == count:
+            given = self._states.next_input(table.sequences, table.sampling, table.num_new, num_guesses)
+        else:
+            sequences = [table.sequences[row] for row in chosen.tolist()]
+            given = self._states.next_input(sequences, table.sampling.take(chosen), table.num_new[chosen], num_guesses)
+        tokens = np.zeros((count, num_guesses), dtype=np.int64)
+        tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
         self._drafted_s = time.perf_counter() - started_s
         self._rule.note_drafts(count, num_guesses, self._drafted_s)
-        return drafts
+        return Drafts(tokens, most)
 
     def keep(
         self,
