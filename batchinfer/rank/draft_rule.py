@@ -91,6 +91,10 @@ class DraftRule:
             self._kept = guesses, num_requests, self._step + (1 if is_trial else _KEPT_STEPS)
         return self._kept[0]
 
+    def may_pay(self, num_requests: int) -> bool:
+        """Whether guesses are made in the coming step, or it is not known yet that they do not pay."""
+        return self.choose(num_requests) > 0 or self._steps.of(num_requests, self._step) is None
+
     def note_step(self, num_rows: int, seconds: float | None) -> None:
         """A decode step of so many rows took this long with all around it but the drafting; None: not known."""
         if seconds is not None:

@@ -35,6 +35,7 @@ class Drafter:
         self._model, self._draft = model, draft
         self._rule = rule or DraftRule()
         self._states = DraftStates(model)
+        self._keeps = True  # the states of the coming step
         self._drafted_s = 0.0  # for the step to come
         self._ended_s: float | None = None  # when the latest decode step had ended; None: something else ran since
 
@@ -46,7 +47,8 @@ class Drafter:
         """Guesses for the coming step; None: a plain one is better, or nothing is known yet."""
         self._drafted_s, started_s = 0.0, time.perf_counter()
         count = len(table.sequences)
-        num_guesses = self._rule.choose(count) if 0 < count <= MOST_REQUESTS else 0
+        self._keeps = 0 < count <= MOST_REQUESTS and self._rule.may_pay(count)
+        num_guesses = self._rule.choose(count) if self._keeps else 0
         if num_guesses == 0:
             return None
         most = np.minimum(table.most_guesses, num_guesses)
@@ -65,6 +67,11 @@ class Drafter:
         self._rule.note_drafts(count, num_guesses, self._drafted_s)
         return Drafts(tokens, most)
 
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the states of the step for which `next_drafts` was asked are wanted."""
+        return self._keeps
+
     def keep(
         self,
         sequences: ListOf[Sequence],
@@ -73,9 +80,8 @@ class Drafter:
         states: torch.Tensor,
         tokens: np.ndarray,
     ) -> None:
-        """See DraftStates; more sequences than it has slots for are left out."""
-        if len(sequences) <= MOST_REQUESTS:
-            self._states.keep(sequences, ends, counts, states, tokens)
+        """See DraftStates."""
+        self._states.keep(sequences, ends, counts, states, tokens)
 
     def pause(self) -> None:
         """Something else than decode steps runs."""
