@@ -54,6 +54,6 @@ def run_rank(
     context = RankContext(model, tokenizer, **{"num_pages": 400, "prefill_tokens": 2048, "decode_requests": 64} | sizes)
     feed = feed or Feed(requests)
     drafter = None if make_drafter is None else make_drafter(context)
-    RankWorker(context, drafter=drafter).run(feed)  # type: ignore[arg-type]
+    RankWorker(context, drafter=drafter).run(feed)
     assert len(feed.done) == len(requests)
     return feed
