@@ -42,9 +42,10 @@ def decode_step(
         else:
             finished, taken = table.accept_drafted(sampled, drafts)
         if drafter is not None:
-            rows = slice(None) if drafts is None else drafts.rows_of(taken)
-            assert output.states is not None
-            drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
+            if drafter.keeps_step:
+                rows = slice(None) if drafts is None else drafts.rows_of(taken)
+                assert output.states is not None
+                drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
             drafter.forget(finished)
             has_ended = np.array([sequence.finish_reason is not None for sequence in sequences])
             drafter.note_step(drafts, taken, has_ended)

@@ -4,9 +4,9 @@ A step over B requests with J guesses each runs B * (1 + J) rows and gives 1 + c
 c says how often a guess is right of which those before it were. Where a step waits for weights, or for what lies around
 it, more rows cost little; where it computes they cost as much as they give.
 
-What was never measured is taken to be as good as it can be, so that it is tried; what was measured long ago is
-forgotten, and a guess that is not used is trusted a little more with every step. A step without guesses is measured
-first.
+A step without guesses is measured first. More rows than were measured are taken to cost what the last ones did, or
+nothing where only one number of rows is known, and guesses to be right, so that they are tried; what was measured long
+ago is forgotten, and a guess that is not used is trusted a little more with every step.
 """
 
 from collections import deque
@@ -51,11 +51,16 @@ class StepTimes:
         share = (_class_of(size) - below) / (above - below) if above > below else 0.0
         return known[below] + share * (known[above] - known[below])
 
-    def hoped(self, size: int, step: int) -> float:
-        """As `of`; where only fewer were measured, as long as these: more may cost nothing. 0: nothing is known."""
+    def hoped(self, size: int, step: int) -> float | None:
+        """As `of`, or as the two largest sizes go on; where one alone is known, up to twice of it cost no more."""
         found = self.of(size, step)
-        smaller = [seconds for other, seconds in self._known(step).items() if other <= size]
-        return max(smaller, default=0.0) if found is None else found
+        known = sorted((other, seconds) for other, seconds in self._known(step).items() if other <= size)
+        if found is not None or not known:
+            return found
+        (last, seconds), before = known[-1], known[-2:-1]
+        if not before:
+            return seconds if _class_of(size) <= 2 * last else None
+        return seconds + (size - last) * max(0.0, seconds - before[0][1]) / (last - before[0][0])
 
     def _known(self, step: int) -> dict[int, float]:
         return {
@@ -81,8 +86,14 @@ class DraftRule:
     def choose(self, num_requests: int) -> int:
         """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES."""
         if self._kept[1] != num_requests or self._step >= self._kept[2]:
-            self._kept = self._best(num_requests), num_requests, self._step + _KEPT_STEPS
+            guesses = self._best(num_requests)
+            is_trial = self._steps.of(num_requests * (1 + guesses), self._step) is None
+            self._kept = guesses, num_requests, self._step + (1 if is_trial else _KEPT_STEPS)
         return self._kept[0]
+
+    def may_pay(self, num_requests: int) -> bool:
+        """Whether guesses are made in the coming step, or it is not known yet that they do not pay."""
+        return self.choose(num_requests) > 0 or self._steps.of(num_requests, self._step) is None
 
     def note_step(self, num_rows: int, seconds: float | None) -> None:
         """A decode step of so many rows took this long with all around it but the drafting; None: not known."""
@@ -116,9 +127,11 @@ class DraftRule:
             return 0
         best, least_s = 0, plain_s / LEAST_GAIN
         for guesses in range(1, MOST_GUESSES + 1):
-            step_s = max(plain_s, self._steps.hoped(num_requests * (1 + guesses), self._step))
-            draft_s = self._drafts[guesses - 1].hoped(num_requests, self._step)
-            token_s = (step_s + draft_s) / self.tokens_per_request(guesses)
+            step_s = self._steps.hoped(num_requests * (1 + guesses), self._step)
+            if step_s is None:
+                break
+            draft_s = self._drafts[guesses - 1].hoped(num_requests, self._step) or 0.0
+            token_s = (max(plain_s, step_s) + draft_s) / self.tokens_per_request(guesses)
             if token_s < least_s:
                 best, least_s = guesses, token_s
         return best

@@ -39,7 +39,7 @@ class DraftStates:
     def __init__(self, model: Transformer) -> None:
         self._slot_of: dict[Sequence, int] = {}
         self._states = torch.zeros(MOST_REQUESTS * CONTEXT, model.config.hidden_size, dtype=model.dtype)
-        self._tokens = np.zeros(MOST_REQUESTS * CONTEXT, dtype=np.int64)
+        self._tokens = torch.zeros(MOST_REQUESTS * CONTEXT, dtype=torch.int64)
         # by slot: places [first, end) are known without a gap, [base, filled) have keys
         self._first, self._end, self._base, self._filled = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
         self.pages = torch.zeros(MOST_REQUESTS * _PAGES, PAGE_TOKENS, model.config.latent_dim, dtype=model.dtype)
@@ -62,12 +62,16 @@ class DraftStates:
         """
         slots, starts = self._slots(sequences), ends - counts
         begins_anew = self._end[slots] != starts
-        self._first[slots] = np.where(begins_anew, starts, self._first[slots])
-        self._filled[slots[begins_anew]] = -1
+        if begins_anew.any():
+            self._first[slots[begins_anew]], self._filled[slots[begins_anew]] = starts[begins_anew], -1
         self._end[slots] = ends
-        rows = np.repeat(slots, counts) * CONTEXT + (np.repeat(starts, counts) + depths_of(counts)) % CONTEXT
-        self._states.index_copy_(0, torch.from_numpy(rows), states)
-        self._tokens[rows] = tokens
+        if len(tokens) == len(slots):  # most steps: one place each
+            places = starts
+        else:
+            slots, places = np.repeat(slots, counts), np.repeat(starts, counts) + depths_of(counts)
+        rows = torch.from_numpy(slots * CONTEXT + places % CONTEXT)
+        self._states[rows] = states
+        self._tokens[rows] = torch.from_numpy(tokens)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """They do not run here any more."""
@@ -84,26 +88,32 @@ class DraftStates:
     ) -> DraftInput:
         """Rows of those places of some sequences that have no keys yet, and of further guesses; all get keys by it."""
         slots = np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)
-        ends = self._end[slots]
+        ends, filled, base = self._end[slots], self._filled[slots], self._base[slots]
         oldest = np.maximum(self._first[slots], ends - CONTEXT)
-        begins = (self._filled[slots] < oldest) | (ends - self._base[slots] + num_guesses - 1 > _MOST_PLACES)
-        self._base[slots] = np.where(begins, oldest, self._base[slots])
-        counts = ends - np.where(begins, oldest, self._filled[slots])
+        begins = (filled < oldest) | (ends - base + (num_guesses - 1) > _MOST_PLACES)
+        if begins.any():
+            base, filled = np.where(begins, oldest, base), np.where(begins, oldest, filled)
+            self._base[slots] = base
         self._filled[slots] = ends
-        request = np.repeat(np.arange(len(slots)), counts)
-        places = np.repeat(ends - counts, counts) + depths_of(counts)
-        rows = slots[request] * CONTEXT + places % CONTEXT
-        positions = np.concatenate([places, (ends + np.arange(num_guesses - 1)[:, None]).ravel()])
-        request = np.concatenate([request, np.tile(np.arange(len(slots)), num_guesses - 1)])
-        in_pages, first_pages = positions - self._base[slots[request]], slots[request] * _PAGES
+        counts = ends - filled
+        last_rows = counts.cumsum() - 1
+        # [N] rows with a state, then [B] rows for each further guess
+        of_state = np.repeat(np.arange(len(slots)), counts)
+        places = np.arange(len(of_state)) + (ends - 1 - last_rows)[of_state]
+        rows = torch.from_numpy(slots[of_state] * CONTEXT + places % CONTEXT)
+        further = [ends + guess for guess in range(num_guesses - 1)]
+        positions = np.concatenate([places, *further])
+        request = np.concatenate([of_state, *[np.arange(len(slots))] * len(further)])
+        in_pages, first_pages = positions - base[request], slots[request] * _PAGES
+        num_pages = int((ends - base).max() + num_guesses - 2) // PAGE_TOKENS + 1
         return DraftInput(
-            states=self._states[torch.from_numpy(rows)],
-            tokens=torch.from_numpy(self._tokens[rows]),
-            last_rows=torch.from_numpy(counts.cumsum() - 1),
+            states=self._states[rows],
+            tokens=self._tokens[rows],
+            last_rows=torch.from_numpy(last_rows),
             positions=torch.from_numpy(positions),
             places=torch.from_numpy(in_pages),
             slots=torch.from_numpy(first_pages * PAGE_TOKENS + in_pages),
-            page_table=torch.from_numpy(first_pages[:, None] + np.arange(int(in_pages.max()) // PAGE_TOKENS + 1)),
+            page_table=torch.from_numpy(first_pages[:, None] + np.arange(num_pages)),
             sampling=sampling,
             num_new=num_new,
             num_guesses=num_guesses,

@@ -35,6 +35,7 @@ class Drafter:
         self._model, self._draft = model, draft
         self._rule = rule or DraftRule()
         self._states = DraftStates(model)
+        self._keeps = True  # the states of the coming step
         self._drafted_s = 0.0  # for the step to come
         self._ended_s: float | None = None  # when the latest decode step had ended; None: something else ran since
 
@@ -46,22 +47,30 @@ class Drafter:
         """Guesses for the coming step; None: a plain one is better, or nothing is known yet."""
         self._drafted_s, started_s = 0.0, time.perf_counter()
         count = len(table.sequences)
-        num_guesses = self._rule.choose(count) if 0 < count <= MOST_REQUESTS else 0
+        self._keeps = 0 < count <= MOST_REQUESTS and self._rule.may_pay(count)
+        num_guesses = self._rule.choose(count) if self._keeps else 0
         if num_guesses == 0:
             return None
         most = np.minimum(table.most_guesses, num_guesses)
-        chosen = np.flatnonzero(self._states.are_known(table.sequences, table.kv_lengths - 1) & (most > 0))
-        num_guesses = int(most[chosen].max(initial=0))
-        if num_guesses == 0:
+        most[~self._states.are_known(table.sequences, table.kv_lengths - 1)] = 0
+        chosen = np.flatnonzero(most)
+        if len(chosen) == 0:
             return None
-        sequences = [table.sequences[row] for row in chosen.tolist()]
-        given = self._states.next_input(sequences, table.sampling.take(chosen), table.num_new[chosen], num_guesses)
-        drafts = Drafts(np.zeros((count, num_guesses), dtype=np.int64), np.zeros(count, dtype=np.int64))
-        drafts.tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
-        drafts.counts[chosen] = most[chosen]
+        if len(chosen) == count:
+            given = self._states.next_input(table.sequences, table.sampling, table.num_new, num_guesses)
+        else:
+            sequences = [table.sequences[row] for row in chosen.tolist()]
+            given = self._states.next_input(sequences, table.sampling.take(chosen), table.num_new[chosen], num_guesses)
+        tokens = np.zeros((count, num_guesses), dtype=np.int64)
+        tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
         self._drafted_s = time.perf_counter() - started_s
         self._rule.note_drafts(count, num_guesses, self._drafted_s)
-        return drafts
+        return Drafts(tokens, most)
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the states of the step for which `next_drafts` was asked are wanted."""
+        return self._keeps
 
     def keep(
         self,
@@ -71,9 +80,8 @@ class Drafter:
         states: torch.Tensor,
         tokens: np.ndarray,
     ) -> None:
-        """See DraftStates; more sequences than it has slots for are left out."""
-        if len(sequences) <= MOST_REQUESTS:
-            self._states.keep(sequences, ends, counts, states, tokens)
+        """See DraftStates."""
+        self._states.keep(sequences, ends, counts, states, tokens)
 
     def pause(self) -> None:
         """Something else than decode steps runs."""

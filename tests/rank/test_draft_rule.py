@@ -98,13 +98,24 @@ def test_expected_tokens_are_a_product_of_chances():
     assert rule.tokens_per_request(2) == pytest.approx(2.5, abs=0.05)
 
 
+def test_of_a_first_number_of_requests_twice_its_rows_are_tried_and_no_more():
+    rule, most_rows = DraftRule(), 0
+    for _ in range(200):
+        guesses = rule.choose(64)
+        most_rows = max(most_rows, 64 * (1 + guesses))
+        rule.note_step(64 * (1 + guesses), computes(64 * (1 + guesses)))
+    assert most_rows == 128
+
+
 def test_times_between_two_sizes_lie_between_and_old_ones_are_forgotten():
     times = StepTimes(most_age=500)
     for _ in range(2):
         times.note(2, 1.0, step=0)
+    assert [times.hoped(size, 1) for size in (1, 2, 4, 5)] == [None, 1.0, 1.0, None]
+    for _ in range(2):
         times.note(6, 3.0, step=0)
     assert [times.of(size, 1) for size in (1, 2, 4, 6, 7)] == [None, 1.0, 2.0, 3.0, None]
-    assert [times.hoped(size, 1) for size in (1, 4, 7, 64)] == [0.0, 2.0, 3.0, 3.0]
+    assert [times.hoped(size, 1) for size in (1, 4, 8, 16)] == [None, 2.0, 4.0, 8.0]
     assert times.of(4, 600) is None
 
 

@@ -36,17 +36,24 @@ class Feed:
 
 
 def run_rank(
-    model: Transformer, tokenizer: PromptTokenizer, requests: list[Request], *, make_drafter: Any = None, **sizes: Any
-) -> Feed:
+    model: Transformer,
+    tokenizer: PromptTokenizer,
+    requests: list[Request],
+    *,
+    make_drafter: Any = None,
+    feed: Any = None,
+    **sizes: Any,
+) -> Any:
     """Run all requests to their end.
 
     Args:
         make_drafter: of the rank's context; None: nothing is drafted.
+        feed: of these requests; None: a Feed.
         sizes: of the context.
     """
     context = RankContext(model, tokenizer, **{"num_pages": 400, "prefill_tokens": 2048, "decode_requests": 64} | sizes)
-    feed = Feed(requests)
+    feed = feed or Feed(requests)
     drafter = None if make_drafter is None else make_drafter(context)
-    RankWorker(context, drafter=drafter).run(feed)  # type: ignore[arg-type]
+    RankWorker(context, drafter=drafter).run(feed)
     assert len(feed.done) == len(requests)
     return feed

@@ -68,11 +68,12 @@ class FusedDecode:
         """See mtp.Mtp."""
         cos, sin = model.angles.at(given.positions)
         rows, guesses = given.sampling, np.arange(given.num_guesses)[:, None]
+        are_drawn = bool(rows.temperature.any())
+        uniforms = uniforms_of(rows.key, given.num_new + guesses) if are_drawn else np.zeros((len(guesses), 0))
         settings = [torch.from_numpy(values) for values in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)]
-        uniforms = torch.from_numpy(uniforms_of(rows.key, given.num_new + guesses))
         return self.stack.draft(
             *(given.states, given.tokens, given.last_rows, cos, sin, given.places, given.slots),
-            *(given.page_table, given.places + 1, pages, settings, uniforms),
+            *(given.page_table, given.places + 1, pages, settings, torch.from_numpy(uniforms)),
         )
 
 

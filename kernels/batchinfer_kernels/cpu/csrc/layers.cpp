@@ -323,7 +323,8 @@ class Stack : public torch::CustomClassHolder {
   // Tokens that may come next, [links, requests]: first N rows, of which each request's last one has its first guess,
   // then a row per request and link, whose token is the guess before and whose state the layer's own; see
   // model/mtp.py. Angles, positions, slots, page_table and kv_tokens have N + (links - 1) * requests rows, settings
-  // of the draws a value per request. pages [pages, 64, width].
+  // of the draws a value per request; uniforms [links, requests], or [links, 0] where nothing is drawn.
+  // pages [pages, 64, width].
   Tensor draft(const Tensor& states, const Tensor& tokens, const Tensor& last_rows, const Tensor& cos,
                const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& page_table,
                const Tensor& kv_tokens, const Tensor& pages, const std::vector<Tensor>& settings,
@@ -331,7 +332,7 @@ class Stack : public torch::CustomClassHolder {
     TORCH_CHECK(mtp_.has_value(), "no layer for multi-token prediction");
     TORCH_CHECK(settings.size() == 4, "temperature, top_k, top_p, min_p");
     const int64_t num_links = uniforms.size(0);
-    const bool is_drawn = settings[0].gt(0).any().item<bool>();
+    const bool is_drawn = uniforms.size(1) > 0;
     const Tensor guesses = at::empty({num_links, last_rows.numel()}, tokens.options());
     Tensor state = states, next = tokens;
     for (int64_t link = 0, first = 0; link < num_links; ++link) {
