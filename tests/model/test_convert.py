@@ -32,7 +32,7 @@ from batchinfer_kernels.cpu import packed
 from support.checkpoints import make_checkpoint
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.packed_weights import pack_int4
-from support.paths import RANDOM_MODEL
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 from support.small_disks import small_disk
 
 __all__ = ["small_disk"]
@@ -95,6 +95,36 @@ def test_other_forms_of_a_checkpoint_are_converted_too(dtype, tmp_path):
     moe, expected = mapped.weights.layers[-1].mlp, plain.weights.layers[-1].mlp
     assert torch.equal(moe.gate_up_EFD.data, expected.gate_up_EFD.data)
     assert moe.down_EDF.kind is expected.down_EDF.kind
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("kind", ["with drafts", "with an indexer"])
+def test_every_part_is_mapped_as_it_would_be_read(kind, dtype, tmp_path):
+    model = SAMPLE_MODEL
+    if kind == "with an indexer":
+        make_checkpoint(model := tmp_path / "model", "v32")
+    convert(model, tmp_path / "made", dtype)
+    packed = read_packed(tmp_path / "made")
+    assert packed.has_mtp == (kind == "with drafts")
+    options = {"dtype": DTYPES[dtype], "mtp": packed.has_mtp, **BITS.get(dtype, {})}
+    read, mapped = (Transformer.load(folder, **options).weights for folder in (model, tmp_path / "made"))
+    parts, others = ([*parts_of((one.layers, one.mtp, one.lm_head))] for one in (read, mapped))
+    assert len(parts) == len(others) > 20
+    for (name, tensor), (other_name, other) in zip(parts, others, strict=True):
+        assert name == other_name
+        assert torch.equal(tensor, other), name
+
+
+def parts_of(value, name=""):
+    """Name and tensor of everything in it."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple) and not hasattr(value, "_fields"):
+        for place, item in enumerate(value):
+            yield from parts_of(item, f"{name}.{place}")
+    elif value is not None and not isinstance(value, int):
+        for field in getattr(value, "_fields", None) or value.__dataclass_fields__:
+            yield from parts_of(getattr(value, field), f"{name}.{field}")
 
 
 def test_a_rank_maps_its_experts_and_takes_others_from_the_files(folder):
