@@ -533,7 +533,8 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
         registry.select("linear", "hopper", torch.bfloat16, "cuda")
 
 
-PLAIN = ("cos_sin", "draw", "log_sum_exp")  # no kernels of their own on GPUs
+# no kernels of their own on GPUs; those of sparse attention run on none
+PLAIN = ("cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse")
 
 
 def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):
