@@ -9,14 +9,21 @@ nothing where only one number of rows is known, and guesses to be right, so that
 ago is forgotten, and a guess that is not used is trusted a little more with every step.
 """
 
+from __future__ import annotations
+
 from collections import deque
+from dataclasses import dataclass
+from statistics import median
 
 MOST_GUESSES = 4
 LEAST_GAIN = 1.03  # tokens per second with guesses, by those without, from which on they pay
 _MOST_AGE = 512  # steps after which a time is forgotten
-_TIMES = 5  # of a size, of which the shortest counts: others use the processor, too
+_PLAIN_AGE = 64  # steps with guesses after which one without is measured again
+_TIMES = 9  # of a size, of which the median counts
 _LEAST_TIMES = 2
-_KEPT_STEPS = 8  # for which a decision holds while as many requests run
+_KEPT_STEPS = 8  # for which a decision holds
+_FEW_REQUESTS = 4  # with which more rows are tried at once; with more of them in one of TRIAL_STEPS
+_TRIAL_STEPS = 64
 _LEAST_NEWS = 1 / 32  # weight of one guess among those before it
 _HOPE = 1 / 4096
 
@@ -31,15 +38,20 @@ class StepTimes:
     def __init__(self, most_age: int | None = None) -> None:
         self._most_age = most_age
         self._times: dict[int, deque[float]] = {}
-        self._last: dict[int, int] = {}  # the step in which the latest one came
+        self._medians: dict[int, float] = {}  # of sizes with enough times
+        self._last: dict[int, int] = {}  # the step in which the latest time came
 
     def note(self, size: int, seconds: float, step: int) -> None:
         """A step of this size has run."""
         name = _class_of(size)
         if self._is_old(name, step):
-            del self._times[name]
-        self._times.setdefault(name, deque(maxlen=_TIMES)).append(seconds)
+            self._times.pop(name)
+            self._medians.pop(name, None)
+        times = self._times.setdefault(name, deque(maxlen=_TIMES))
+        times.append(seconds)
         self._last[name] = step
+        if len(times) >= _LEAST_TIMES:
+            self._medians[name] = median(times)
 
     def of(self, size: int, step: int) -> float | None:
         """As measured, or between what was measured of fewer and of more; None: not known."""
@@ -52,22 +64,22 @@ class StepTimes:
         return known[below] + share * (known[above] - known[below])
 
     def hoped(self, size: int, step: int) -> float | None:
-        """As `of`, or as the two largest sizes go on; where one alone is known, up to twice of it cost no more."""
+        """As `of`; up to twice the largest size as the two largest go on, or at no cost where one alone is known."""
         found = self.of(size, step)
         known = sorted((other, seconds) for other, seconds in self._known(step).items() if other <= size)
-        if found is not None or not known:
+        if found is not None or not known or _class_of(size) > 2 * known[-1][0]:
             return found
         (last, seconds), before = known[-1], known[-2:-1]
         if not before:
-            return seconds if _class_of(size) <= 2 * last else None
+            return seconds
         return seconds + (size - last) * max(0.0, seconds - before[0][1]) / (last - before[0][0])
 
+    def age(self, size: int, step: int) -> int:
+        """Steps since one of this size was measured; of sizes that were not, since the first step."""
+        return step - self._last.get(_class_of(size), 0)
+
     def _known(self, step: int) -> dict[int, float]:
-        return {
-            name: min(times)
-            for name, times in self._times.items()
-            if len(times) >= _LEAST_TIMES and not self._is_old(name, step)
-        }
+        return {name: seconds for name, seconds in self._medians.items() if not self._is_old(name, step)}
 
     def _is_old(self, name: int, step: int) -> bool:
         return self._most_age is not None and step - self._last.get(name, step) > self._most_age
@@ -81,19 +93,17 @@ class DraftRule:
         self._steps, self._drafts = StepTimes(_MOST_AGE), [StepTimes() for _ in range(MOST_GUESSES)]
         self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
         self._tried = [0] * MOST_GUESSES
-        self._kept = 0, 0, 0  # a decision, for how many requests, until which step
+        self._kept: dict[int, _Decision] = {}  # by the number of requests
+        self._last_trial = 0  # the step
 
     def choose(self, num_requests: int) -> int:
         """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES."""
-        if self._kept[1] != num_requests or self._step >= self._kept[2]:
-            guesses = self._best(num_requests)
-            is_trial = self._steps.of(num_requests * (1 + guesses), self._step) is None
-            self._kept = guesses, num_requests, self._step + (1 if is_trial else _KEPT_STEPS)
-        return self._kept[0]
+        return self._decision(num_requests).num_guesses
 
     def may_pay(self, num_requests: int) -> bool:
         """Whether guesses are made in the coming step, or it is not known yet that they do not pay."""
-        return self.choose(num_requests) > 0 or self._steps.of(num_requests, self._step) is None
+        decision = self._decision(num_requests)
+        return decision.is_open or decision.num_guesses > 0
 
     def note_step(self, num_rows: int, seconds: float | None) -> None:
         """A decode step of so many rows took this long with all around it but the drafting; None: not known."""
@@ -121,20 +131,38 @@ class DraftRule:
             tokens += chance
         return tokens
 
-    def _best(self, num_requests: int) -> int:
+    def _decision(self, num_requests: int) -> _Decision:
+        kept = self._kept.get(num_requests)
+        if kept is None or self._step >= kept.end_step:
+            kept = self._kept[num_requests] = self._decide(num_requests)
+        return kept
+
+    def _decide(self, num_requests: int) -> _Decision:
         plain_s = self._steps.of(num_requests, self._step)
-        if plain_s is None:
-            return 0
-        best, least_s = 0, plain_s / LEAST_GAIN
+        if plain_s is None or self._steps.age(num_requests, self._step) > _PLAIN_AGE:
+            return _Decision(0, True, self._step + 1)
+        may_try = num_requests <= _FEW_REQUESTS or self._step - self._last_trial >= _TRIAL_STEPS
+        best, least_s, is_trial = 0, plain_s / LEAST_GAIN, False
         for guesses in range(1, MOST_GUESSES + 1):
-            step_s = self._steps.hoped(num_requests * (1 + guesses), self._step)
-            if step_s is None:
+            num_rows = num_requests * (1 + guesses)
+            step_s = self._steps.hoped(num_rows, self._step)
+            is_known = self._steps.of(num_rows, self._step) is not None
+            if step_s is None or not (is_known or may_try):
                 break
             draft_s = self._drafts[guesses - 1].hoped(num_requests, self._step) or 0.0
             token_s = (max(plain_s, step_s) + draft_s) / self.tokens_per_request(guesses)
             if token_s < least_s:
-                best, least_s = guesses, token_s
-        return best
+                best, least_s, is_trial = guesses, token_s, not is_known
+        if is_trial:
+            self._last_trial = self._step
+        return _Decision(best, False, self._step + (1 if is_trial else _KEPT_STEPS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    num_guesses: int
+    is_open: bool  # steps without guesses are to be measured first
+    end_step: int  # in which it is made anew
 
 
 def _class_of(size: int) -> int:

@@ -49,8 +49,15 @@ def test_the_plain_step_is_measured_first():
 
 @pytest.mark.parametrize("num_requests", [1, 3, 17, 64])
 def test_where_steps_wait_for_weights_guesses_that_are_mostly_right_pay(num_requests):
-    chosen = run_steps(DraftRule(), 300, num_requests, reads_weights, [0.9] * 4, draft_s=0.05)
-    assert min(chosen[50:]) >= 3
+    chosen = run_steps(DraftRule(), 1000, num_requests, reads_weights, [0.9] * 4, draft_s=0.05)
+    assert sum(guesses >= 3 for guesses in chosen[500:]) > 0.9 * 500
+
+
+def test_with_many_requests_more_rows_are_tried_now_and_then_alone():
+    chosen = run_steps(DraftRule(), 60, 64, computes, [1.0] * 4)
+    assert not any(chosen)
+    chosen = run_steps(DraftRule(), 200, 64, computes, [1.0] * 4)
+    assert 1 <= sum(chosen) <= 3
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 17, 64])
@@ -74,7 +81,7 @@ def test_guesses_that_become_right_are_found_again():
     rule = DraftRule()
     run_steps(rule, 500, 2, reads_weights, [0.0] * 4, draft_s=0.1)
     chosen = run_steps(rule, 4000, 2, reads_weights, [1.0] * 4, draft_s=0.1)
-    assert sum(guesses > 0 for guesses in chosen[-500:]) > 490  # now and then the plain step is measured
+    assert sum(guesses > 0 for guesses in chosen[-500:]) > 480  # now and then the plain step is measured
 
 
 def test_another_number_of_requests_is_decided_by_itself():
@@ -83,7 +90,7 @@ def test_another_number_of_requests_is_decided_by_itself():
     def seconds(rows: int) -> float:
         return 1.0 if rows <= 16 else rows / 8
 
-    assert min(run_steps(rule, 200, 2, seconds, [0.9] * 4)[50:]) >= 1
+    assert sum(guesses > 0 for guesses in run_steps(rule, 200, 2, seconds, [0.9] * 4)[50:]) > 140
     assert sum(run_steps(rule, 500, 64, seconds, [0.9] * 4)) < 0.05 * 500 * MOST_GUESSES
 
 
@@ -115,12 +122,19 @@ def test_times_between_two_sizes_lie_between_and_old_ones_are_forgotten():
     for _ in range(2):
         times.note(6, 3.0, step=0)
     assert [times.of(size, 1) for size in (1, 2, 4, 6, 7)] == [None, 1.0, 2.0, 3.0, None]
-    assert [times.hoped(size, 1) for size in (1, 4, 8, 16)] == [None, 2.0, 4.0, 8.0]
+    assert [times.hoped(size, 1) for size in (1, 4, 8, 16)] == [None, 2.0, 4.0, None]
     assert times.of(4, 600) is None
 
 
-def test_of_a_size_the_shortest_of_the_latest_times_counts():
+def test_of_a_size_the_median_of_the_latest_times_counts():
     times = StepTimes()
-    for seconds in (0.5, 9.0, 2.0, 8.0, 7.0, 3.0):
+    for seconds in (90.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 90.0):
         times.note(4, seconds, step=0)
-    assert times.of(4, 0) == 2.0
+    assert times.of(4, 0) == 5.0
+
+
+def test_the_plain_step_is_measured_again_and_again():
+    chosen = run_steps(DraftRule(), 1000, 2, reads_weights, [0.9] * 4)
+    plain = [step for step, guesses in enumerate(chosen) if guesses == 0]
+    assert 10 < len(plain) < 30
+    assert max(np.diff(plain)) <= 64 + 10

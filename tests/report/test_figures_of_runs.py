@@ -206,6 +206,27 @@ def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
     }
 
 
+def figures_of_drafts(run: Path) -> dict[str, Any]:
+    """What was drafted, and what it brought beside steps without guesses and as many requests."""
+    drafted, accepted = one(run, "SELECT sum(drafted_tokens), sum(accepted_tokens) FROM steps")
+    saved, took = one(
+        run,
+        """SELECT sum(output_tokens * plain_s / num_requests), sum(duration_s) FROM (
+            SELECT *, (
+                SELECT median(duration_s) FROM steps AS plain
+                WHERE plain.kind = 'decode' AND plain.drafted_tokens = 0
+                AND (plain.session, plain.rank, plain.num_requests) = (steps.session, steps.rank, steps.num_requests)
+            ) AS plain_s FROM steps WHERE drafted_tokens > 0
+        ) WHERE plain_s IS NOT NULL""",
+    )
+    return {
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "speculation_gain": saved / took if took else None,
+    }
+
+
 def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
     """How even decode was, from the steps of each rank."""
     names = [f"decode_{kind}_{name}" for kind in ("kv", "requests") for name in ("max_over_mean", "bound")]
@@ -326,6 +347,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
         figures_of_rows(run)
         | figures_of_answers(run)
         | figures_of_steps(run, case)
+        | figures_of_drafts(run)
         | figures_of_decode(run, case)
         | figures_of_experts(run, case)
         | figures_of_time(run, case)
