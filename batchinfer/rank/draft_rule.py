@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 
 MOST_GUESSES = 4
-LEAST_GAIN = 1.03  # tokens per second with guesses, by those without, from which on they pay
+LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times are noisy
 _MOST_AGE = 512  # steps after which a time is forgotten
 _PLAIN_AGE = 64  # steps with guesses after which one without is measured again
 _TIMES = 9  # of a size, of which the median counts

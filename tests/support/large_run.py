@@ -157,6 +157,8 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "exposed_comm_s": np.full(num, lasts * 0.05),
         "hidden_comm_s": np.full(num, lasts * 0.25),
         "fallback_calls": np.zeros(num, dtype=np.int32),
+        "drafted_tokens": np.zeros(num, dtype=np.int32),
+        "accepted_tokens": np.zeros(num, dtype=np.int32),
     }
     pq.write_table(pa.table(columns, schema=SCHEMAS["steps"]), _made(path))
 
