@@ -208,7 +208,7 @@ class ClusterConfig(Part):
         None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
     )
     speculate: Literal["auto", "off"] = Field(
-        "auto",
+        "off",
         description="draft tokens with the model's own layer for multi-token prediction and run them beside those that "
         "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
     )

@@ -17,7 +17,7 @@ from support.jobs import Ended, batchinfer, output_bytes, toml, write_job
 from support.paths import SAMPLE_MODEL, SAMPLE_PROMPTS
 
 ROWS = 40
-FEW = {"decode_requests": 3}  # running at once
+FEW = {"speculate": "auto", "decode_requests": 3}  # running at once
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 40},
     "drawn": {"max_tokens": 40, "temperature": 0.8, "top_p": 0.95, "n": 3, "seed": 5},

@@ -21,7 +21,7 @@ def job(**cluster: Any) -> JobConfig:
         "model": {"path": str(SAMPLE_MODEL)},
         "sampling": {"max_tokens": 8},
     }
-    return JobConfig.model_validate(parts | {"cluster": cluster})
+    return JobConfig.model_validate(parts | {"cluster": {"speculate": "auto"} | cluster})
 
 
 def reason(**cluster: Any) -> list[str | None]:
@@ -36,6 +36,7 @@ def reason(**cluster: Any) -> list[str | None]:
 def test_ranks_that_hold_all_experts_and_decode_on_a_cpu_draft(monkeypatch):
     assert reason() == [None]
     assert reason(speculate="off") == ["not asked"]
+    assert JobConfig.model_fields["cluster"].get_default(call_default_factory=True).speculate == "off"
     assert reason(prefill_ranks=2) == ["experts are spread over 2 ranks"] * 2
     apart = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}
     assert reason(**apart) == ["not asked", "not asked", None]
