@@ -12,7 +12,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.model.weights import load_weights
+from batchinfer.model.weight_loading import load_weights
 from batchinfer.plan.first_dtype import stored_dtype
 from batchinfer.plan.preflight import check_job
 from batchinfer.rank.load import BITS, DTYPES
