@@ -5,7 +5,8 @@ they may read and write. Out: float32 logits of the rows that were asked for, an
 Choosing pages and batches belongs to the rank; moving rows between ranks to `parallel`.
 
 config.py reads and checks config.json, headers.py and tensor_names.py say whether the tensors fit it (all without
-torch, so planning can use them), weights.py reads these, stored_weights.py from whatever form they are stored in;
+torch, so planning can use them), weight_loading.py reads these into the forms of weights.py, stored_weights.py from
+whatever form they are stored in;
 mla.py and moe.py are the two halves of a layer, layer.py and transformer.py put them together; schedules.py has the
 ways to run a step, fused/ the quick ones.
 """

@@ -1,4 +1,4 @@
-"""The *.safetensors files of a model folder as one set of named tensors; weights.py reads through it.
+"""The *.safetensors files of a model folder as one set of named tensors; weight_loading.py reads through it.
 
 Files are memory-mapped and only the tensors asked for are touched, so a rank that holds a few experts of a 700 GB
 checkpoint reads only those.

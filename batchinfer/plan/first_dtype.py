@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.config.job import VALUE_BYTES
 from batchinfer.host_info import free_memory_bytes, has_gpu, processor_field
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
@@ -46,7 +47,7 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     if machine.has_gpu:
         return stored, "what the checkpoint is stored in"
     config = load_model_config(model)
-    needed = {dtype: rank_bytes(config, dtype) for dtype in ("float32", "bfloat16", "fp8", "int4")}
+    needed = {dtype: rank_bytes(config, dtype) for dtype in VALUE_BYTES}
     order = list(needed)[list(needed).index(stored) :]
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")

@@ -25,12 +25,17 @@ def v31(*calls):
     return BEGIN + "".join(f"{CALL}{call['name']}{SEP}{call['arguments']}{CALLED}" for call in calls) + END
 
 
+def written(value):
+    """As the forms without JSON around their values have it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def v32(*calls):
     texts = [
         f'<｜DSML｜invoke name="{call["name"]}">\n'
         + "".join(
             f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
-            f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
+            f"{written(value)}</｜DSML｜parameter>\n"
             for name, value in json.loads(call["arguments"]).items()
         )
         + "</｜DSML｜invoke>\n"
@@ -52,8 +57,7 @@ def glm(*calls):
     texts = [
         f"<tool_call>{call['name']}\n"
         + "".join(
-            f"<arg_key>{name}</arg_key>\n"
-            f"<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+            f"<arg_key>{name}</arg_key>\n<arg_value>{written(value)}</arg_value>\n"
             for name, value in json.loads(call["arguments"]).items()
         )
         + "</tool_call>"

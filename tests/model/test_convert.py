@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from batchinfer.commands.convert import convert as command
 from batchinfer.config import load_job
+from batchinfer.config.job import VALUE_BYTES
 from batchinfer.model.config import load_model_config
 from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
@@ -222,6 +224,11 @@ def test_a_folder_that_is_there_and_a_converted_model_are_refused(folder, tmp_pa
     assert not (tmp_path / "again").exists()
 
 
+def test_any_dtype_of_a_job_can_be_asked_for():
+    (choice,) = [param.type.choices for param in command.params if param.name == "dtype"]
+    assert list(choice) == list(VALUE_BYTES) == list(DTYPES)
+
+
 def test_a_disk_without_the_room_leaves_nothing(small_disk):
     small_disk.fill(but_bytes=1 << 16)
     ended = convert(RANDOM_MODEL, small_disk.folder / "made", "bfloat16", code=2)
@@ -239,8 +246,8 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
 
 
 def test_one_that_is_killed_leaves_no_folder_of_that_name(tmp_path):
-    command = [sys.executable, "-m", "batchinfer", "convert", RANDOM_MODEL, tmp_path / "made", "--dtype", "int4"]
-    killed = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = [sys.executable, "-m", "batchinfer", "convert", RANDOM_MODEL, tmp_path / "made", "--dtype", "int4"]
+    killed = subprocess.Popen(list(map(str, started)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob(f".made.*{TEMPORARY}/layer-00000.safetensors")) and killed.poll() is None:
         time.sleep(0.001)
     killed.send_signal(signal.SIGKILL)
