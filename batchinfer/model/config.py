@@ -12,6 +12,7 @@ from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
 from batchinfer.model.indexer_config import IndexerConfig, read_indexer
+from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ModelError
 
@@ -105,7 +106,7 @@ class ModelConfig:
     # layers after the last one that predict further tokens; their weights are not read
     num_mtp_layers: int
     fp8_block: tuple[int, int] | None  # rows and columns of one FP8 scale, None when no weights are stored in FP8
-    int4_group: int | None  # columns of one scale of packed 4-bit weights, None when there are none
+    integers: IntegerForm | None  # how weights of 4-bit integers are stored, None when there are none
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 

@@ -1,6 +1,4 @@
-"""Weights of a checkpoint by name, widened from what they are stored in: floats, FP8 blocks, packed 4-bit integers."""
-
-# N rows of a weight (out), M columns (in), G groups of m columns that share a scale
+"""Weights of a checkpoint by name, widened from what they are stored in: floats, FP8 blocks, 4-bit integers."""
 
 import math
 
@@ -8,11 +6,13 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.tensor_names import INT4_SCALE_SUFFIX, INT4_SHAPE_SUFFIX, PACKED_SUFFIX, SCALE_SUFFIX
+from batchinfer.model.integer_forms import PER_WORD, IntegerForm
+from batchinfer.model.integers import Integers, from_awq, from_compressed_tensors, from_gptq
+from batchinfer.model.tensor_names import SCALE_SUFFIX
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.group_scaled import GROUP, GroupScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 
 class StoredWeights:
@@ -20,15 +20,18 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         self._checkpoint = checkpoint
-        self._fp8_block, self._int4_group = config.fp8_block, config.int4_group or 0  # the headers fit them
+        self._fp8_block, self._form = config.fp8_block, config.integers  # the headers fit them
         self._dequantize = registry.select("dequantize_fp8_block")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the weight, however it is stored."""
-        if name + PACKED_SUFFIX not in self._checkpoint:
+        form = self._form_of(name)
+        if form is None:
             return self._checkpoint.info(name).shape
-        num_rows, num_groups = self._checkpoint.info(name + INT4_SCALE_SUFFIX).shape
-        return num_rows, num_groups * self._int4_group
+        scales, values = (self._checkpoint.info(form.part(name, kind)).shape for kind in ("scales", "values"))
+        if form.method == "compressed-tensors":
+            return scales[0], scales[1] * form.group
+        return scales[1], values[0] * (PER_WORD if form.method == "gptq" else 1)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A weight in this dtype: value × scale, multiplied in float32 and rounded once.
@@ -36,8 +39,9 @@ class StoredWeights:
         Raises:
             ModelError: the file cannot be read any more, or its scales or its shape cannot be right.
         """
-        if name + PACKED_SUFFIX in self._checkpoint:
-            return widen_int4(*self._packed(name), self._int4_group, dtype)
+        form = self._form_of(name)
+        if form is not None:
+            return self._integers(form, name).widened(dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self._dequantize(stored, self._scale(name + SCALE_SUFFIX), dtype, self._fp8_block)
@@ -50,15 +54,45 @@ class StoredWeights:
         return BlockScaled(self._checkpoint.read(name), self._scale(name + SCALE_SUFFIX))
 
     def read_groups(self, name: str) -> GroupScaled | None:
-        """A weight that is stored in groups of 32 (or a multiple), value by value; None where it is stored otherwise.
+        """A weight whose stored integers fit groups of 32, integer by integer; None where they do not, or are none.
 
         Scales are rounded to bfloat16, which Kimi's are stored in.
         """
-        if name + PACKED_SUFFIX not in self._checkpoint or self._int4_group % GROUP:
+        form = self._form_of(name)
+        return None if form is None else self._integers(form, name).in_groups()
+
+    def _form_of(self, name: str) -> IntegerForm | None:
+        return self._form if self._form is not None and self._form.is_stored(name, self._checkpoint) else None
+
+    def _integers(self, form: IntegerForm, name: str) -> Integers:
+        words = self._checkpoint.read(form.part(name, "values"))
+        scale = self._scale(form.part(name, "scales"))
+        if form.method == "compressed-tensors":
+            self._check_shape(form.part(name, "shape"), self.shape(name))
+            return from_compressed_tensors(words, scale, form.group)
+        zeros = self._checkpoint.read(form.part(name, "zeros"))
+        if form.method == "awq":
+            return from_awq(words, zeros, scale)
+        group_M = self._groups(form.part(name, "groups"), len(scale))
+        return from_gptq(words, zeros, scale, zero_shift=form.zero_shift, group_M=group_M)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """What a packed weight says of its own size is what its scales say."""
+        said = self._checkpoint.read(name).tolist()
+        if said != list(shape):
+            path = self._checkpoint.info(name).path
+            raise ModelError(f"{path}: {name} says {said}, but the weight that is packed is {list(shape)}.")
+
+    def _groups(self, name: str, num_groups: int) -> torch.Tensor | None:
+        """[M] int64, each input's group; None where no such tensor is there."""
+        if name not in self._checkpoint:
             return None
-        packed, scale_NG = self._packed(name)
-        values = packed.contiguous().view(torch.uint8)  # the lowest byte first, as in the file; whole groups
-        return GroupScaled(values, scale_NG.bfloat16().repeat_interleave(self._int4_group // GROUP, dim=1))
+        group_M = self._checkpoint.read(name).long()
+        least, most = (bound.item() for bound in group_M.aminmax())
+        if not 0 <= least <= most < num_groups:
+            path = self._checkpoint.info(name).path
+            raise ModelError(f"{path}: {name} is from {least} to {most}, but there are {num_groups} groups.")
+        return group_M
 
     def _scale(self, name: str) -> torch.Tensor:
         """Scales in float32, which holds all that they are stored in."""
@@ -68,29 +102,3 @@ class StoredWeights:
             path = self._checkpoint.info(name).path
             raise ModelError(f"{path}: {name} is from {least:g} to {most:g}, but a scale is finite and not negative.")
         return scale
-
-    def _packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values in 4 bits and their scales in float32."""
-        said, shape = self._checkpoint.read(name + INT4_SHAPE_SUFFIX).tolist(), list(self.shape(name))
-        if said != shape:
-            path = self._checkpoint.info(name + INT4_SHAPE_SUFFIX).path
-            raise ModelError(
-                f"{path}: {name}{INT4_SHAPE_SUFFIX} says {said}, but the weight that is packed is {shape}."
-            )
-        return self._checkpoint.read(name + PACKED_SUFFIX), self._scale(name + INT4_SCALE_SUFFIX)
-
-
-def widen_int4(packed: torch.Tensor, scale_NG: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """Value × its group's scale, [N, G * group], multiplied in float32 and rounded once to `dtype`.
-
-    Args:
-        packed: [N, ceil(G * group / 8)] int32: four bits each, from the lowest on, are a value from -8 to 7 plus 8, as
-            compressed-tensors packs them (pack_to_int32); bits behind the last value are not read.
-        scale_NG: float32.
-        group: columns side by side that share a scale.
-    """
-    num_rows, num_groups = scale_NG.shape
-    pairs = packed.contiguous().view(torch.uint8)  # the lowest byte first, as in the file
-    values_NM = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(num_rows, -1)[:, : num_groups * group]
-    values_NGm = values_NM.unflatten(1, (num_groups, group)).float().sub_(8)
-    return values_NGm.mul_(scale_NG[:, :, None]).flatten(1).to(dtype)

@@ -10,20 +10,14 @@ from collections.abc import Iterator, Sequence
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import TensorHeaders
 from batchinfer.model.indexer_config import IndexerConfig
+from batchinfer.model.integer_forms import PER_WORD, StoredPart
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
-# A weight in 4 bits is three tensors instead of one: eight values per integer, scales, rows and columns.
-PACKED_SUFFIX, INT4_SCALE_SUFFIX, INT4_SHAPE_SUFFIX = "_packed", "_scale", "_shape"
 
 _FP8 = "F8_E4M3"
 _FP8_SCALES = ("F32", "F8_E8M0")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_INT4_FORMATS = {
-    PACKED_SUFFIX: ("I32",),
-    INT4_SCALE_SUFFIX: ("BF16", "F16", "F32"),
-    INT4_SHAPE_SUFFIX: ("I64", "I32"),
-}
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _MAX_LISTED = 10
@@ -37,9 +31,9 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
     """
     folder = checkpoint.folder
     expected = {
-        part: part_shape
-        for name, shape in expected_tensors(config)
-        for part, part_shape in _as_stored(checkpoint, config, name, shape)
+        name: part
+        for weight, shape in expected_tensors(config)
+        for name, part in _as_stored(checkpoint, config, weight, shape).items()
     }
     unknown: list[str] = []
     scales: list[str] = []
@@ -58,14 +52,14 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         raise ModelError(f"{folder}: the tensors do not fit config.json; {'; '.join(complaints)}.")
 
     wrong = [
-        f"{name} is {list(checkpoint.info(name).shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if checkpoint.info(name).shape != shape
+        f"{name} is {list(checkpoint.info(name).shape)} instead of {list(part.shape)}"
+        for name, part in expected.items()
+        if checkpoint.info(name).shape != part.shape
     ]
     if wrong:
         raise ModelError(f"{folder}: {len(wrong)} tensors with a wrong shape: {_listed(wrong)}.")
-    for name in expected:
-        _check_format(checkpoint, config, name)
+    for name, part in expected.items():
+        _check_format(checkpoint, config, name, part.formats)
     for name in scales:
         _check_scale(checkpoint, config, name)
 
@@ -78,12 +72,12 @@ def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
         return "the layer's attention is sparse, which drafts do not compute"
     try:
         for name, shape in mtp_tensors(config):
-            for part, part_shape in _as_stored(checkpoint, config, name, shape):
+            for part, stored in _as_stored(checkpoint, config, name, shape).items():
                 if part not in checkpoint:
                     return f"the checkpoint has no {part}"
-                if checkpoint.info(part).shape != part_shape:
-                    return f"{part} is {list(checkpoint.info(part).shape)} instead of {list(part_shape)}"
-                _check_format(checkpoint, config, part)
+                if checkpoint.info(part).shape != stored.shape:
+                    return f"{part} is {list(checkpoint.info(part).shape)} instead of {list(stored.shape)}"
+                _check_format(checkpoint, config, part, stored.formats)
     except ModelError as error:
         return str(error)
     return None
@@ -100,11 +94,11 @@ def num_bytes_to_read(
     held = dict(zip(config.moe_layers, map(Counter, expert_ids), strict=True))
     held[config.num_hidden_layers] = Counter(range(config.n_routed_experts))
     total = 0
-    for name, _ in (*expected_tensors(config), *(mtp_tensors(config) if mtp else ())):
+    for name, shape in (*expected_tensors(config), *(mtp_tensors(config) if mtp else ())):
         words = name.split(".")  # model.layers.3.mlp.experts.7.up_proj.weight
         times = held[int(words[2])][int(words[5])] if words[4:5] == ["experts"] else 1
         if times:
-            parts = (name + suffix for suffix in ("", SCALE_SUFFIX, *_INT4_FORMATS))
+            parts = (*_as_stored(checkpoint, config, name, shape), name + SCALE_SUFFIX)
             found = [part for part in parts if part in checkpoint]
             total += times * sum(checkpoint.info(part).num_bytes for part in found)
     return total
@@ -195,20 +189,23 @@ def _expected_linear(prefix: str, num_out: int, num_in: int, bias: bool) -> Iter
 
 def _as_stored(
     checkpoint: TensorHeaders, config: ModelConfig, name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of the tensors that a weight is stored as."""
-    if name + PACKED_SUFFIX not in checkpoint or len(shape) != 2:
-        yield name, shape
-        return
-    (num_out, num_in), group = shape, config.int4_group
-    path = checkpoint.info(name + PACKED_SUFFIX).path
-    if group is None:
-        raise ModelError(f"{path}: {name} is packed, but the quantization_config of config.json says nothing of that.")
-    if num_in % group:
-        raise ModelError(f"{path}: {name} is packed, but group_size {group} does not divide its {num_in} columns.")
-    yield name + PACKED_SUFFIX, (num_out, -(-num_in // 8))
-    yield name + INT4_SCALE_SUFFIX, (num_out, num_in // group)
-    yield name + INT4_SHAPE_SUFFIX, (2,)
+) -> dict[str, StoredPart]:
+    """By name, the tensors that a weight is stored as."""
+    form = config.integers
+    if form is None:
+        packed = (name + "_packed", name.removesuffix(".weight") + ".qweight")
+        if found := next((part for part in packed if part in checkpoint), None):
+            said = "but the quantization_config of config.json says nothing of that"
+            raise ModelError(f"{checkpoint.info(found).path}: {name} is packed, {said}.")
+    if form is None or len(shape) != 2 or not form.is_stored(name, checkpoint):
+        return {name: StoredPart(shape, ())}
+    num_out, num_in = shape
+    path = checkpoint.info(form.part(name, "values")).path
+    if num_in % form.group:
+        raise ModelError(f"{path}: {name} is packed, but group_size {form.group} does not divide its {num_in} columns.")
+    if form.method != "compressed-tensors" and (num_out % PER_WORD or num_in % PER_WORD):
+        raise ModelError(f"{path}: {name} is packed, but {PER_WORD} does not divide its {num_out} x {num_in} values.")
+    return form.parts(name, (num_out, num_in), checkpoint)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
@@ -222,14 +219,13 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return first <= int(parts[2]) < first + config.num_mtp_layers
 
 
-def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A weight is of a float format, or FP8 with a scale per block, or packed."""
+def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, formats: tuple[str, ...]) -> None:
+    """A tensor has one of these formats; where there are none it is of floats, or in FP8 with a scale per block."""
     info = checkpoint.info(name)
-    for suffix, formats in _INT4_FORMATS.items():
-        if name.endswith(suffix):
-            if info.dtype not in formats:
-                raise ModelError(f"{info.path}: {name} is {info.dtype} instead of {' or '.join(formats)}.")
-            return
+    if formats:
+        if info.dtype not in formats:
+            raise ModelError(f"{info.path}: {name} is {info.dtype} instead of {' or '.join(formats)}.")
+        return
     has_scale = name + SCALE_SUFFIX in checkpoint
     if info.dtype == _FP8:
         if config.fp8_block is None:

@@ -15,12 +15,14 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.families import FAMILIES, NOT_IMPLEMENTED
 from batchinfer.model.headers import read_headers
 from batchinfer.model.indexer_config import IndexerConfig
+from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
 from support.packed_weights import KIMI_INT4
 from support.paths import RANDOM_MODEL
 
+KIMI_FORM = IntegerForm("compressed-tensors", 32)
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
 MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -178,13 +180,19 @@ ACCEPTED = {
     "v3.1": (V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, {"fp8_block": (128, 128)}),
     "moonlight": (MOONLIGHT, {"num_moe_layers": 26, "q_lora_rank": None, "num_mtp_layers": 0}),
     "kimi-k2": (KIMI_K2, {"num_moe_layers": 60, "eos_token_ids": (163585,), "fp8_block": (128, 128)}),
-    "kimi-k2-thinking": (KIMI_K2 | {"quantization_config": KIMI_INT4}, {"int4_group": 32, "fp8_block": None}),
+    "kimi-k2-thinking": (
+        KIMI_K2 | {"quantization_config": KIMI_INT4},
+        {"integers": KIMI_FORM, "fp8_block": None},
+    ),
     "kimi-k2.5": (KIMI_K25, {"num_moe_layers": 60, "eos_token_ids": (163586,), "family": "kimi_k2"}),
     "kimi-k2.5-int4": (
         KIMI_K25 | {"text_config": KIMI_K25["text_config"] | {"quantization_config": KIMI_INT4}},
-        {"int4_group": 32, "fp8_block": None},
+        {"integers": KIMI_FORM, "fp8_block": None},
     ),
-    "kimi-k2.5-int4-outside": (KIMI_K25 | {"quantization_config": KIMI_INT4}, {"int4_group": 32, "fp8_block": None}),
+    "kimi-k2.5-int4-outside": (
+        KIMI_K25 | {"quantization_config": KIMI_INT4},
+        {"integers": KIMI_FORM, "fp8_block": None},
+    ),
     "glm-4.7-flash": (GLM_FLASH | {"first_k_dense_replace": 1}, {"num_moe_layers": 46, "rms_norm_eps": 1e-5}),
     "glm-4.7-flash-lists": (GLM_FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 46}, {"num_moe_layers": 46}),
     "glm-4.7-flash-says-nothing": (GLM_FLASH, {"num_moe_layers": 46, "num_router_groups": 1, "max_positions": 202752}),

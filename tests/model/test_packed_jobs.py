@@ -9,6 +9,7 @@ import torch
 
 from batchinfer.config import load_job
 from batchinfer.model.config import load_model_config
+from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
@@ -72,7 +73,7 @@ def test_answers_and_their_log_probabilities_are_those_of_the_weights_stored_wid
 
 def test_memory_is_asked_for_what_is_held_and_the_first_dtype_is_bfloat16(folder):
     packed, wide = (load_model_config(folder / name) for name in ("packed", "wide"))
-    assert (packed.int4_group, wide.int4_group) == (32, None)
+    assert (packed.integers, wide.integers) == (IntegerForm("compressed-tensors", 32), None)
     assert weight_bytes(packed, "bfloat16") == weight_bytes(wide, "bfloat16")
     assert stored_dtype(folder / "packed") == "bfloat16"
 

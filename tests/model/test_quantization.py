@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from batchinfer.model.config import load_model_config
+from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint
-from support.packed_weights import KIMI_INT4, int4_config
+from support.packed_weights import AWQ, GPTQ, KIMI_INT4, int4_config
 
 WEIGHTS = "quantization_config.config_groups.group_0.weights"
 SCHEME = KIMI_INT4["config_groups"]["group_0"]
@@ -53,7 +54,7 @@ REFUSED: list[tuple[Any, str]] = [
     # other methods and formats
     *(
         ({"quant_method": name, "bits": 4}, f'quantization_config.quant_method is "{name}", but supported is "fp8"')
-        for name in ("awq", "gptq", "mxfp4", "modelopt", "bitsandbytes")
+        for name in ("aqlm", "mxfp4", "modelopt", "bitsandbytes")
     ),
     *(
         (int4_config(format=name), f'quantization_config.format is "{name}", but supported is "pack-quantized"')
@@ -69,6 +70,19 @@ REFUSED: list[tuple[Any, str]] = [
         of_groups(group_0=SCHEME | {"format": "nvfp4-pack-quantized"}),
         'config_groups.group_0.format is "nvfp4-pack-quantized"',
     ),
+    # AWQ and GPTQ
+    *((AWQ | {key: value}, f"quantization_config.{key} is ") for key, value in (("bits", 8), ("version", "gemv"))),
+    (AWQ | {"zero_point": False}, "quantization_config.zero_point is false, but supported is true"),
+    (AWQ | {"group_size": -1}, "quantization_config.group_size is -1"),
+    (AWQ | {"odd": 1}, "quantization_config.odd is 1, which changes"),
+    (GPTQ | {"bits": 3}, "quantization_config.bits is 3, but supported is 4"),
+    (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin", but supported is "gptq" or "gptq_v2"'),
+    (GPTQ | {"is_marlin_format": True}, "quantization_config.is_marlin_format is true"),
+    (
+        GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}},
+        'dynamic is ["+:.*down.*"], but supported is patterns that begin',
+    ),
+    (GPTQ | {"rotation": "hadamard"}, 'quantization_config.rotation is "hadamard", which changes'),
     # other groups
     (of_groups(), "quantization_config.config_groups is [], but supported is one group with weights"),
     (of_groups(a=SCHEME, b=SCHEME), 'quantization_config.config_groups is ["a", "b"], but supported is one group'),
@@ -100,7 +114,24 @@ REFUSED: list[tuple[Any, str]] = [
 def test_symmetric_groups_of_4_bit_integers_are_accepted_without_a_word(tmp_path, name):
     quantization, group = ACCEPTED[name]
     config = load(tmp_path, quantization)
-    assert (config.int4_group, config.fp8_block, config.unknown_keys) == (group, None, ())
+    assert config.integers == IntegerForm("compressed-tensors", group)
+    assert (config.fp8_block, config.unknown_keys) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "form"),
+    [
+        (AWQ | {"group_size": 128, "modules_to_not_convert": ["mlp.gate."]}, IntegerForm("awq", 128)),
+        (GPTQ, IntegerForm("gptq", 32, zero_shift=1)),
+        (
+            GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2", "dynamic": {r"-:.*\.self_attn\..*": {}}},
+            IntegerForm("gptq", 32, in_any_order=True),
+        ),
+    ],
+)
+def test_awq_and_gptq_are_accepted_without_a_word(tmp_path, quantization, form):
+    config = load(tmp_path, quantization)
+    assert (config.integers, config.fp8_block, config.unknown_keys) == (form, None, ())
 
 
 @pytest.mark.parametrize(("quantization", "words"), REFUSED)

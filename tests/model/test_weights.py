@@ -11,9 +11,10 @@ import torch
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import load_model_config
+from batchinfer.model.integers import from_compressed_tensors
 from batchinfer.model.moe import swiglu
 from batchinfer.model.ops import Ops
-from batchinfer.model.stored_weights import StoredWeights, widen_int4
+from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.weight_loading import exchange_experts, load_weights
 from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
@@ -131,7 +132,7 @@ def test_packed_values_are_those_of_compressed_tensors(group, dtype):
     assert torch.equal(pack(VALUES), PACKED)
     scale = torch.rand(3, 12 // group, generator=torch.Generator().manual_seed(group)).bfloat16().float()
     exact = VALUES.double() * scale.double().repeat_interleave(group, dim=1)  # 4 bits × 8 bits: exact in float32
-    assert torch.equal(widen_int4(PACKED, scale, group, dtype), exact.float().to(dtype))
+    assert torch.equal(from_compressed_tensors(PACKED, scale, group).widened(dtype), exact.float().to(dtype))
 
 
 # groups that fill integers or not, of all projections or of experts alone, beside other formats of scales

@@ -1,4 +1,4 @@
-"""Checkpoints whose routed experts are 4-bit integers, in the form in which Kimi-K2-Thinking is published."""
+"""Checkpoints with weights of 4-bit integers: as Kimi-K2-Thinking is published, as AutoAWQ and AutoGPTQ write them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,29 @@ KIMI_INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+AWQ: dict[str, Any] = {
+    "bits": 4,
+    "group_size": 32,
+    "modules_to_not_convert": None,
+    "quant_method": "awq",
+    "version": "gemm",
+    "zero_point": True,
+}
+GPTQ: dict[str, Any] = {
+    "bits": 4,
+    "checkpoint_format": "gptq",
+    "damp_percent": 0.01,
+    "desc_act": False,
+    "group_size": 32,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:1.7.0"]},
+    "pack_dtype": "int32",
+    "quant_method": "gptq",
+    "sym": True,
+    "true_sequential": True,
+}
+# where AutoAWQ puts eight values into a word, from the lowest four bits on
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def int4_config(**changes: Any) -> dict[str, Any]:
@@ -71,10 +94,59 @@ def pack_int4(
     return plain
 
 
+def pack_with_zeros(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Pack projections of whole groups, as AWQ's or GPTQ's `config` says; returns them multiplied out.
+
+    GPTQ's in no order have the groups of their inputs listed, and a symmetric one has 8 for all its zero points.
+    """
+    stored, plain = {}, {}
+    for name, tensor in read_tensors(folder).items():
+        if not name.endswith("_proj.weight") or tensor.shape[0] % 8 or tensor.shape[1] % config["group_size"]:
+            stored[name] = plain[name] = tensor
+            continue
+        num_in, num_groups = tensor.shape[1], tensor.shape[1] // config["group_size"]
+        group_M = torch.arange(num_in) // config["group_size"]
+        if config.get("desc_act"):
+            group_M = group_M[torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))]
+        scale = torch.stack([tensor[:, group_M == group].abs().amax(1) / 7.5 for group in range(num_groups)], 1).half()
+        spread = torch.arange(scale.numel()).view(scale.shape) % 6 + 5
+        zeros = torch.full(scale.shape, 8) if config.get("sym") else spread
+        values = (tensor / scale[:, group_M].float()).round().long().add(zeros[:, group_M]).clamp(0, 15)
+        plain[name] = (values - zeros[:, group_M]).float() * scale[:, group_M].float()
+        prefix = name.removesuffix(".weight")
+        if config["quant_method"] == "awq":
+            stored |= {f"{prefix}.qweight": awq_words(values.t()), f"{prefix}.qzeros": awq_words(zeros.t())}
+        else:
+            shift = 1 if config["checkpoint_format"] == "gptq" else 0
+            stored |= {f"{prefix}.qweight": gptq_words(values), f"{prefix}.qzeros": words(zeros.t()) - shift * ONES}
+            stored[f"{prefix}.g_idx"] = group_M.int()
+        stored[f"{prefix}.scales"] = scale.t()
+    write_tensors(folder, stored)
+    edit_config(folder, quantization_config=config)
+    return plain
+
+
+ONES = 0x11111111
+
+
+def awq_words(values: torch.Tensor) -> torch.Tensor:
+    """[..., N] of 0 to 15 as int32 [..., N / 8]."""
+    return words(values.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1))
+
+
+def gptq_words(values_NM: torch.Tensor) -> torch.Tensor:
+    """[N, M] of 0 to 15 as int32 [M / 8, N]."""
+    return words(values_NM).t()
+
+
+def words(values: torch.Tensor) -> torch.Tensor:
+    """[R, 8 W] of 0 to 15 as int32 [R, W], the first in the lowest bits."""
+    return (values.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
 def pack(values: torch.Tensor) -> torch.Tensor:
     """[N, M] of values from -8 to 7 as int32 [N, ceil(M / 8)], the first in the lowest bits, each plus 8."""
-    filled = torch.nn.functional.pad(values.long(), (0, -values.shape[1] % 8), value=-8) + 8
-    return (filled.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+    return words(torch.nn.functional.pad(values.long(), (0, -values.shape[1] % 8), value=-8) + 8)
 
 
 def _rounded(weight: torch.Tensor, group: int, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
