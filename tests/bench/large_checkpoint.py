@@ -1,6 +1,8 @@
-"""A random FP8 checkpoint of GLM-4.7-Flash's exact shape (30 GB), or of fewer of its layers, for starts and memory.
+"""A random FP8 checkpoint of a published model's exact shape, or of fewer of its layers, for starts and memory.
 
-    python tests/bench/large_checkpoint.py FOLDER [--layers 47]
+    python tests/bench/large_checkpoint.py FOLDER [--like glm-4.7-flash | deepseek-v2-lite] [--layers N]
+
+GLM-4.7-Flash's is 30.6 GB large, DeepSeek-V2-Lite's 16.1 GB.
 
 The tokenizer is that of the random model. Then `batchinfer convert FOLDER NEW --dtype int4`, and jobs over both.
 """
@@ -22,41 +24,10 @@ sys.path.insert(0, str(TESTS))
 from batchinfer.model.config import load_model_config  # noqa: E402
 from batchinfer.model.tensor_names import SCALE_SUFFIX, expected_tensors  # noqa: E402
 from support.paths import RANDOM_MODEL  # noqa: E402
+from support.published_shapes import GLM_FLASH, V2_LITE  # noqa: E402
 
-GLM_FLASH = {
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "model_type": "glm4_moe_lite",
-    "hidden_size": 2048,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "hidden_act": "silu",
-    "q_lora_rank": 768,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1536,
-    "routed_scaling_factor": 1.8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "intermediate_size": 10240,
-    "vocab_size": 154880,
-    "max_position_embeddings": 202752,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-}
+SHAPES = {"glm-4.7-flash": GLM_FLASH, "deepseek-v2-lite": V2_LITE}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def random_tensors(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -74,12 +45,14 @@ def random_tensors(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=47)
+    parser.add_argument("--like", choices=list(SHAPES), default="glm-4.7-flash")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(RANDOM_MODEL / file, options.folder / file)
-    config = GLM_FLASH | {"num_hidden_layers": options.layers}
+    shape = SHAPES[options.like]
+    config = shape | {"num_hidden_layers": options.layers or shape["num_hidden_layers"], "quantization_config": FP8}
     (options.folder / "config.json").write_text(json.dumps(config, indent=1))
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, shape in expected_tensors(load_model_config(options.folder)):

@@ -14,29 +14,8 @@ from batchinfer.records import ConfigError
 from support.hollow_weights import write_hollow_weights
 from support.jobs import batchinfer, write_job, write_shard
 from support.paths import RANDOM_MODEL
+from support.published_shapes import V2_LITE
 
-# DeepSeek-V2-Lite: 15.7 billion weights, 31.4 GB in bfloat16
-V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 4096,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "routed_scaling_factor": 1.0,
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
 GB = 1_000_000_000
 ONE_RANK = {"prefill_ranks": 1}
 TWO_RANKS = {"prefill_ranks": 2}
