@@ -40,14 +40,14 @@ class StoredWeights:
             return widen_int4(*self._packed(name), self._int4_group, dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return self._dequantize(stored, self._scale(name + SCALE_SUFFIX), dtype, self._fp8_block)
+            return self._dequantize(stored, self._block_scale(name), dtype, self._fp8_block)
         return stored.to(dtype)
 
     def read_blocks(self, name: str) -> BlockScaled | None:
         """A weight that is stored in FP8 bit for bit, None where it is stored otherwise."""
         if name + SCALE_SUFFIX not in self._checkpoint:
             return None
-        return BlockScaled(self._checkpoint.read(name), self._scale(name + SCALE_SUFFIX))
+        return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
 
     def read_groups(self, name: str) -> GroupScaled | None:
         """A weight that is stored in groups of 32 (or a multiple), value by value; None where it is stored otherwise.
@@ -59,6 +59,14 @@ class StoredWeights:
         packed, scale_NG = self._packed(name)
         values = packed.contiguous().view(torch.uint8)  # the lowest byte first, as in the file; whole groups
         return GroupScaled(values, scale_NG.bfloat16().repeat_interleave(self._int4_group // GROUP, dim=1))
+
+    def _block_scale(self, name: str) -> torch.Tensor:
+        """A scale for each block of a weight, the same for all where the weight has one."""
+        scale = self._scale(name + SCALE_SUFFIX)
+        if scale.numel() != 1 or self._fp8_block is None:
+            return scale
+        grid = [-(-size // block) for size, block in zip(self.shape(name), self._fp8_block, strict=True)]
+        return scale.reshape(1, 1).expand(grid).contiguous()
 
     def _scale(self, name: str) -> torch.Tensor:
         """Scales in float32, which holds all that they are stored in."""

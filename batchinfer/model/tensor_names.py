@@ -4,6 +4,7 @@ Only headers are looked at, so the check covers the whole checkpoint, also the t
 made without torch, and asks as well.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX, INT4_SCALE_SUFFIX, INT4_SHAPE_SUFFIX = "_packed", "_scale", "_shape"
 
 _FP8 = "F8_E4M3"
-_FP8_SCALES = ("F32", "F8_E8M0")
+_FP8_SCALES = ("F32", "BF16", "F8_E8M0")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INT4_FORMATS = {
     PACKED_SUFFIX: ("I32",),
@@ -26,6 +27,8 @@ _INT4_FORMATS = {
 }
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Beside weights with one scale each: one for what they are multiplied with, which is rounded by its own values here.
+_INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale")
 _MAX_LISTED = 10
 
 
@@ -215,6 +218,8 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that may be there and are not used."""
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
         return True
+    if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
+        return True
     parts = name.split(".")
     first = config.num_hidden_layers
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
@@ -243,11 +248,13 @@ def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> 
 
 
 def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A scale is a float or a power of two, one per block; the blocks at the edges may be smaller than the others."""
+    """A scale is a float or a power of two, one per block (those at the edges may be smaller) or one in all."""
     info = checkpoint.info(name)
     rows, columns = config.fp8_block or (1, 1)
     num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape
     needed = (-(-num_out // rows), -(-num_in // columns))
+    if config.fp8_per_tensor:
+        needed = needed if math.prod(info.shape) != 1 else info.shape
     if info.shape != needed or info.dtype not in _FP8_SCALES:
         needs = f"{' or '.join(_FP8_SCALES)} {list(needed)}"
         raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of {needs}.")

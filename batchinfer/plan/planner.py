@@ -16,6 +16,7 @@ import numpy as np
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.config.model_files import config_file
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
@@ -332,7 +333,7 @@ def _remove_leftovers(run: RunDir) -> None:
 def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
     more = len(model.unknown_keys) - NAMED_KEYS
     return (
-        f"warning: {Path(job.model.path) / 'config.json'} has keys that are not known here and not used: "
+        f"warning: {config_file(Path(job.model.path))} has keys that are not known here and not used: "
         f"{', '.join(model.unknown_keys[:NAMED_KEYS])}{f' and {more} more' if more > 0 else ''}; "
         "answers are wrong if the model needs them"
     )

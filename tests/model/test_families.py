@@ -210,7 +210,6 @@ REFUSED = {
     "glm-5-shares-from-nobody": (GLM_5 | {"indexer_types": ["shared"] * 78}, ["indexer_types", "the first one"]),
     "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
     "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
-    "mistral-small-4": (V3 | {"model_type": "mistral4"}, ["mistral4", "scaled by position"]),
     "kimi-linear": (V3 | {"model_type": "kimi_linear"}, ["kimi_linear", "linear-attention"]),
     "longcat-flash": (V3 | {"model_type": "longcat_flash"}, ["longcat_flash", "two attentions"]),
     "v3-with-an-indexer": (V3 | {"index_topk": 2048}, ["index_topk is 2048", "changes what the model computes"]),

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from batchinfer.model.config import RopeConfig
 from batchinfer.model.mla import RotaryAngles
+from batchinfer.model.rope_config import RopeConfig
 from batchinfer_kernels.reference import rows
 
 
