@@ -190,14 +190,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelError(_no_folder(Path(folder)))
     if not Path(folder).is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
-    path = config_file(Path(folder))
-    values = read_json_object(path)
-    if path.name == MISTRAL:
-        outer = reader = read_params(path, values)
-        carrier = CARRIER_OF_PARAMS if "vision_encoder" in values else None
-    else:
-        outer = ConfigReader(path, values)
-        carrier, reader = _read_carrier(outer)
+    carrier, reader, outer = _read_file(config_file(Path(folder)))
     name = _read_family(reader)
     family = FAMILIES[name]
     heads = reader.size("num_attention_heads")
@@ -251,6 +244,16 @@ def _no_folder(folder: Path) -> str:
         return sentence
     name = f"{folder.parent.name}/{folder.name}"
     return f"{sentence}; a model of the Hugging Face hub comes there by `hf download {name} --local-dir {folder}`"
+
+
+def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:
+    """The model around the language model, if there is one; the language model's part of the file; the whole file."""
+    values = read_json_object(path)
+    if path.name == MISTRAL:
+        reader = read_params(path, values)
+        return CARRIER_OF_PARAMS if values.get("vision_encoder") else None, reader, reader
+    outer = ConfigReader(path, values)
+    return *_read_carrier(outer), outer
 
 
 def _read_carrier(outer: ConfigReader) -> tuple[Carrier | None, ConfigReader]:

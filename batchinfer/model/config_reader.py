@@ -66,14 +66,12 @@ class Bounds:
 class ConfigReader:
     """One JSON object of a file; `prefix` is the way from the top of the file to it, for messages.
 
-    It remembers which keys were asked for. `written` has the keys, dots between objects, that the file has under
-    another name, and that name with the way to it.
+    It remembers which keys were asked for.
     """
 
-    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "", written: dict[str, str] | None = None):
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = ""):
         self.path = path
         self.prefix = prefix
-        self._written = written or {}
         self._values = values
         self._asked: set[str] = set()
 
@@ -91,7 +89,7 @@ class ConfigReader:
 
     def name(self, key: str) -> str:
         """The key with the way to it."""
-        return self._written.get(key) or (f"{self.prefix}.{key}" if self.prefix else key)
+        return f"{self.prefix}.{key}" if self.prefix else key
 
     def unsupported(self, key: str, value: object, supported: str) -> ModelError:
         """The error for a value that cannot be used."""
@@ -182,10 +180,7 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise self.unsupported(key, value, "a JSON object")
         inherited = {name: self._values[name] for name in inherits if self.has(name)}
-        inside = {
-            name.removeprefix(f"{key}."): own for name, own in self._written.items() if name.startswith(f"{key}.")
-        }
-        return ConfigReader(self.path, inherited | value, self.name(key), inside)
+        return ConfigReader(self.path, inherited | value, self.name(key))
 
     def expect(self, key: str, expected: object, supported: str, *, needed: bool = False) -> None:
         """Raise unless the key, where it is given (or always, when `needed`), has this one value of this JSON type."""

@@ -49,6 +49,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
 }
 _SAME_WINDOW = "llama_4_scaling.original_max_position_embeddings"
 _END_OF_TEXT = 2  # of all of Mistral's vocabularies
+_NAMES = {theirs: own for own, theirs in _KEYS.items()} | {"rope_parameters": "yarn"}
 CARRIER_OF_PARAMS = Carrier(
     architectures=(),
     part="",
@@ -81,13 +82,28 @@ def read_params(path: Path, values: dict[str, Any]) -> ConfigReader:
         read["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
     for key, value in flat.items():
         part, _, name = _KEYS.get(key, key).rpartition(".")
-        if key in _PASSED or key in _FIXED or key == _SAME_WINDOW:
+        if value is None or key in _PASSED or key in _FIXED or key == _SAME_WINDOW:
             continue
         if part in ("rope_parameters", "yarn", "llama_4_scaling"):
             rope[name] = value
         else:
             read[_KEYS.get(key, key)] = value
-    return ConfigReader(path, read, written={ours: own for own, ours in _KEYS.items()} | {"rope_parameters": "yarn"})
+    return _ParamsReader(path, read)
+
+
+class _ParamsReader(ConfigReader):
+    """Values by the names of config.json; errors speak of those in params.json."""
+
+    def __init__(self, path: Path, values: dict[str, Any], way: str = ""):
+        super().__init__(path, values)
+        self._way = way  # from the top, in config.json's names
+
+    def name(self, key: str) -> str:
+        return _NAMES.get(self._way + key, self._way + key)
+
+    def section(self, key: str, *, inherits: tuple[str, ...] = ()) -> ConfigReader | None:
+        inside = super().section(key, inherits=inherits)
+        return None if inside is None else _ParamsReader(self.path, inside.unread(), f"{self._way}{key}.")
 
 
 def _flat(path: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -253,9 +253,8 @@ def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> N
     rows, columns = config.fp8_block or (1, 1)
     num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape
     needed = (-(-num_out // rows), -(-num_in // columns))
-    if config.fp8_per_tensor:
-        needed = needed if math.prod(info.shape) != 1 else info.shape
-    if info.shape != needed or info.dtype not in _FP8_SCALES:
+    has_one = config.fp8_per_tensor and math.prod(info.shape) == 1
+    if (info.shape != needed and not has_one) or info.dtype not in _FP8_SCALES:
         needs = f"{' or '.join(_FP8_SCALES)} {list(needed)}"
         raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of {needs}.")
 

@@ -342,7 +342,7 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
 def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
     if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
         raise ConfigError(
-            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
+            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
         )
     if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
         note(
