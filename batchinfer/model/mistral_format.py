@@ -1,8 +1,8 @@
 """params.json, what Mistral's own code has instead of config.json (Mistral Large 3), read as a config of `mistral4`.
 
-The tensors beside it have names of their own, too (stored_names.py). What a key means is as vLLM and SGLang read it
-(transformers_utils/configs/mistral.py; srt/utils/mistral_utils.py): weights of experts are always normed, and
-`yarn.apply_scale` says whether the softmax is scaled by YaRN's factor.
+The tensors beside it have names of their own, too (stored_names.py). What a key means is as vLLM
+(transformers_utils.configs.mistral) and SGLang (srt.utils.mistral_utils) read it: weights of experts are always normed,
+and `yarn.apply_scale` says whether the softmax is scaled by YaRN's factor.
 """
 
 from pathlib import Path
@@ -99,7 +99,8 @@ class _ParamsReader(ConfigReader):
         self._way = way  # from the top, in config.json's names
 
     def name(self, key: str) -> str:
-        return _NAMES.get(self._way + key, self._way + key)
+        way = _NAMES.get(self._way[:-1], self._way[:-1])
+        return _NAMES.get(self._way + key) or (f"{way}.{key}" if way else key)
 
     def section(self, key: str, *, inherits: tuple[str, ...] = ()) -> ConfigReader | None:
         inside = super().section(key, inherits=inherits)

@@ -8,11 +8,14 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
 from batchinfer.data.tekken_file import FILE
 from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
 from batchinfer.records import ModelError
+from support.checkpoints import make_checkpoint
+from support.jobs import batchinfer, outputs, write_job, write_shard
 
 # as in tekken.json of Mistral Large 3
 PATTERN = (
@@ -20,7 +23,7 @@ PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<pad>")
 WORDS = "The quick brown fox don't 北京市 naïve café HTTPResponse 2024 3.14 == /// \n\n  x"
 
 
@@ -92,3 +95,21 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, changes):
     write(tmp_path, **changes)
     with pytest.raises(ModelError, match=FILE):
         load_tokenizer(tmp_path)
+
+
+def test_a_folder_as_mistral_publishes_it_runs_as_it_is(tmp_path):
+    theirs = make_checkpoint(tmp_path / "model", "mistral-params", vocab_size=480)
+    write(tmp_path / "model")
+    assert not any((tmp_path / "model" / name).exists() for name in ("config.json", "tokenizer.json"))
+    prompt = " ".join([WORDS] * 2)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [prompt]})
+    sampling = {"max_tokens": 8, "ignore_eos": True}
+    ended = batchinfer("run", write_job(tmp_path, model={"path": "model"}, sampling=sampling))
+    assert ended.code == 0, ended.err
+    assert "tensors vision_encoder.*" in ended.err
+    (row,) = outputs(tmp_path / "run")["a.parquet"]
+    ids = load_tokenizer(tmp_path / "model").encode_prompts([prompt])[0]
+    assert row["prompt_tokens"] == len(ids) > 48  # queries have three factors
+    with torch.no_grad():
+        best = theirs(torch.tensor([[*ids, *row["token_ids"]]])).logits[0].argmax(-1)
+    assert row["token_ids"] == best[len(ids) - 1 : -1].tolist()
