@@ -8,6 +8,8 @@ from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import Family
 from batchinfer.records import ModelError
 
+_MAX_WINDOWS = 2**16  # each has a factor that is computed at the start; published models have 36 and 128
+
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
@@ -113,6 +115,9 @@ def _parse_query_scale(rope: ConfigReader, rope_type: str, max_positions: int, r
         raise rope.unsupported("partial_rotary_factor", share, supported)
     rope.pass_over("max_position_embeddings")  # the outer one counts
     window = rope.size("original_max_position_embeddings")
+    if max_positions // window > _MAX_WINDOWS:
+        supported = f"at least {-(-max_positions // _MAX_WINDOWS)} for max_position_embeddings = {max_positions}"
+        raise rope.unsupported("original_max_position_embeddings", window, supported)
     beta = rope.number("llama_4_scaling_beta", at_least=0.0)
     return QueryScale(beta, window, max_positions // window + 2)
 

@@ -269,6 +269,10 @@ REFUSED = {
     "mistral-4-without-yarn": (mistral_rope(type=None, rope_type="default"), ["rope_type", '"yarn"']),
     "mistral-4-without-rope": (MISTRAL_4 | {"rope_parameters": None}, ["rope_parameters is null", "llama_4_scaling"]),
     "mistral-4-half-rotated": (mistral_rope(partial_rotary_factor=0.25), ["partial_rotary_factor is 0.25", "0.5"]),
+    "mistral-4-many-windows": (
+        mistral_rope(original_max_position_embeddings=15),
+        ["original_max_position_embeddings is 15", "at least 16"],
+    ),
     "mistral-4-other-rope": (mistral_rope(mrope_section=[1]), ["mrope_section", "changes what the model computes"]),
     "mistral-4-groups-of-one": (MISTRAL_4 | {"n_group": 128, "topk_group": 4}, ["n_group is 128", "best two"]),
     "mistral-4-v3-gate": (MISTRAL_4 | {"topk_method": "noaux_tc"}, ["topk_method", "group_top2"]),
