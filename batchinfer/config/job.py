@@ -185,7 +185,8 @@ class ModelPart(Part):
     """The model folder, as Hugging Face lays it out."""
 
     path: Text = Field(
-        description="folder with config.json, *.safetensors, tokenizer.json (or tiktoken.model), tokenizer_config.json"
+        description="folder with config.json (or params.json), *.safetensors, tokenizer.json (or tiktoken.model, "
+        "tekken.json), tokenizer_config.json"
     )
     dtype: Literal["float32", "bfloat16", "fp8", "int4"] = Field(
         "bfloat16",

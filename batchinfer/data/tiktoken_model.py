@@ -42,18 +42,28 @@ def tokenizer_of(file: Path, text: str) -> Tokenizer:
     Raises:
         ModelError: it is damaged.
     """
-    ranks = _read_ranks(file, text)
+    return bpe_tokenizer(_read_ranks(file, text), PATTERN, {})
+
+
+def bpe_tokenizer(ranks: dict[bytes, int], pattern: str, before: dict[str, int]) -> Tokenizer:
+    """A byte-level tokenizer of ranked tokens, each of which is merged of two others exactly as its rank says.
+
+    Args:
+        ranks: the tokens in the order of their ranks, all single bytes among them.
+        pattern: how a text is split first.
+        before: tokens with the first ids, none of which is merged.
+    """
     chars = _chars_of_bytes()
     names = {token: "".join(chars[byte] for byte in token) for token in ranks}
     merges = [pair for token in ranks for pair in _pairs(token, ranks)]
     tokenizer = Tokenizer(
         models.BPE(
-            {names[token]: rank for token, rank in ranks.items()},
+            {names[token]: len(before) + rank for token, rank in ranks.items()} | before,
             [(names[left], names[right]) for left, right in merges],
             ignore_merges=True,  # what is a token whole is not looked at further
         )
     )
-    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from batchinfer.data import tiktoken_model
+from batchinfer.data import tekken_file, tiktoken_model
 from batchinfer.data.control_tokens import ControlTokenError, ControlTokens
 from batchinfer.data.text_encoder import TextEncoder
 from batchinfer.records import ModelError
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-END_OF_THINKING = "</think>"
+# What begins and ends a model's thinking: DeepSeek's and most others', Mistral's.
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# Mistral's marks of tool calls are special tokens, which texts of answers do not show; these they need.
+SHOWN_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
 HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have the form of chats as a program, or not at all
 # how vocabularies of bytes write them, as GPT-2 did: printable ones as they are, the others from U+0100 on
@@ -33,7 +36,7 @@ UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole char
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
-    """Read tokenizer.json, or tiktoken.model, and the files beside it, in the layouts that Hugging Face writes.
+    """Read tokenizer.json, tiktoken.model or tekken.json, and the files beside it as Hugging Face writes them.
 
     Raises:
         ModelError: both are missing, or a file is broken; the message names it.
@@ -47,8 +50,11 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             tokenizer = tiktoken_model.tokenizer_of(file, text)
             names = tiktoken_model.named_tokens(settings_file, config, tokenizer.get_vocab_size())
             config["added_tokens_decoder"] = names
+        elif file.name == tekken_file.FILE:
+            tokenizer = tekken_file.tokenizer_of(file, text, SHOWN_MARKS)
+            config = tekken_file.NAMED | config
         else:
-            tokenizer = Tokenizer.from_str(text)
+            tokenizer = Tokenizer.from_str(_with_marks_shown(text))
         named = _named_tokens(config)
         _add_special_tokens(tokenizer, config, named)
         if file.name == tiktoken_model.FILE:
@@ -238,6 +244,14 @@ class PromptTokenizer:
         return TextStream(self.decode)
 
 
+def thinking_tokens(tokenizer: PromptTokenizer) -> tuple[int | None, int] | None:
+    """The ids that begin (None: there is none) and end thinking; None: no token ends it."""
+    for begin, end in THINKING_MARKS:
+        if (end_id := tokenizer.token_id(end)) is not None:
+            return tokenizer.token_id(begin), end_id
+    return None
+
+
 def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:
     """The bytes of one token, which may be no whole character; None: they cannot be told."""
     text = tokenizer.decode([token_id], with_special=True)
@@ -292,6 +306,8 @@ def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:
             f"{config.get('tokenizer_class')!r}, not {tiktoken_model.TOKENIZER_CLASS!r}, whose rule is known here; "
             "add a tokenizer.json"
         )
+    if not file.exists() and (folder / tekken_file.FILE).is_file():
+        return folder / tekken_file.FILE
     if not file.is_file():
         raise ModelError(f"there is no {file}; the model folder needs the tokenizer in this (fast) format")
     return file
@@ -317,6 +333,16 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore the file") from None
+
+
+def _with_marks_shown(text: str) -> str:
+    """tokenizer.json where tokens that texts need are no special ones."""
+    if not any(json.dumps(mark) in text for mark in SHOWN_MARKS):
+        return text
+    file = json.loads(text)
+    for token in file.get("added_tokens") or []:
+        token["special"] = token.get("special") and token.get("content") not in SHOWN_MARKS
+    return json.dumps(file)
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from batchinfer import own_process
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
-from batchinfer.data.tokenizer import END_OF_THINKING, load_tokenizer
+from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -88,7 +88,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "writes_tools": not prompts.may_make_chats
         or tokenizer.template_text is None
         or tokenizer.chat_template().writes_tools,
-        "ends_thinking": tokenizer.token_id(END_OF_THINKING) is not None,
+        "ends_thinking": thinking_tokens(tokenizer) is not None,
     }
 
 

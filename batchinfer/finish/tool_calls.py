@@ -17,6 +17,8 @@ GLM      <tool_call>NAME
          <arg_key>city</arg_key>
          <arg_value>Rome</arg_value>
          </tool_call>
+Mistral  [TOOL_CALLS]NAME[ARGS]{"city": "Rome"}   each call; before [ARGS] there may be [CALL_ID]abcdefghi
+         [TOOL_CALLS][{"name": "NAME", "arguments": {"city": "Rome"}}]   (older)
 """
 
 import json
@@ -159,6 +161,26 @@ def _calls_of_glm(block: str) -> list[Call] | None:
     return [{"name": name.strip(), "arguments": arguments}] if arguments else None
 
 
+# ---- Mistral
+
+
+def _calls_of_mistral(block: str) -> list[Call] | None:
+    head, mark, arguments = (part.strip() for part in block.partition("[ARGS]"))
+    name = head.partition("[CALL_ID]")[0].strip()
+    if mark:
+        return [{"name": name, "arguments": arguments}] if name and isinstance(_json(arguments), dict) else None
+    listed = _json(block)
+    calls = [_call_of_object(one) for one in listed] if isinstance(listed, list) else [None]
+    return None if None in calls else [call for call in calls if call is not None]
+
+
+def _call_of_object(found: object) -> Call | None:
+    name, arguments = (found.get("name"), found.get("arguments")) if isinstance(found, dict) else (None, None)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
 # ---- JSON
 
 _NO_JSON = object()
@@ -183,5 +205,6 @@ _FORMS = (
     _Form("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _calls_of_v3, _CALL_BEGIN),
     _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke"),
     _Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _calls_of_kimi, "<|tool_call_begin|>"),
+    _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]"),
     _Form("<tool_call>", "</tool_call>", _calls_of_glm, "<arg_key>", needs_end=True),
 )

@@ -36,6 +36,9 @@ class Checkpoint(TensorHeaders):
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
             tensor = self._files[path].get_tensor(info.stored_name)
+            if info.part is not None:
+                number, first, end = info.part
+                tensor = tensor[number, first:end]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
         if self._told is not None:

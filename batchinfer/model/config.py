@@ -8,12 +8,15 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from batchinfer.config.model_files import MISTRAL, config_file
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
 from batchinfer.model.indexer_config import IndexerConfig, read_indexer
 from batchinfer.model.integer_forms import IntegerForm
+from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
 from batchinfer.model.quantization import read_quantization
+from batchinfer.model.rope_config import RopeConfig, read_rope
 from batchinfer.records import ModelError
 
 # The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
@@ -29,40 +32,6 @@ _MOE_KEYS = (
     "n_group",
     "topk_group",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding; the YaRN fields (arXiv 2309.00071) count only when `rope_type` is "yarn"."""
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_positions: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    @property
-    def cos_sin_scale(self) -> float:
-        """Factor on cos and sin: the stated attention factor, else mscale ÷ mscale_all_dim, else YaRN's own."""
-        if self.rope_type != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
-        return _yarn_mscale(self.factor, 1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """Factor on the attention scores: the square of YaRN's mscale over all dimensions."""
-        if self.rope_type != "yarn" or not self.mscale_all_dim:
-            return 1.0
-        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +76,7 @@ class ModelConfig:
     num_mtp_layers: int
     fp8_block: tuple[int, int] | None  # rows and columns of one FP8 scale, None when no weights are stored in FP8
     integers: IntegerForm | None  # how weights of 4-bit integers are stored, None when there are none
+    fp8_per_tensor: bool  # a weight in FP8 may have one scale, for all of its blocks
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -210,7 +180,7 @@ class ModelConfig:
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read and check `folder`/config.json.
+    """Read and check `folder`/config.json, or params.json (see mistral_format.py) where there is only that.
 
     Raises:
         ModelError: the file is missing, is no JSON object, lacks a needed key, or asks for something that is not
@@ -221,9 +191,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelError(_no_folder(Path(folder)))
     if not Path(folder).is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
-    path = Path(folder) / "config.json"
-    outer = ConfigReader(path, read_json_object(path))
-    carrier, reader = _read_carrier(outer)
+    carrier, reader, outer = _read_file(config_file(Path(folder)))
     name = _read_family(reader)
     family = FAMILIES[name]
     heads = reader.size("num_attention_heads")
@@ -253,7 +221,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         indexer=read_indexer(reader, family.indexer, layers, rope_dim),
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
-        rope=_read_rope(reader, max_positions),
+        rope=read_rope(reader, family, max_positions, rope_dim / (nope_dim + rope_dim)),
         rope_interleave=_read_flag(reader, family, "rope_interleave", default=True),
         attention_bias=reader.flag("attention_bias", default=False),
         mlp_bias=_read_flag(reader, family, "mlp_bias", default=False),
@@ -277,6 +245,16 @@ def _no_folder(folder: Path) -> str:
         return sentence
     name = f"{folder.parent.name}/{folder.name}"
     return f"{sentence}; a model of the Hugging Face hub comes there by `hf download {name} --local-dir {folder}`"
+
+
+def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:
+    """The model around the language model, if there is one; the language model's part of the file; the whole file."""
+    values = read_json_object(path)
+    if path.name == MISTRAL:
+        reader = read_params(path, values)
+        return CARRIER_OF_PARAMS if values.get("vision_encoder") else None, reader, reader
+    outer = ConfigReader(path, values)
+    return *_read_carrier(outer), outer
 
 
 def _read_carrier(outer: ConfigReader) -> tuple[Carrier | None, ConfigReader]:
@@ -393,7 +371,7 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
     if topk_group > num_groups:
         raise reader.unsupported("topk_group", topk_group, f"at most n_group = {num_groups}")
     group_size = num_experts // num_groups
-    if topk_method == "noaux_tc" and num_groups > 1 and group_size < 2:
+    if topk_method in ("noaux_tc", "group_top2") and num_groups > 1 and group_size < 2:
         supported = f"groups of at least 2 of the {num_experts} experts, since a group scores by its best two"
         raise reader.unsupported("n_group", num_groups, supported)
     choosable = num_experts if topk_method == "greedy" else topk_group * group_size
@@ -408,66 +386,6 @@ def _read_rope_dim(reader: ConfigReader) -> int:
     if rope_dim % 2:
         raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
     return rope_dim
-
-
-def _read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
-    """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree."""
-    _refuse_partial(reader)
-    reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
-    ropes = {
-        key: _parse_rope(reader, section, max_positions)
-        for key in ("rope_parameters", "rope_scaling")
-        if (section := reader.section(key)) is not None
-    }
-    if len(set(ropes.values())) > 1:
-        raise ModelError(f"{reader.path}: rope_parameters and rope_scaling say different things; keep one of them.")
-    if ropes:
-        return next(iter(ropes.values()))
-    return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
-
-
-def _refuse_partial(holder: ConfigReader) -> None:
-    partial = holder.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
-
-
-def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> RopeConfig:
-    rope_type = rope.text("rope_type", "type", default="default")
-    if rope_type not in ("default", "yarn"):
-        raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
-    outer_theta = reader.optional_number("rope_theta", above=1.0)
-    theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
-    if outer_theta is not None and theta != outer_theta:
-        raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
-    _refuse_partial(rope)
-    config = RopeConfig(theta=theta) if rope_type == "default" else _parse_yarn(reader, rope, theta, max_positions)
-    judge_unread_keys(rope, refuse_unknown=True)
-    return config
-
-
-def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
-    rope.pass_over("finetuned")
-    original = rope.size("original_max_position_embeddings")
-    reader.expect("original_max_position_embeddings", original, f"the same as in {rope.prefix}")
-    if original > max_positions:
-        supported = f"at most max_position_embeddings = {max_positions}"
-        raise rope.unsupported("original_max_position_embeddings", original, supported)
-    beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0.0), rope.number("beta_slow", 1.0, above=0.0)
-    if beta_fast < beta_slow:
-        raise rope.unsupported("beta_fast", beta_fast, f"at least beta_slow = {beta_slow}")
-    return RopeConfig(
-        rope_type="yarn",
-        theta=theta,
-        factor=rope.number("factor", above=0.0, at_least=1.0),
-        original_max_positions=original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        mscale=rope.optional_number("mscale", at_least=0.0),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", at_least=0.0),
-        attention_factor=rope.optional_number("attention_factor", above=0.0),
-        truncate=rope.flag("truncate", default=True),
-    )
 
 
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
@@ -485,8 +403,3 @@ def _read_flag(reader: ConfigReader, family: Family, key: str, *, default: bool)
         reader.expect(key, family.fixed[key], f"{str(family.fixed[key]).lower()} for this model_type")
         return family.fixed[key]
     return reader.flag(key, default=default)
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's growth of attention temperature with the stretch of the window (arXiv 2309.00071 section 3.4)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

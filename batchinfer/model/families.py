@@ -1,9 +1,9 @@
 """Model families: what a `model_type` of config.json says beyond the keys beside it, one row each.
 
 All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names; in
-some an indexer chooses which keys a query attends to (DSA). A row of FAMILIES is a language model. A row of CARRIERS is
-a model of text and images that holds such a language model whole, its config.json in one part and its tensors behind
-one prefix; the rest of it is not computed.
+some an indexer chooses which keys a query attends to (DSA), in one queries grow with their position. A row of FAMILIES
+is a language model. A row of CARRIERS is a model of text and images that holds such a language model whole, its
+config.json in one part and its tensors behind one prefix; the rest of it is not computed.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ class Family:
     has_experts: bool = True
     ties_embeddings: bool = False  # tie_word_embeddings
     indexer: Indexer | None = None  # None: a query attends to all keys before it
+    scales_queries: bool = False  # by position; its rope_parameters say how
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that it does not have
 
 
@@ -67,6 +68,10 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False, "rope_interleave": True},
     ),
     "youtu": Family(("YoutuForCausalLM",), has_experts=False, ties_embeddings=True),
+    # Mistral Small 4 inside mistral3, and Mistral Large 3, whose params.json comes here by mistral_format.py
+    "mistral4": Family(
+        ("Mistral4ForCausalLM",), topk_methods=("group_top2",), scoring_func="softmax", scales_queries=True
+    ),
 }
 CARRIERS: dict[str, Carrier] = {
     "kimi_k25": Carrier(
@@ -82,11 +87,23 @@ CARRIERS: dict[str, Carrier] = {
             ]
         ),
     ),
+    "mistral3": Carrier(
+        architectures=("Mistral3ForConditionalGeneration",),
+        part="text_config",
+        prefix="language_model.",
+        skipped=("vision_tower.", "multi_modal_projector."),
+        image_keys=frozenset(
+            [
+                *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "spatial_merge_size"),
+                *("vision_feature_layer", "multimodal_projector_bias"),
+            ]
+        ),
+    ),
 }
 # Types that are asked for and not there, and what they compute beyond the families above.
 NOT_IMPLEMENTED = {
     "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
-    "mistral4": "its queries are scaled by position and its gate is a softmax with normed weights",
+    "mistral_large4": "its layers share latents and differ in positions, and softmax scales are learned",
     "kimi_linear": "most of its layers keep a linear-attention state instead of latents",
     "longcat_flash": "its layers have two attentions and experts that compute nothing",
 }

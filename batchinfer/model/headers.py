@@ -4,36 +4,19 @@ No torch here and no weight is read: plans ask as well as ranks. Formats that ru
 are never opened.
 """
 
-import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from batchinfer.model.config_reader import read_json_object
 from batchinfer.model.families import Carrier
+from batchinfer.model.stored_names import TensorInfo, own_names
 from batchinfer.records import ModelError
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+_INDEX_FILES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")  # the other: Mistral's own
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor is and what it looks like; `dtype` is the format's own name, such as BF16 or F8_E4M3."""
-
-    path: Path
-    stored_name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        bits = re.search(r"\d+", self.dtype)  # all formats that are read say them: BF16, F8_E4M3
-        return math.prod(self.shape) * int(bits[0]) // 8 if bits else 0
 
 
 class TensorHeaders:
@@ -65,11 +48,11 @@ def read_headers(folder: Path, carrier: Carrier | None = None) -> TensorHeaders:
             shards, or a tensor that is in two files.
     """
     folder = Path(folder)
-    index_path = folder / _INDEX_FILE
+    index_path = next((folder / name for name in _INDEX_FILES if (folder / name).exists()), None)
     weight_map: dict[str, str] = {}
     if (folder / _SINGLE_FILE).exists():
         paths = [folder / _SINGLE_FILE]
-    elif index_path.exists():
+    elif index_path is not None:
         weight_map = _read_weight_map(index_path)
         paths = [folder / name for name in sorted(set(weight_map.values()))]
     else:
@@ -94,7 +77,7 @@ def read_headers(folder: Path, carrier: Carrier | None = None) -> TensorHeaders:
             for name, info in infos.items()
             if not name.startswith(carrier.skipped)
         }
-    return TensorHeaders(folder, infos)
+    return TensorHeaders(folder, own_names(infos))
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:

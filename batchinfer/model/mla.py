@@ -14,13 +14,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import NamedTuple
 
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.config import ModelConfig, RopeConfig
+from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import zeroed
 from batchinfer.model.ops import Ops
+from batchinfer.model.rope_config import QueryScale, RopeConfig
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
 from batchinfer.records import ConfigError
@@ -78,12 +80,15 @@ class Attention:
     def queries(
         self, x_TD: torch.Tensor, q_latent: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Queries [T, H, N + R] of all tokens, whose latents are written to the pages."""
+        """Queries [T, H, N + R] of all tokens, scaled by position; the tokens' latents are written to the pages."""
         ops, config, weights = self.ops, self.config, self.weights
         q_THA = ops.linear(q_latent, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
         places = step.cos, step.sin, pages, step.slots
-        return ops.rope_and_cache(q_THA, NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave))
+        new_keys = NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave)
+        q_THA = ops.rope_and_cache(q_THA, new_keys)
+        # in float32 and rounded once, in any dtype of the queries
+        return q_THA if step.query_scale is None else q_THA.mul_(step.query_scale[:, None, None])
 
     def core(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
         """Core attention alone, [T, H, V]: prefill chunks in the plain form, decode in the absorbed one."""
@@ -172,8 +177,27 @@ def rope_cos_sin(
     return cos_sin(positions.float()[:, None] * frequencies, rope.cos_sin_scale)
 
 
+def query_scales(scale: QueryScale) -> torch.Tensor:
+    """Factor on the queries of each window of positions, float32; the first is 1.
+
+    Logarithms rounded once: those of a library differ in their last bits between processors.
+    """
+    beta = Decimal(scale.beta)
+    return torch.tensor([float(1 + beta * Decimal(1 + number).ln()) for number in range(scale.num_windows)])
+
+
+class Angles(NamedTuple):
+    """What attention multiplies by at some positions: cos and sin, each [T, R / 2] float32, of their angles; queries
+    by `query_scale`, [T] float32, None: by 1.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_scale: torch.Tensor | None
+
+
 class RotaryAngles:
-    """cos and sin of the positions of a model's tokens; on a CPU each position's are computed once and kept."""
+    """Angles of the positions of a model's tokens; on a CPU each position's are computed once and kept."""
 
     def __init__(
         self,
@@ -186,16 +210,24 @@ class RotaryAngles:
         self._cos_sin = cos_sin
         self._frequencies = rope_frequencies(rope, rope_dim).to(device)
         self._cos, self._sin = self._of(torch.arange(0, device=device))
+        self._query_scales = None if rope.query_scale is None else query_scales(rope.query_scale).to(device)
 
-    def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As rope_cos_sin."""
+    def at(self, positions_T: torch.Tensor) -> Angles:
+        """See Angles."""
+        query_scale_T = self._query_scale(positions_T)
         if not positions_T.is_cpu:  # how far the table must reach is not known on the host
-            return self._of(positions_T)
+            return Angles(*self._of(positions_T), query_scale_T)
         needed = int(positions_T.max()) + 1 if len(positions_T) else 0
         if needed > len(self._cos):
             known = torch.arange(max(2 * len(self._cos), needed, _FIRST_POSITIONS))
             self._cos, self._sin = self._of(known)
-        return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+        return Angles(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T), query_scale_T)
+
+    def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+        if self._rope.query_scale is None or self._query_scales is None:
+            return None
+        # guesses may lie behind the model's window, by less than one more
+        return self._query_scales.index_select(0, positions_T // self._rope.query_scale.window)
 
     def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_cos_sin(positions, self._frequencies, self._rope, self._cos_sin)

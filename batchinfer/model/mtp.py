@@ -60,7 +60,7 @@ class DraftInput:
     def rows(self, first: int, count: int, model: DraftModel) -> AttentionStep:
         """Some of these rows as a decode step."""
         some = slice(first, first + count)
-        cos, sin = model.angles.at(self.positions[some])
+        cos, sin, query_scale = model.angles.at(self.positions[some])
         return AttentionStep(
             tokens=self.tokens,
             positions=self.places[some],
@@ -70,6 +70,7 @@ class DraftInput:
             kv_tokens=self.places[some] + 1,
             cos=cos,
             sin=sin,
+            query_scale=query_scale,
         )
 
 

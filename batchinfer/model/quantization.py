@@ -1,4 +1,4 @@
-"""How config.json says that weights are stored: FP8 in blocks, or 4-bit integers (compressed-tensors, AWQ, GPTQ).
+"""How config.json says that weights are stored: FP8 (in blocks or with one scale), or 4-bit integers (compressed-tensors, AWQ, GPTQ).
 
 Which weights are stored so, the headers of the files say. What else a format may mean (other bits, another packing,
 rounded activations) would change what the model computes and is refused by name.
@@ -10,10 +10,11 @@ from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.integer_forms import IntegerForm
 
-INT4_FORMAT = "pack-quantized"
+INT4_FORMAT, FP8_FORMAT = "pack-quantized", "float-quantized"  # of compressed-tensors
 # How scales were rounded or found when they were made, and which tensors have none, as their headers say.
 _FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
-_INT4_NOTES = (
+_FP8_BLOCK = 128, 128
+_COMPRESSED_NOTES = (
     *("ignore", "targets", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     *("global_compression_ratio", "run_compressed", "version"),
 )
@@ -32,33 +33,69 @@ _GPTQ_NOTES = (
 
 
 def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
-    """The fields fp8_block and integers of ModelConfig.
+    """The fields fp8_block, fp8_per_tensor and integers of ModelConfig.
 
     Raises:
         ModelError: the weights are stored in another way; the sentence names the key and its value.
     """
+    fields: dict[str, Any] = {"fp8_block": None, "fp8_per_tensor": False, "integers": None}
     if section is None:
-        return {"fp8_block": None, "integers": None}
-    read = _INTEGERS.get(section.text("quant_method", default=""))
-    if read is not None:
-        return {"fp8_block": None, "integers": read(section)}
-    return {"fp8_block": _read_fp8_block(section), "integers": None}
+        return fields
+    method = section.text("quant_method", default="")
+    if method == "compressed-tensors" and section.text("format", default="") == FP8_FORMAT:
+        _check_fp8_groups(section)
+        return fields | {"fp8_block": _FP8_BLOCK}
+    if method in _INTEGERS:
+        return fields | {"integers": _INTEGERS[method](section)}
+    return fields | {"fp8_block": _FP8_BLOCK, "fp8_per_tensor": not _has_fp8_blocks(section)}
 
 
-def _read_fp8_block(section: ConfigReader) -> tuple[int, int]:
-    """Rows and columns of one scale (DeepSeek-V3 report section 3.3.2)."""
+def _has_fp8_blocks(section: ConfigReader) -> bool:
+    """Whether each block has a scale (DeepSeek-V3 report section 3.3.2); otherwise each weight has.
+
+    Where inputs have fixed scales (static) weights have one each, too; inputs are rounded by their own values here.
+    """
     supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq" or "gptq" in 4 bits; or none'
     section.expect("quant_method", "fp8", supported, needed=True)
     section.expect("fmt", "e4m3", '"e4m3"')
-    section.expect("activation_scheme", "dynamic", '"dynamic"')
-    section.expect("weight_block_size", [128, 128], "[128, 128]", needed=True)
     section.pass_over(*_FP8_NOTES)
-    return 128, 128
+    if not section.has("weight_block_size") and section.text("activation_scheme", default="") == "static":
+        return False
+    section.expect("activation_scheme", "dynamic", '"dynamic"')
+    section.expect("weight_block_size", list(_FP8_BLOCK), "[128, 128]", needed=True)
+    return True
+
+
+def _check_fp8_groups(section: ConfigReader) -> None:
+    """Blocks of FP8 as compressed-tensors describes them, inputs rounded by their own values."""
+    scheme, weights = _one_group(section)
+    scheme.expect("format", FP8_FORMAT, f'"{FP8_FORMAT}"')
+    weights.expect("num_bits", 8, "8", needed=True)
+    weights.expect("type", "float", '"float"', needed=True)
+    weights.expect("strategy", "block", '"block"', needed=True)
+    weights.expect("block_structure", list(_FP8_BLOCK), "[128, 128]", needed=True)
+    weights.expect("symmetric", True, "true: there are no zero points")
+    if (inputs := scheme.section("input_activations")) is not None:
+        inputs.expect("dynamic", True, "true: inputs are rounded by their own values")
+    _judge_groups(section, scheme, weights)
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
     """All quantised weights are symmetric 4-bit integers."""
-    section.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}"', needed=True)
+    section.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
+    scheme, weights = _one_group(section)
+    scheme.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}"')
+    weights.expect("num_bits", 4, "4", needed=True)
+    weights.expect("type", "int", '"int"')
+    weights.expect("symmetric", True, "true: there are no zero points")
+    weights.expect("strategy", "group", '"group"')
+    group = weights.size("group_size")
+    _judge_groups(section, scheme, weights)
+    return IntegerForm("compressed-tensors", group)
+
+
+def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
+    """The only scheme of compressed-tensors, and what it says of weights."""
     section.expect("quantization_status", "compressed", '"compressed"')
     groups = section.section("config_groups")
     names = [] if groups is None else list(groups.unread())
@@ -66,16 +103,14 @@ def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
     weights = None if scheme is None else scheme.section("weights")
     if scheme is None or weights is None:
         raise section.unsupported("config_groups", names, "one group with weights")
-    scheme.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}"')
-    weights.expect("num_bits", 4, "4", needed=True)
-    weights.expect("type", "int", '"int"')
-    weights.expect("symmetric", True, "true: there are no zero points")
-    weights.expect("strategy", "group", '"group"')
-    group = weights.size("group_size")
-    for part in (weights, scheme, section):
-        part.pass_over(*_INT4_NOTES, *(key for key, value in part.unread().items() if not value))
+    return scheme, weights
+
+
+def _judge_groups(*parts: ConfigReader) -> None:
+    """Refuse what else a scheme says."""
+    for part in parts[::-1]:
+        part.pass_over(*_COMPRESSED_NOTES, *(key for key, value in part.unread().items() if not value))
         judge_unread_keys(part, refuse_unknown=True)
-    return IntegerForm("compressed-tensors", group)
 
 
 def _read_awq(section: ConfigReader) -> IntegerForm:

@@ -133,15 +133,19 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep(StepTensors):
-    """A step as all layers share it, with the rotary angles of its positions."""
+    """A step as all layers share it, with the rotary angles of its positions and what its queries are multiplied by."""
 
     cos: torch.Tensor  # [T, R / 2] float32
     sin: torch.Tensor
+    query_scale: torch.Tensor | None = None  # [T] float32; None: all 1
     schedule: dict[str, Any] = field(default_factory=dict)  # what attention keeps from one layer to the next
 
     @classmethod
-    def with_angles(cls, step: StepTensors, cos: torch.Tensor, sin: torch.Tensor) -> AttentionStep:
-        return cls(cos=cos, sin=sin, **{item.name: getattr(step, item.name) for item in fields(StepTensors)})
+    def with_angles(
+        cls, step: StepTensors, cos: torch.Tensor, sin: torch.Tensor, query_scale: torch.Tensor | None
+    ) -> AttentionStep:
+        values = {item.name: getattr(step, item.name) for item in fields(StepTensors)}
+        return cls(cos=cos, sin=sin, query_scale=query_scale, **values)
 
     @property
     def is_decode(self) -> bool:
@@ -164,6 +168,7 @@ class AttentionStep(StepTensors):
             self,
             cos=self.cos[self.logit_rows],
             sin=self.sin[self.logit_rows],
+            query_scale=None if self.query_scale is None else self.query_scale[self.logit_rows],
             positions=positions_S,
             slots=self.slots[self.logit_rows],
             page_table=self.page_table[self.chunk_of_row],

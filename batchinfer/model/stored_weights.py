@@ -44,14 +44,14 @@ class StoredWeights:
             return self._integers(form, name).widened(dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return self._dequantize(stored, self._scale(name + SCALE_SUFFIX), dtype, self._fp8_block)
+            return self._dequantize(stored, self._block_scale(name), dtype, self._fp8_block)
         return stored.to(dtype)
 
     def read_blocks(self, name: str) -> BlockScaled | None:
         """A weight that is stored in FP8 bit for bit, None where it is stored otherwise."""
         if name + SCALE_SUFFIX not in self._checkpoint:
             return None
-        return BlockScaled(self._checkpoint.read(name), self._scale(name + SCALE_SUFFIX))
+        return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
 
     def read_groups(self, name: str) -> GroupScaled | None:
         """A weight whose stored integers fit groups of 32, integer by integer; None where they do not, or are none.
@@ -93,6 +93,14 @@ class StoredWeights:
             path = self._checkpoint.info(name).path
             raise ModelError(f"{path}: {name} is from {least} to {most}, but there are {num_groups} groups.")
         return group_M
+
+    def _block_scale(self, name: str) -> torch.Tensor:
+        """A scale for each block of a weight, the same for all where the weight has one."""
+        scale = self._scale(name + SCALE_SUFFIX)
+        if scale.numel() != 1 or self._fp8_block is None:
+            return scale
+        grid = [-(-size // block) for size, block in zip(self.shape(name), self._fp8_block, strict=True)]
+        return scale.reshape(1, 1).expand(grid).contiguous()
 
     def _scale(self, name: str) -> torch.Tensor:
         """Scales in float32, which holds all that they are stored in."""

@@ -4,6 +4,7 @@ Only headers are looked at, so the check covers the whole checkpoint, also the t
 made without torch, and asks as well.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -16,10 +17,12 @@ from batchinfer.records import ModelError
 SCALE_SUFFIX = "_scale_inv"
 
 _FP8 = "F8_E4M3"
-_FP8_SCALES = ("F32", "F8_E8M0")
+_FP8_SCALES = ("F32", "BF16", "F8_E8M0")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Beside weights with one scale each: one for what they are multiplied with, which is rounded by its own values here.
+_INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale")
 _MAX_LISTED = 10
 
 
@@ -212,6 +215,8 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that may be there and are not used."""
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
         return True
+    if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
+        return True
     parts = name.split(".")
     first = config.num_hidden_layers
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
@@ -239,12 +244,13 @@ def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, for
 
 
 def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A scale is a float or a power of two, one per block; the blocks at the edges may be smaller than the others."""
+    """A scale is a float or a power of two, one per block (those at the edges may be smaller) or one in all."""
     info = checkpoint.info(name)
     rows, columns = config.fp8_block or (1, 1)
     num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape
     needed = (-(-num_out // rows), -(-num_in // columns))
-    if info.shape != needed or info.dtype not in _FP8_SCALES:
+    has_one = config.fp8_per_tensor and math.prod(info.shape) == 1
+    if (info.shape != needed and not has_one) or info.dtype not in _FP8_SCALES:
         needs = f"{' or '.join(_FP8_SCALES)} {list(needed)}"
         raise ModelError(f"{info.path}: {name} is {info.dtype} {list(info.shape)} instead of {needs}.")
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.config.model_files import config_file
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
@@ -332,7 +333,7 @@ def _remove_leftovers(run: RunDir) -> None:
 def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
     more = len(model.unknown_keys) - NAMED_KEYS
     return (
-        f"warning: {Path(job.model.path) / 'config.json'} has keys that are not known here and not used: "
+        f"warning: {config_file(Path(job.model.path))} has keys that are not known here and not used: "
         f"{', '.join(model.unknown_keys[:NAMED_KEYS])}{f' and {more} more' if more > 0 else ''}; "
         "answers are wrong if the model needs them"
     )
@@ -341,7 +342,7 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
 def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
     if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
         raise ConfigError(
-            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>; use 'none'"
+            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
         )
     if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
         note(

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from batchinfer.data.tokenizer import END_OF_THINKING, PromptTokenizer
+from batchinfer.data.tokenizer import PromptTokenizer, thinking_tokens
 
-BEGIN = "<think>"
 Mode = Literal["none", "auto", "deepseek_r1"]
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTokens:
-    """The ids of <think> (None: the tokenizer has none) and </think>."""
+    """The ids of <think> (None: the tokenizer has none) and </think>, or of Mistral's [THINK] and [/THINK]."""
 
     begin: int | None
     end: int
@@ -20,8 +19,8 @@ class ThinkingTokens:
     @classmethod
     def of(cls, tokenizer: PromptTokenizer) -> "ThinkingTokens | None":
         """None: the tokenizer has no token for the end of thinking."""
-        end = tokenizer.token_id(END_OF_THINKING)
-        return None if end is None else cls(tokenizer.token_id(BEGIN), end)
+        found = thinking_tokens(tokenizer)
+        return None if found is None else cls(*found)
 
 
 class Thinking:

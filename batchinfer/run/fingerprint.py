@@ -9,6 +9,7 @@ from typing import Any
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
+from batchinfer.config.model_files import config_file
 from batchinfer.records import ModelError, RunMismatchError, Shard
 
 SAMPLE_BYTES = 128
@@ -80,8 +81,8 @@ def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path) -> Non
 
 
 def config_digest(folder: Path) -> str:
-    """Digest of config.json in canonical form (key order and white space do not count)."""
-    path = folder / "config.json"
+    """Digest of config.json (or what stands for it) in canonical form: key order and white space do not count."""
+    path = config_file(folder)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

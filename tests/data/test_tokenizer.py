@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from batchinfer.data.chat import MAX_CHARS, ChatError, ChatTemplate
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
 from batchinfer.records import ModelError
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
@@ -308,3 +308,23 @@ def test_streamed_pieces_join_to_the_decoded_text(sample, seed):
         whole = sample.decode(ids[:place])
         assert whole.startswith(text)
         assert whole == text or whole.endswith("\ufffd")
+
+
+def test_marks_of_tool_calls_are_shown_and_thinking_of_mistral_is_found(folder):
+    texts = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+    table = json.loads((folder / "tokenizer.json").read_text())
+    first = load_tokenizer(folder).vocab_size
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    table["added_tokens"] += [{"id": first + place, "content": text, **flags} for place, text in enumerate(texts)]
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            change(folder / name, added_tokens_decoder=None)
+    tokenizer = load_tokenizer(folder)
+    ids = [tokenizer.token_id(text) for text in texts]
+    called, args, begin, end = ids
+    assert thinking_tokens(tokenizer) == (begin, end)
+    answer = [begin, *tokenizer.encode_piece("so"), end, called, *tokenizer.encode_piece("now"), args]
+    assert tokenizer.decode(answer) == "so[TOOL_CALLS]now[ARGS]"
+    # who writes them in a message still writes control tokens
+    assert tokenizer.control.first_in("x [TOOL_CALLS]") == "[TOOL_CALLS]"

@@ -66,6 +66,23 @@ def glm(*calls):
     return "\n".join(texts)
 
 
+def mistral(*calls):
+    return "".join(f"[TOOL_CALLS]{call['name']}[ARGS]{call['arguments']}" for call in calls)
+
+
+def old_mistral(*calls):
+    listed = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
+    return f"[TOOL_CALLS]{json.dumps(listed)}"
+
+
+@pytest.mark.parametrize("form", [mistral, old_mistral])
+def test_calls_of_mistral_are_read_up_to_the_end_of_the_text(form):
+    assert parse_tool_calls(f"I look it up.{form(ROME, LATER)}") == [ROME, LATER]
+    assert parse_tool_calls(f"{form(ROME)}</s>") == [ROME]
+    assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
+    assert parse_tool_calls(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
+
+
 @pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm])
 def test_calls_are_read_in_every_form(form):
     assert parse_tool_calls(form(ROME)) == [ROME]
@@ -73,7 +90,7 @@ def test_calls_are_read_in_every_form(form):
     assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
 
 
-@pytest.mark.parametrize("form", [v32, kimi, glm])
+@pytest.mark.parametrize("form", [v32, kimi, glm, mistral])
 def test_a_call_without_arguments_and_with_tricky_texts(form):
     calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]
     assert parse_tool_calls(form(*calls)) == calls
@@ -126,6 +143,14 @@ def test_an_answer_that_calls_nothing_has_no_calls():
         glm(ROME).removesuffix("</tool_call>"),
         glm(ROME).replace("</arg_value>", ""),
         glm(ROME).replace("weather", ""),
+        mistral(ROME)[:-1],
+        mistral(ROME) + "and then",
+        mistral(ROME).replace("weather", ""),
+        mistral(ROME).replace("[TOOL_CALLS]", ""),
+        old_mistral(ROME)[:-1],
+        old_mistral(ROME).replace('"name"', '"tool"'),
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][]",
         glm(ROME) + glm(ROME).replace("<tool_call>", "<tool_call><arg_key>city</arg_key>"),
     ],
 )

@@ -87,6 +87,25 @@ def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtyp
     assert (num_rows > 0) == (name not in NO_EXPERTS)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_queries_grow_with_their_position_in_one_call_and_operation_by_operation(backend, tmp_path):
+    theirs = make_checkpoint(tmp_path, "mistral4")
+    model = Transformer.load(tmp_path, dtype=torch.float32, backend=backend)
+    assert isinstance(model.layers[0].attention, FusedAttention) == (backend == "cpu")
+    prompt = torch.arange(70)  # almost three windows of 24 positions
+    requests = PagedRequests(model, [prompt], max_new_tokens=4)
+    requests.prefill([0], (1000,))
+    requests.decode_greedily([0], 4)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([requests.tokens[0]])).logits[0]
+        theirs.config.rope_parameters = theirs.config.rope_parameters | {"llama_4_scaling_beta": 0.0}
+        constant = theirs(torch.tensor([requests.tokens[0]])).logits[0]
+    found = requests.all_logits(0)
+    assert (found - expected).abs().max() < 1e-4
+    assert (found[:24] - constant[:24]).abs().max() < 1e-4
+    assert (found[24:] - constant[24:]).abs().amax(-1).min() > 1e-3
+
+
 def test_biases_need_the_operations_one_by_one(tmp_path):
     make_checkpoint(tmp_path, "v3", attention_bias=True)
     model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="cpu")

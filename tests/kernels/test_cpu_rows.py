@@ -67,7 +67,7 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
         assert torch.equal(part_pages[slots[start:stop]], pages[slots[start:stop]])
 
 
-@pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
+@pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy", "group_top2"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("experts", "groups", "topk_groups", "topk"), [(16, 4, 2, 4), (256, 8, 4, 8), (6, 1, 1, 6)])
 def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_groups, topk, has_bias, method, threads):

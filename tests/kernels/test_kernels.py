@@ -51,6 +51,16 @@ def test_gate_worked_example_v2():
     assert weights.sum().item() == pytest.approx(1.0)  # normalised weights are not scaled
 
 
+def test_gate_worked_example_mistral_4():
+    logits = [[3.0, 0.0, 2.5, 2.4]]  # groups {0, 1} and {2, 3}: the best is in the first, the best two in the second
+    probabilities = torch.softmax(torch.tensor(logits[0]), 0).tolist()
+    ids, weights = choose(logits, method="group_top2", num_groups=2, scale=1.5)
+    assert ids.tolist() == [[2, 3]]
+    total = probabilities[2] + probabilities[3]
+    assert weights.tolist()[0] == pytest.approx([1.5 * one / total for one in probabilities[2:]])
+    assert choose(logits, method="group_limited_greedy", num_groups=2)[0].tolist() == [[0, 1]]
+
+
 def test_equal_scores_go_to_the_lowest_index():
     ids, _ = choose([[0.0] * 8], topk=3)
     assert ids.tolist() == [[0, 1, 2]]

@@ -67,7 +67,7 @@ def test_positions_and_pages_are_those_of_the_reference(heads, nope, rotary, lat
         assert torch.equal(part_pages[slots[start:stop]], pages[slots[start:stop]])
 
 
-@pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy", "greedy"])
+@pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy", "group_top2", "greedy"])
 @pytest.mark.parametrize(("experts", "groups", "topk_groups", "topk"), [(16, 4, 2, 4), (160, 8, 3, 6), (6, 1, 1, 6)])
 def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_groups, topk, method):
     logits = 2 * random(37, experts, dtype=torch.float32)

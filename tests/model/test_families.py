@@ -4,6 +4,7 @@ The values are those of the published files, without keys that say nothing about
 """
 
 import json
+import math
 import shutil
 from typing import Any
 
@@ -16,9 +17,11 @@ from batchinfer.model.families import FAMILIES, NOT_IMPLEMENTED
 from batchinfer.model.headers import read_headers
 from batchinfer.model.indexer_config import IndexerConfig
 from batchinfer.model.integer_forms import IntegerForm
+from batchinfer.model.rope_config import QueryScale
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.mistral_files import LARGE_3
 from support.packed_weights import KIMI_INT4
 from support.paths import RANDOM_MODEL
 
@@ -162,6 +165,47 @@ GLM_5 = of_type(
 )
 
 
+MISTRAL_4 = of_type(
+    *("mistral4", "Mistral4ForCausalLM", 4096, 36, 32),
+    **(MLA | {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}),
+    **experts(128, 4, 2048, 1.0, first_k_dense_replace=0, n_group=1, topk_group=1, norm_topk_prob=True),
+    intermediate_size=12288,
+    vocab_size=131072,
+    max_position_embeddings=1048576,
+    rope_interleave=True,
+    rope_parameters=YARN
+    | {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
+    | {"max_position_embeddings": 1048576, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5},
+    head_dim=128,
+    qk_head_dim=128,
+    eos_token_id=2,
+)
+FP8_STATIC = {
+    "activation_scheme": "static",
+    "dequantize": False,
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    "quant_method": "fp8",
+    "weight_block_size": None,
+}
+SMALL_4 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": MISTRAL_4,
+    "vision_config": {"model_type": "pixtral", "num_hidden_layers": 24},
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": False,
+    "quantization_config": FP8_STATIC,
+}
+
+
+def mistral_rope(**changes: Any) -> dict[str, Any]:
+    return MISTRAL_4 | {"rope_parameters": MISTRAL_4["rope_parameters"] | changes}
+
+
 def indexer(num_heads: int, *, rope_interleave: bool = False, sharing_layers: frozenset[int] = frozenset()) -> Any:
     return IndexerConfig(num_heads, 128, 2048, rope_interleave, sharing_layers)
 
@@ -170,8 +214,8 @@ def indexer(num_heads: int, *, rope_interleave: bool = False, sharing_layers: fr
 SHARED = indexer(32, rope_interleave=True, sharing_layers=frozenset(layer for layer in range(1, 78) if (layer - 1) % 4))
 
 
-def load(folder, values: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(values))
+def load(folder, values: dict[str, Any], file: str = "config.json") -> ModelConfig:
+    (folder / file).write_text(json.dumps(values))
     return load_model_config(folder)
 
 
@@ -205,6 +249,12 @@ ACCEPTED = {
     ),
     "glm-5.2-frequency": (GLM_5 | {"index_topk_freq": 4}, {"indexer": SHARED}),
     "glm-5.2-pattern": (GLM_5 | {"index_topk_pattern": "F" + 19 * "FSSS" + "F"}, {"indexer": SHARED}),
+    "mistral-small-4": (
+        SMALL_4,
+        {"num_moe_layers": 36, "fp8_per_tensor": True, "topk_method": "group_top2", "family": "mistral4"}
+        | {"softmax_scale": pytest.approx(128**-0.5 * 1.485203**2, rel=1e-6), "eos_token_ids": (2,)},
+    ),
+    "mistral-small-4-text": (MISTRAL_4, {"fp8_block": None, "carrier": None, "latent_dim": 320}),
     "youtu-untied": (YOUTU | {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
 }
 REFUSED = {
@@ -218,7 +268,26 @@ REFUSED = {
     "glm-5-shares-from-nobody": (GLM_5 | {"indexer_types": ["shared"] * 78}, ["indexer_types", "the first one"]),
     "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
     "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
-    "mistral-small-4": (V3 | {"model_type": "mistral4"}, ["mistral4", "scaled by position"]),
+    "mistral-large-4": (V3 | {"model_type": "mistral_large4"}, ["mistral_large4", "share latents"]),
+    "mistral-small-3": (
+        SMALL_4 | {"text_config": {"model_type": "mistral", "hidden_size": 5120}},
+        ['text_config.model_type is "mistral"', "mistral4"],
+    ),
+    "mistral-4-without-beta": (mistral_rope(llama_4_scaling_beta=None), ["llama_4_scaling_beta is missing"]),
+    "mistral-4-without-yarn": (mistral_rope(type=None, rope_type="default"), ["rope_type", '"yarn"']),
+    "mistral-4-without-rope": (MISTRAL_4 | {"rope_parameters": None}, ["rope_parameters is null", "llama_4_scaling"]),
+    "mistral-4-half-rotated": (mistral_rope(partial_rotary_factor=0.25), ["partial_rotary_factor is 0.25", "0.5"]),
+    "mistral-4-many-windows": (
+        mistral_rope(original_max_position_embeddings=15),
+        ["original_max_position_embeddings is 15", "at least 16"],
+    ),
+    "mistral-4-other-rope": (mistral_rope(mrope_section=[1]), ["mrope_section", "changes what the model computes"]),
+    "mistral-4-groups-of-one": (MISTRAL_4 | {"n_group": 128, "topk_group": 4}, ["n_group is 128", "best two"]),
+    "mistral-4-v3-gate": (MISTRAL_4 | {"topk_method": "noaux_tc"}, ["topk_method", "group_top2"]),
+    "mistral-4-static-blocks": (
+        MISTRAL_4 | {"quantization_config": FP8_STATIC | {"weight_block_size": [128, 128]}},
+        ['activation_scheme is "static"'],
+    ),
     "kimi-linear": (V3 | {"model_type": "kimi_linear"}, ["kimi_linear", "linear-attention"]),
     "longcat-flash": (V3 | {"model_type": "longcat_flash"}, ["longcat_flash", "two attentions"]),
     "v3-with-an-indexer": (V3 | {"index_topk": 2048}, ["index_topk is 2048", "changes what the model computes"]),
@@ -247,6 +316,65 @@ def test_a_published_config_is_accepted(tmp_path, name):
     config = load(tmp_path, values)
     assert config.unknown_keys == ()
     assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_mistral_large_3_is_read_from_its_params(tmp_path):
+    config = load(tmp_path, LARGE_3, "params.json")
+    assert config.unknown_keys == ()
+    expected = {
+        **{"family": "mistral4", "num_moe_layers": 58, "n_routed_experts": 128, "num_experts_per_tok": 4},
+        **{"fp8_block": (128, 128), "fp8_per_tensor": False, "eos_token_ids": (2,), "max_positions": 294912},
+        **{"intermediate_size": 16384, "moe_intermediate_size": 4096, "first_k_dense_replace": 3},
+        **{"norm_topk_prob": True, "topk_method": "group_top2", "tie_word_embeddings": False, "rope_interleave": True},
+        # `apply_scale` is false: YaRN changes angles only
+        **{"softmax_scale": 192**-0.5, "rms_norm_eps": 1e-6},
+    }
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert config.rope.query_scale == QueryScale(beta=0.1, window=8192, num_windows=38)
+    assert (config.rope.factor, config.rope.beta_fast, config.rope.beta_slow) == (36.0, 32.0, 1.0)
+    assert config.rope.cos_sin_scale == 1.0
+    assert config.carrier is not None
+    assert config.carrier.skipped[0] == "vision_encoder."
+    scaled = load(tmp_path, LARGE_3 | {"yarn": LARGE_3["yarn"] | {"apply_scale": True}}, "params.json")
+    assert scaled.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(36) + 1) ** 2)
+    per_tensor = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
+    old = LARGE_3 | {"quantization_config": None, "quantization": per_tensor, "vision_encoder": None}
+    assert load(tmp_path, old, "params.json").fp8_per_tensor
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_lora_rank": None}, ["kv_lora_rank is missing"]),
+        ({"dim": -1}, ["dim is -1"]),
+        ({"head_dim": 128}, ["head_dim is 128"]),
+        ({"sliding_window": 4096}, ["sliding_window is 4096"]),
+        ({"yarn": LARGE_3["yarn"] | {"apply_scale": 1}}, ["yarn.apply_scale is 1", "true or false"]),
+        ({"yarn": LARGE_3["yarn"] | {"beta": 0}}, ["yarn.beta is 0"]),
+        ({"yarn": LARGE_3["yarn"] | {"gamma": 2}}, ["yarn.gamma is 2", "changes what the model computes"]),
+        ({"yarn": [1]}, ["yarn is [1]", "a JSON object"]),
+        ({"llama_4_scaling": None}, ["llama_4_scaling.beta is missing"]),
+        ({"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 4096}}, ["is 4096", "8192"]),
+        ({"moe": LARGE_3["moe"] | {"renorm_strategy": "NONE"}}, ['moe.renorm_strategy is "NONE"', '"WEIGHTS"']),
+        ({"moe": LARGE_3["moe"] | {"num_experts": 0.5}}, ["moe.num_experts is 0.5"]),
+        ({"quantization": {"qformat_weight": "int8"}}, ['quantization.qformat_weight is "int8"', "fp8_e4m3"]),
+        (
+            {"quantization_config": LARGE_3["quantization_config"] | {"format": "nvfp4-pack-quantized"}},
+            ["nvfp4-pack-quantized"],
+        ),
+    ],
+)
+def test_params_that_say_something_else_are_refused_in_their_own_words(tmp_path, changes, words):
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path, LARGE_3 | changes, "params.json")
+    for word in (str(tmp_path / "params.json"), *words):
+        assert word in str(refused.value)
+
+
+def test_params_of_another_architecture_are_refused_and_config_json_goes_first(tmp_path):
+    with pytest.raises(ModelError, match="no kv_lora_rank or no moe"):
+        load(tmp_path, {"dim": 4096, "n_layers": 32}, "params.json")
+    assert load(tmp_path, MISTRAL_4).hidden_size == 4096
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -289,7 +417,10 @@ def test_tensors_of_images_are_left_out_and_others_are_not(tmp_path):
 
 @pytest.fixture(
     scope="module",
-    params=["kimi-k25", "v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "glm-dsa-shared"))],
+    params=[
+        *("kimi-k25", "v32", "mistral3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "glm-dsa-shared", "mistral-params")),
+    ],
 )
 def folder(request, tmp_path_factory):
     """A checkpoint, prompts of which some begin alike, and what one rank answers."""

@@ -22,7 +22,17 @@ from support.plain_rows import skip_unless_equal
 # v3-odd-sizes)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 PROMPT_LENGTHS = (5, 64, 1, 131, 30, 65)
-INVARIANT_MODELS = ("v3", "v3-groups", "v3-yarn", "v3-odd-sizes", "v3-wide", "v2-groups", "v32", "glm-dsa-shared")
+INVARIANT_MODELS = (
+    "v3",
+    "v3-groups",
+    "v3-yarn",
+    "v3-odd-sizes",
+    "v3-wide",
+    "v2-groups",
+    "v32",
+    "glm-dsa-shared",
+    "mistral4",
+)
 
 
 def random_prompts(lengths=PROMPT_LENGTHS, seed=1):

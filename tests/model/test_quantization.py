@@ -59,9 +59,19 @@ REFUSED: list[tuple[Any, str]] = [
     *(
         (int4_config(format=name), f'quantization_config.format is "{name}", but supported is "pack-quantized"')
         for name in (
-            *("naive-quantized", "float-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+            *("naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
             *("marlin-24", "dense"),
         )
+    ),
+    (int4_config(format="float-quantized"), f"{WEIGHTS}.num_bits is 4, but supported is 8"),
+    (int4_config(format="float-quantized", num_bits=8), f'{WEIGHTS}.type is "int", but supported is "float"'),
+    (
+        int4_config(format="float-quantized", num_bits=8, type="float", strategy="channel"),
+        f'{WEIGHTS}.strategy is "channel", but supported is "block"',
+    ),
+    (
+        int4_config(format="float-quantized", num_bits=8, type="float", strategy="block"),
+        f"{WEIGHTS}.block_structure is missing",
     ),
     (without(KIMI_INT4, "format"), "quantization_config.format is missing or null"),
     (without(KIMI_INT4, "quant_method"), "quantization_config.quant_method is missing or null"),

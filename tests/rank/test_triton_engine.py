@@ -17,6 +17,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import registry
 from batchinfer_kernels.triton import ops, probe
+from support.checkpoints import MISTRAL, edit_config, make_checkpoint
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
@@ -76,9 +77,24 @@ def test_logits_are_as_good_as_those_of_the_reference(eight_bit):
     assert (ours - exact).abs().mean() < 1.25 * (plain - exact).abs().mean()
 
 
-def logits_of(prompt, **options):
+@pytest.mark.slow
+@needs_triton
+@interpreted
+def test_queries_grow_with_their_position_as_with_the_reference(tmp_path):
+    make_checkpoint(tmp_path, "mistral4")
+    prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(0))  # the factor changes at 24
+    options = {"dtype": torch.bfloat16, "folder": tmp_path}
+    exact = logits_of(prompt, **options | {"dtype": torch.float32}, backend="reference")
+    ours, plain = (logits_of(prompt, **options, backend=name) for name in ("triton", "reference"))
+    assert (ours - exact)[24:].abs().mean() < 1.25 * (plain - exact)[24:].abs().mean()
+    edit_config(tmp_path, rope_parameters=MISTRAL["rope_parameters"] | {"llama_4_scaling_beta": 0.0})
+    constant = logits_of(prompt, **options, backend="reference")
+    assert (ours - constant)[24:].abs().mean() > 2 * (ours - plain)[24:].abs().mean()
+
+
+def logits_of(prompt, folder=RANDOM_MODEL, **options):
     """The logits of a prompt alone."""
-    requests = PagedRequests(Transformer.load(RANDOM_MODEL, **options), [prompt], max_new_tokens=0)
+    requests = PagedRequests(Transformer.load(folder, **options), [prompt], max_new_tokens=0)
     requests.prefill([0], [1000])
     return requests.all_logits(0)
 

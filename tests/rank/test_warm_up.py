@@ -66,7 +66,7 @@ def test_rotary_angles_stay_what_they_are_however_far_positions_reach(tmp_path):
         torch.arange(5000),
     ):
         expected = rope_cos_sin(positions, rope_frequencies(rope, width), rope, reference_rows.cos_sin)
-        for got, wanted in zip(angles.at(positions), expected, strict=True):
+        for got, wanted in zip(angles.at(positions)[:2], expected, strict=True):
             assert got.shape == (len(positions), width // 2)
             assert torch.equal(got, wanted)
-    assert all(torch.equal(again, before) for again, before in zip(angles.at(few), first, strict=True))
+    assert all(torch.equal(again, before) for again, before in zip(angles.at(few)[:2], first[:2], strict=True))

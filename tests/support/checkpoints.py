@@ -6,6 +6,7 @@ out or applied twice shows up in the logits.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -26,11 +27,17 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     YoutuConfig,
     YoutuForCausalLM,
 )
+
+from support.mistral_files import write_as_mistral
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -67,6 +74,15 @@ _MOE_KEYS = (
 )
 V3 = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
 INDEXER = {"index_topk": 16, "index_n_heads": 32, "index_head_dim": 16}
+# the factor on queries changes every 24 positions, which is no divisor of a page
+MISTRAL_YARN = YARN | {"original_max_position_embeddings": 24, "factor": 16.0, "llama_4_scaling_beta": 0.4}
+UNSCALED_YARN = MISTRAL_YARN | {"attention_factor": 1.0}  # what `apply_scale` false says in params.json
+MISTRAL = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "rope_parameters": MISTRAL_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 V2 = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_shared_experts": 2}
 
 # name -> (family, what differs from BASE)
@@ -146,6 +162,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa",
         V3 | INDEXER | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
+    "mistral4": (
+        "mistral4",
+        MISTRAL
+        | {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 3, "q_lora_rank": None}
+        | {"routed_scaling_factor": 1.7, "num_attention_heads": 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-5},
+    ),
+    "mistral3": ("mistral3", MISTRAL | {"first_k_dense_replace": 0}),
+    "mistral-params": ("mistral_params", MISTRAL | {"rope_parameters": UNSCALED_YARN}),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
@@ -160,6 +184,8 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "youtu": (YoutuConfig, YoutuForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "mistral4": (Mistral4Config, Mistral4ForCausalLM),
+    "mistral_params": (Mistral4Config, Mistral4ForCausalLM),
 }
 _BASES = {
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
@@ -173,17 +199,24 @@ _VISION = {
     "num_attention_heads": 2,
     "patch_size": 2,
 }
+_PIXTRAL = _VISION | {"model_type": "pixtral", "image_size": 16, "head_dim": 8}
 
 
 def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **overrides: Any) -> torch.nn.Module:
     """Write the named model to `folder` and return transformers' own float32 model of it."""
     family, fields = MODELS[name]
-    fields = _BASES.get(family, BASE) | fields | overrides
+    fields = copy.deepcopy(_BASES.get(family, BASE) | fields | overrides)  # configs fill them in
     torch.manual_seed(seed)
     if family == "kimi_k25":
         parts: dict[str, Any] = {"text_config": {"model_type": "kimi_k2", **fields}, "vision_config": _VISION}
         model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
             Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
+        )
+    elif family == "mistral3":
+        model = Mistral3ForConditionalGeneration(
+            Mistral3Config(
+                text_config={"model_type": "mistral4", **fields}, vision_config=_PIXTRAL, tie_word_embeddings=False
+            )
         )
     else:
         config, of_config = _CLASSES[family]
@@ -200,6 +233,8 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
         edit_config(folder, model_type=family)
     if family == "kimi_k25":
         write_tensors(folder, {_released_name(key): value for key, value in read_tensors(folder).items()})
+    if family == "mistral_params":
+        write_as_mistral(folder)
     return model
 
 

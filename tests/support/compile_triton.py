@@ -80,7 +80,7 @@ def compile_all():
     angles = of(T, 32, dtype=FLOAT)
     pages, slots = of(1000, 64, 576), of(T, dtype=INT)
     ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
-    for method in ("noaux_tc", "group_limited_greedy", "greedy"):
+    for method in ("noaux_tc", "group_limited_greedy", "group_top2", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
     ops.sort_by_expert(of(8 * T, dtype=INT), E)
     ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))

@@ -36,7 +36,7 @@ class FusedAttention:
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Norm, queries [T, H, A] or those of some rows, and the latents in their pages."""
-        q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.slots, pages, rows_S)
+        q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.query_scale, step.slots, pages, rows_S)
         copy_latents(step, pages)
         return q_THA
 

@@ -54,9 +54,9 @@ class FusedDecode:
         """See schedules.WholeStep."""
         assert step.page_table is not None
         with MicroBatchSpans(log).compute("DECODE"):
-            cos, sin = model.angles.at(step.positions)
+            angles = model.angles.at(step.positions)
             logits_SV, counts, states_SD = self.stack.decode(
-                *(step.tokens, cos, sin, step.positions, step.slots),
+                *(step.tokens, *angles, step.positions, step.slots),
                 *(step.page_table.contiguous(), step.kv_tokens, step.logit_rows, pages),
             )
         for mlp in model.moe_mlps:
@@ -66,13 +66,13 @@ class FusedDecode:
 
     def draft(self, model: Transformer, given: DraftInput, pages: torch.Tensor) -> torch.Tensor:
         """See mtp.Mtp."""
-        cos, sin = model.angles.at(given.positions)
+        angles = model.angles.at(given.positions)
         rows, guesses = given.sampling, np.arange(given.num_guesses)[:, None]
         are_drawn = bool(rows.temperature.any())
         uniforms = uniforms_of(rows.key, given.num_new + guesses) if are_drawn else np.zeros((len(guesses), 0))
         settings = [torch.from_numpy(values) for values in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)]
         return self.stack.draft(
-            *(given.states, given.tokens, given.last_rows, cos, sin, given.places, given.slots),
+            *(given.states, given.tokens, given.last_rows, *angles, given.places, given.slots),
             *(given.page_table, given.places + 1, pages, settings, torch.from_numpy(uniforms)),
         )
 

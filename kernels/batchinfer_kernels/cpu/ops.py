@@ -28,7 +28,7 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIn
 
 Weight = torch.Tensor | Packed
 
-GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")  # numbers as in csrc/kernels.h
+GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy", "group_top2")  # numbers as in csrc/kernels.h
 
 
 # ---- what they do not take

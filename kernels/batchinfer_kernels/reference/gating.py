@@ -23,6 +23,11 @@ class GateRule(NamedTuple):
     normalize: bool
     scale: float
 
+    @property
+    def always_scales(self) -> bool:
+        """Whether weights are scaled, too, that are normalised."""
+        return self.method in ("noaux_tc", "group_top2")
+
 
 def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token and their weights. Equal scores: the lower index goes first.
@@ -32,6 +37,8 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
     "greedy" and "group_limited_greedy" (DeepSeek-V2 report section 2.1.2): softmax scores; groups rank by their best
     one. Here weights are either normalised or scaled, never both, as in the models' own code (other libraries scale
     always, which differs only where `normalize` is on; no published V2 model turns it on).
+    "group_top2" (Mistral 4, transformers' modeling_mistral4): softmax scores; groups rank by the sum of their best two;
+    weights are divided by their sum when `normalize`, times `scale`.
 
     Args:
         logits_TE: [T, E] float32.
@@ -49,13 +56,14 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
     else:
         scores_TE = torch.softmax(logits64_TE, dim=-1).float()
         choice_TE = scores_TE
-        if rule.method == "group_limited_greedy":
-            choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, rule, best=1), 0.0)
+        if rule.method != "greedy":
+            best = 2 if rule.method == "group_top2" else 1
+            choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, rule, best=best), 0.0)
     ids_TK = _top_indices(choice_TE, rule.topk)
     weights_TK = scores_TE.gather(1, ids_TK).double()
     if rule.normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    if rule.method == "noaux_tc" or not rule.normalize:
+    if rule.always_scales or not rule.normalize:
         weights_TK = weights_TK * rule.scale
     return ids_TK, weights_TK.float()
 

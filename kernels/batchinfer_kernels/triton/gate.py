@@ -31,15 +31,15 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
             bias_E if is_v3 else None,
             ids_TK,
             weights_TK,
-            rule.scale if is_v3 or not rule.normalize else 1.0,
+            rule.scale if rule.always_scales or not rule.normalize else 1.0,
             num_tokens,
             num_groups,
             group_size,
             TOPK=rule.topk,
             TOPK_GROUPS=rule.topk_groups if is_limited else 1,
-            IS_V3=is_v3,
+            IS_SIGMOID=is_v3,
             IS_LIMITED=is_limited,
-            HAS_SECOND=group_size > 1,
+            SUMS_TWO=rule.method != "group_limited_greedy" and group_size > 1,
             NORMALIZE=rule.normalize,
             ROWS=rows,
             GROUPS=groups,
@@ -51,8 +51,8 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
 @triton.jit
 def _gate(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale, num_tokens, num_groups, group_size,
-    TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_V3: tl.constexpr, IS_LIMITED: tl.constexpr,
-    HAS_SECOND: tl.constexpr, NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_LIMITED: tl.constexpr,
+    SUMS_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Tensors are [tokens, groups, experts of a group]."""
@@ -67,7 +67,7 @@ def _gate(
 
     logits_at = logits_ptr + token[:, None, None] * num_groups * group_size + ids
     logits = tl.load(logits_at, mask=is_token[:, None, None] & is_expert, other=0.0).to(tl.float64)
-    if IS_V3:
+    if IS_SIGMOID:
         scores = (1.0 / (1.0 + tl.exp(-logits))).to(tl.float32)
     else:
         peak = tl.max(tl.max(tl.where(is_expert, logits, low), 2), 1)
@@ -80,7 +80,7 @@ def _gate(
 
     if IS_LIMITED:
         best = tl.max(choice, 2)
-        if IS_V3 and HAS_SECOND:
+        if SUMS_TWO:
             first = tl.min(tl.where(choice == best[:, :, None], places, far), 2)
             best += tl.max(tl.where(places == first[:, :, None], low, choice), 2)
         group_left, is_allowed = is_group & (token >= 0)[:, None], is_group & (token < 0)[:, None]  # all, none
@@ -89,7 +89,7 @@ def _gate(
             group = tl.min(tl.where(group_left & (best == top[:, None]), groups, far), 1)
             is_allowed = is_allowed | (groups == group[:, None])
             group_left = group_left & (groups != group[:, None])
-        choice = tl.where(is_allowed[:, :, None] | ~is_expert, choice, low if IS_V3 else 0.0)
+        choice = tl.where(is_allowed[:, :, None] | ~is_expert, choice, low if IS_SIGMOID else 0.0)
 
     is_left = is_expert & (token >= 0)[:, None, None]
     slots = tl.arange(0, triton.next_power_of_2(TOPK))[None, :]

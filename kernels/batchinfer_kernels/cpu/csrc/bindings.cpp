@@ -366,7 +366,7 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts,
                 "one float32 bias per expert");
   }
-  TORCH_CHECK(0 <= method && method <= static_cast<int64_t>(batchinfer::GateMethod::kGroupLimitedGreedy), "no gate ",
+  TORCH_CHECK(0 <= method && method <= static_cast<int64_t>(batchinfer::GateMethod::kGroupTop2), "no gate ",
               method);
   TORCH_CHECK(num_groups > 0 && experts % num_groups == 0 && topk_groups <= num_groups, "groups must be equal");
   TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");

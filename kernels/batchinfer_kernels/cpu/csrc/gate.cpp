@@ -79,8 +79,9 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
       if (shape.method != GateMethod::kGreedy && shape.topk_groups < shape.num_groups) {
         for (int64_t group = 0; group < shape.num_groups; ++group) {
           const float* const of_group = choice.data() + group * group_size;
-          groups[group] = shape.method == GateMethod::kNoauxTc ? best_two(of_group, group_size)
-                                                               : *std::max_element(of_group, of_group + group_size);
+          groups[group] = shape.method == GateMethod::kGroupLimitedGreedy
+                              ? *std::max_element(of_group, of_group + group_size)
+                              : best_two(of_group, group_size);
         }
         for (int64_t k = 0; k < shape.topk_groups; ++k) take_best(groups.data(), shape.num_groups);
         // scores of a softmax are masked with zero, as in the reference
@@ -98,7 +99,8 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
       }
       for (int64_t k = 0; k < shape.topk; ++k) {
         const double score = scores[chosen[k]], share = shape.normalize ? score / (total + 1e-20) : score;
-        const bool is_scaled = shape.method == GateMethod::kNoauxTc || !shape.normalize;
+        const bool always_scales = shape.method == GateMethod::kNoauxTc || shape.method == GateMethod::kGroupTop2;
+        const bool is_scaled = always_scales || !shape.normalize;
         weights[token * shape.topk + k] = static_cast<float>(is_scaled ? share * shape.scale : share);
       }
     }

@@ -153,6 +153,9 @@ struct Rotary {
 template <class Value>
 void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, int64_t num_rows,
           const Rotary& rotary);
+// Multiplies each row by its factor, in float32 and rounded once.
+template <class Value>
+void scale_rows(Value* x, const float* factors, int64_t num_rows, int64_t width);
 // Latent rows [latent | rotary]: norm and turn them, write each to its slot of the pages.
 template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
@@ -163,7 +166,7 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
 bool tiles_agree(bool is_one_chain);
 
 // gate.cpp: see reference.gate.
-enum class GateMethod { kNoauxTc, kGreedy, kGroupLimitedGreedy };
+enum class GateMethod { kNoauxTc, kGreedy, kGroupLimitedGreedy, kGroupTop2 };
 struct GateShape {
   GateMethod method;
   int64_t num_tokens, num_experts, topk, num_groups, topk_groups;

@@ -103,14 +103,16 @@ class Attention : public torch::CustomClassHolder {
     TORCH_CHECK(value_up_.weight.depth == latent_dim_ && value_up_.weight.num_columns == value_dim_, "the value weight");
   }
 
-  // Queries [T, H, N + R], turned, or those of `rows` alone; the tokens' latents go to their slots of the pages.
-  Tensor project(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& slots, const Tensor& pages,
-                 const std::optional<Tensor>& rows) const {
+  // Queries [T, H, N + R], turned and times `query_scale` [T], or those of `rows` alone; the tokens' latents go to
+  // their slots of the pages.
+  Tensor project(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& query_scale,
+                 const Tensor& slots, const Tensor& pages, const std::optional<Tensor>& rows) const {
     const Tensor normed = rms_norm(hidden, norm_, eps_);
     Input x(normed);
     if (!rows) {
       const Tensor q = queries(x);
       rope_and_cache(q, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
+      if (query_scale) scale(q, *query_scale);
       return q;
     }
     const Tensor none = at::empty({hidden.size(0), 0, rotary_}, hidden.options());
@@ -121,6 +123,7 @@ class Attention : public torch::CustomClassHolder {
       rope(write<Value>(q) + nope_, q.stride(0), q.stride(1), num_heads_, q.size(0),
            rotary_of(turns, sines, q.size(0), is_interleaved_));
     });
+    if (query_scale) scale(q, gathered(query_scale->unsqueeze(1), *rows).squeeze(1));
     return q;
   }
 
@@ -160,6 +163,15 @@ class Attention : public torch::CustomClassHolder {
   Tensor queries(Input& x) const {
     const Tensor q = q_down_ ? Input(rms_norm(x.times(*q_down_), *q_norm_, latent_eps_)).times(q_) : x.times(q_);
     return q.view({q.size(0), num_heads_, nope_ + rotary_});
+  }
+
+  static void scale(const Tensor& q, const Tensor& factors) {
+    TORCH_CHECK(factors.scalar_type() == at::kFloat && factors.is_contiguous() && factors.dim() == 1 &&
+                    factors.size(0) == q.size(0),
+                "one factor per query, in float32");
+    with_values(q, [&]<class Value>(Value) {
+      scale_rows(write<Value>(q), read<float>(factors), q.size(0), q.size(1) * q.size(2));
+    });
   }
 
   Tensor added_to(const Tensor& hidden, const Tensor& values) const {
@@ -305,6 +317,7 @@ class Stack : public torch::CustomClassHolder {
   // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, the tokens of each expert, a row per mixture,
   // and the normed state behind the logits. pages [layers, pages, 64, width].
   std::tuple<Tensor, std::vector<Tensor>, Tensor> decode(const Tensor& tokens, const Tensor& cos, const Tensor& sin,
+                                                         const std::optional<Tensor>& query_scale,
                                                          const Tensor& positions, const Tensor& slots,
                                                          const Tensor& page_table, const Tensor& kv_tokens,
                                                          const Tensor& logit_rows, const Tensor& pages) const {
@@ -313,7 +326,7 @@ class Stack : public torch::CustomClassHolder {
     Tensor hidden = gathered(embedding_, tokens);
     std::vector<Tensor> counts;
     for (size_t number = 0; number < layers_.size(); ++number) {
-      const RowsOfStep rows{cos, sin, positions, slots, page_table, kv_tokens};
+      const RowsOfStep rows{cos, sin, query_scale, positions, slots, page_table, kv_tokens};
       hidden = run(layers_[number], hidden, rows, pages.select(0, static_cast<int64_t>(number)), &counts);
     }
     const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
@@ -322,13 +335,13 @@ class Stack : public torch::CustomClassHolder {
 
   // Tokens that may come next, [links, requests]: first N rows, of which each request's last one has its first guess,
   // then a row per request and link, whose token is the guess before and whose state the layer's own; see
-  // model/mtp.py. Angles, positions, slots, page_table and kv_tokens have N + (links - 1) * requests rows, settings
-  // of the draws a value per request; uniforms [links, requests], or [links, 0] where nothing is drawn.
+  // model/mtp.py. Angles, factors, positions, slots, page_table and kv_tokens have N + (links - 1) * requests rows,
+  // settings of the draws a value per request; uniforms [links, requests], or [links, 0] where nothing is drawn.
   // pages [pages, 64, width].
   Tensor draft(const Tensor& states, const Tensor& tokens, const Tensor& last_rows, const Tensor& cos,
-               const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& page_table,
-               const Tensor& kv_tokens, const Tensor& pages, const std::vector<Tensor>& settings,
-               const Tensor& uniforms) const {
+               const Tensor& sin, const std::optional<Tensor>& query_scale, const Tensor& positions,
+               const Tensor& slots, const Tensor& page_table, const Tensor& kv_tokens, const Tensor& pages,
+               const std::vector<Tensor>& settings, const Tensor& uniforms) const {
     TORCH_CHECK(mtp_.has_value(), "no layer for multi-token prediction");
     TORCH_CHECK(settings.size() == 4, "temperature, top_k, top_p, min_p");
     const int64_t num_links = uniforms.size(0);
@@ -338,7 +351,9 @@ class Stack : public torch::CustomClassHolder {
     for (int64_t link = 0, first = 0; link < num_links; ++link) {
       const int64_t count = next.numel();
       const auto part = [&](const Tensor& rows) { return rows.narrow(0, first, count); };
-      const RowsOfStep rows{part(cos), part(sin), part(positions), part(slots), part(page_table), part(kv_tokens)};
+      const auto scale = query_scale ? std::optional<Tensor>(part(*query_scale)) : std::nullopt;
+      const RowsOfStep rows{part(cos),   part(sin),        scale,          part(positions),
+                            part(slots), part(page_table), part(kv_tokens)};
       const Tensor token_state = rms_norm(gathered(embedding_, next), mtp_->token_norm, eps_);
       Input both(at::cat({token_state, rms_norm(state, mtp_->state_norm, eps_)}, 1));
       state = run(mtp_->layer, both.times(mtp_->joined), rows, pages, nullptr);
@@ -364,7 +379,9 @@ class Stack : public torch::CustomClassHolder {
   };
   // Rows of a decode step, as all layers share them.
   struct RowsOfStep {
-    Tensor cos, sin, positions, slots, page_table, kv_tokens;
+    Tensor cos, sin;
+    std::optional<Tensor> query_scale;
+    Tensor positions, slots, page_table, kv_tokens;
   };
   struct Mtp {
     Tensor token_norm, state_norm, norm;
@@ -376,7 +393,7 @@ class Stack : public torch::CustomClassHolder {
   static Tensor run(const Layer& layer, const Tensor& hidden, const RowsOfStep& rows, const Tensor& pages,
                     std::vector<Tensor>* counts) {
     const auto& [attention, mixture, dense] = layer;
-    const Tensor q = attention->project(hidden, rows.cos, rows.sin, rows.slots, pages, std::nullopt);
+    const Tensor q = attention->project(hidden, rows.cos, rows.sin, rows.query_scale, rows.slots, pages, std::nullopt);
     const Tensor attended =
         attention->attend_decode(hidden, q, pages, rows.page_table, rows.kv_tokens, rows.positions);
     if (dense) return dense->run(attended);

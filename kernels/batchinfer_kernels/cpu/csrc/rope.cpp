@@ -75,6 +75,18 @@ void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, 
 }
 
 template <class Value>
+void scale_rows(Value* x, const float* factors, int64_t num_rows, int64_t width) {
+  for_rows(num_rows, [&](int64_t row) {
+    const Floats factor = floats(factors[row]);
+    for (int64_t i = 0; i < width; i += 16) {
+      const First those = lanes(width - i);
+      Value* const at = x + row * width + i;
+      store_rounded(at, those, load_wide(those, at) * factor);
+    }
+  });
+}
+
+template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
                    const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows) {
   const int64_t half = rotary.rotary / 2;
@@ -88,6 +100,7 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
 
 #define BATCHINFER_FOR_VALUE(Value)                                                                          \
   template void rope(Value*, int64_t, int64_t, int64_t, int64_t, const Rotary&);                             \
+  template void scale_rows(Value*, const float*, int64_t, int64_t);                                          \
   template void write_latents(Rows<Value>, const Value*, float, const Rotary&, int64_t, const int64_t*,      \
                               Value*, int64_t, int64_t);
 BATCHINFER_FOR_VALUE(bf16)

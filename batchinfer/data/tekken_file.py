@@ -1,0 +1,56 @@
+"""tekken.json, the vocabulary file of Mistral's own code (Mistral Large 3), as a tokenizer.
+
+Special tokens have the first ids, byte-level tokens those behind them; vocabularies may hold more tokens than count.
+Source: transformers' integrations/mistral/tokenizer.py, which makes a tokenizer.json of the same file.
+"""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from batchinfer.data.tiktoken_model import bpe_tokenizer
+from batchinfer.records import ModelError
+
+FILE = "tekken.json"
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def tokenizer_of(file: Path, text: str, shown: tuple[str, ...]) -> Tokenizer:
+    """The tokenizer with its special tokens.
+
+    Args:
+        file: its name, for messages.
+        text: what it holds.
+        shown: special tokens that texts of answers show.
+
+    Raises:
+        ModelError: it is damaged, or so old that it does not name its special tokens.
+    """
+    try:
+        values = json.loads(text)
+        settings = values["config"]
+        special = _special_tokens(values["special_tokens"], settings.get("default_num_special_tokens"))
+        tokens = [base64.b64decode(token["token_bytes"], validate=True) for token in values["vocab"]]
+        size = settings.get("default_vocab_size")
+        if size is not None:
+            tokens = tokens[: size - len(special)]
+        pattern = settings["pattern"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is no vocabulary with special_tokens ({error!r}); restore the file") from None
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if len(ranks) < len(tokens) or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ModelError(f"{file} holds a token twice, or lacks one of the 256 single bytes; restore the file")
+    tokenizer = bpe_tokenizer(ranks, pattern, {name: id for id, name in enumerate(special)})
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=name not in shown) for name in special])
+    return tokenizer
+
+
+def _special_tokens(listed: list[dict[str, Any]], count: int | None) -> list[str]:
+    """Their texts by id; ids without a text have a name that nobody writes."""
+    texts = [token["token_str"] for token in sorted(listed, key=lambda token: token["rank"])]
+    if sorted(token["rank"] for token in listed) != list(range(len(texts))) or len(set(texts)) < len(texts):
+        raise ValueError("special tokens that do not follow each other")
+    return [*texts, *(f"<SPECIAL_{id}>" for id in range(len(texts), count or 0))]

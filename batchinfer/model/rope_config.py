@@ -1,0 +1,151 @@
+"""What positions do to queries and keys, as config.json describes it: rotary embedding, YaRN, a factor on queries."""
+
+import math
+from dataclasses import dataclass, replace
+
+from batchinfer.model.config_keys import judge_unread_keys
+from batchinfer.model.config_reader import ConfigReader
+from batchinfer.model.families import Family
+from batchinfer.records import ModelError
+
+_MAX_WINDOWS = 2**16  # each has a factor that is computed at the start; published models have 36 and 128
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries grow with their position (Llama 4; Mistral 4), by 1 + beta * ln(1 + floor(position / window))."""
+
+    beta: float
+    window: int  # positions with one factor
+    num_windows: int  # those of the model's positions and one more
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """What positions do to queries and keys: rotary embedding, and a factor on queries.
+
+    The YaRN fields (arXiv 2309.00071) count only when `rope_type` is "yarn".
+    """
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    query_scale: QueryScale | None = None
+
+    @property
+    def cos_sin_scale(self) -> float:
+        """Factor on cos and sin: the stated attention factor, else mscale ÷ mscale_all_dim, else YaRN's own."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
+        return _yarn_mscale(self.factor, 1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """Factor on the attention scores: the square of YaRN's mscale over all dimensions."""
+        if self.rope_type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_share: float) -> RopeConfig:
+    """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree.
+
+    Args:
+        rotary_share: of a head's width.
+    """
+    _refuse_partial(reader)
+    reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
+    ropes = {
+        key: _parse_rope(reader, section, max_positions, rotary_share if family.scales_queries else None)
+        for key in ("rope_parameters", "rope_scaling")
+        if (section := reader.section(key)) is not None
+    }
+    if len(set(ropes.values())) > 1:
+        raise ModelError(f"{reader.path}: rope_parameters and rope_scaling say different things; keep one of them.")
+    if ropes:
+        return next(iter(ropes.values()))
+    if family.scales_queries:
+        raise reader.unsupported("rope_parameters", None, "a JSON object with llama_4_scaling_beta")
+    return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
+
+
+def _refuse_partial(holder: ConfigReader) -> None:
+    partial = holder.number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
+
+
+def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int, rotary_share: float | None) -> RopeConfig:
+    """Args: rotary_share: where queries are scaled by position, see read_rope."""
+    rope_type = rope.text("rope_type", "type", default="default")
+    if rope_type not in ("default", "yarn"):
+        raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
+    outer_theta = reader.optional_number("rope_theta", above=1.0)
+    theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
+    if outer_theta is not None and theta != outer_theta:
+        raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
+    query_scale = None
+    if rotary_share is None:
+        _refuse_partial(rope)
+    else:
+        query_scale = _parse_query_scale(rope, rope_type, max_positions, rotary_share)
+    config = RopeConfig(theta=theta) if rope_type == "default" else _parse_yarn(reader, rope, theta, max_positions)
+    judge_unread_keys(rope, refuse_unknown=True)
+    return replace(config, query_scale=query_scale)
+
+
+def _parse_query_scale(rope: ConfigReader, rope_type: str, max_positions: int, rotary_share: float) -> QueryScale:
+    """As Mistral 4 writes it, whose partial_rotary_factor is of the whole head."""
+    if rope_type != "yarn":
+        raise rope.unsupported("rope_type", rope_type, '"yarn" for this model_type')
+    share = rope.number("partial_rotary_factor", rotary_share)
+    if not math.isclose(share, rotary_share, rel_tol=1e-6):
+        supported = f"{rotary_share:g}, the share of qk_rope_head_dim in a head"
+        raise rope.unsupported("partial_rotary_factor", share, supported)
+    rope.pass_over("max_position_embeddings")  # the outer one counts
+    window = rope.size("original_max_position_embeddings")
+    if max_positions // window > _MAX_WINDOWS:
+        supported = f"at least {-(-max_positions // _MAX_WINDOWS)} for max_position_embeddings = {max_positions}"
+        raise rope.unsupported("original_max_position_embeddings", window, supported)
+    beta = rope.number("llama_4_scaling_beta", at_least=0.0)
+    return QueryScale(beta, window, max_positions // window + 2)
+
+
+def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
+    rope.pass_over("finetuned")
+    original = rope.size("original_max_position_embeddings")
+    reader.expect("original_max_position_embeddings", original, f"the same as in {rope.prefix}")
+    if original > max_positions:
+        supported = f"at most max_position_embeddings = {max_positions}"
+        raise rope.unsupported("original_max_position_embeddings", original, supported)
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0.0), rope.number("beta_slow", 1.0, above=0.0)
+    if beta_fast < beta_slow:
+        raise rope.unsupported("beta_fast", beta_fast, f"at least beta_slow = {beta_slow}")
+    return RopeConfig(
+        rope_type="yarn",
+        theta=theta,
+        factor=rope.number("factor", above=0.0, at_least=1.0),
+        original_max_positions=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        mscale=rope.optional_number("mscale", at_least=0.0),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", at_least=0.0),
+        attention_factor=rope.optional_number("attention_factor", above=0.0),
+        truncate=rope.flag("truncate", default=True),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention temperature with the stretch of the window (arXiv 2309.00071 section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,119 @@
+"""Where tensors are in files, and the names that others write, brought to those that tensor_names.py lists.
+
+    Mistral's own code      layers.3.attention.wq_a.weight          model.layers.3.self_attn.q_a_proj.weight
+                            layers.3.attention.wq_a.qscale_weight   … q_a_proj.weight_scale_inv
+    compressed-tensors      … q_a_proj.weight_scale (of FP8)        … q_a_proj.weight_scale_inv
+    transformers, stacked   … mlp.experts.gate_up_proj [E, 2F, D]   … mlp.experts.7.gate_proj.weight [F, D], then up
+
+A stacked tensor is read part by part: nothing is copied to take it apart.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_FP8 = "F8_E4M3"
+_BLOCK_ROWS = 128  # of one FP8 scale
+_MAX_EXPERTS = 4096
+
+_OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_IN_LAYERS = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a_with_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "attention.wo": "self_attn.o_proj",
+    "gate": "mlp.gate",
+}
+_MLPS = {"feed_forward": "mlp", "shared_experts": "mlp.shared_experts", "experts": "mlp.experts"}
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_VALUES = {"qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
+_OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(\w+)")
+_OF_MLP = re.compile(r"(feed_forward|shared_experts|experts)((?:\.\d+)?)\.(w[123])")
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like; `dtype` is the format's own name, such as BF16 or F8_E4M3."""
+
+    path: Path
+    stored_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: tuple[int, int, int] | None = (
+        None  # of a stacked tensor: which one, its first row and the one behind its last
+    )
+
+    @property
+    def num_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # all formats that are read say them: BF16, F8_E4M3
+        return math.prod(self.shape) * int(bits[0]) // 8 if bits else 0
+
+
+def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same tensors by the names used here; what is not known keeps its name."""
+    if "tok_embeddings.weight" in infos:
+        infos = {_of_mistral(name): info for name, info in infos.items()}
+    named: dict[str, TensorInfo] = {}
+    for name, info in infos.items():
+        weight = infos.get(name.removesuffix("_scale"))
+        if name.endswith(".weight_scale") and weight is not None and weight.dtype == _FP8:
+            named[f"{name}_inv"] = info
+        else:
+            named.update(_taken_apart(name, info, infos))
+    return named
+
+
+def _of_mistral(name: str) -> str:
+    """A name of Mistral's own code in the words of transformers."""
+    module, _, value = name.rpartition(".")
+    if module in _OUTSIDE:
+        return f"{_OUTSIDE[module]}.{value}"
+    of_layer = _OF_LAYER.fullmatch(name)
+    if of_layer is None:
+        return name
+    layer, module, value = of_layer.groups()
+    if (of_mlp := _OF_MLP.fullmatch(module)) is not None:
+        kind, number, projection = of_mlp.groups()
+        module = f"{_MLPS[kind]}{number}.{_PROJECTIONS[projection]}"
+    elif module in _IN_LAYERS:
+        module = _IN_LAYERS[module]
+    else:
+        return name
+    return f"model.layers.{layer}.{module}.{_VALUES.get(value, value)}"
+
+
+def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor of all experts of a layer as the weights, or scales, of each."""
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None or len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS:
+        yield name, info
+        return
+    experts, kind, scale = stacked[1], stacked[2], stacked[3] or ""
+    projections = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    count, rows, columns = info.shape
+    shares_scale = bool(scale) and rows == 1  # one for the whole expert, or one row of blocks
+    if not shares_scale and not _can_be_cut(rows, len(projections), infos[name.removesuffix(scale)] if scale else None):
+        yield name, info
+        return
+    each = rows if shares_scale else rows // len(projections)
+    for expert in range(count):
+        for place, projection in enumerate(projections):
+            first = 0 if shares_scale else place * each
+            part = replace(info, shape=(each, columns), part=(expert, first, first + each))
+            yield f"{experts}.{expert}.{projection}.weight{scale}", part
+
+
+def _can_be_cut(rows: int, num_projections: int, scaled: TensorInfo | None) -> bool:
+    """Whether gate and up have as many rows each, and no row of blocks belongs to both of the tensor that is scaled."""
+    if num_projections == 1:
+        return True
+    return rows % 2 == 0 and (scaled is None or scaled.shape[1] % (2 * _BLOCK_ROWS) == 0)
