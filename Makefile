@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Small sabotages of the product, each of which a test must catch; ten of them are in `make test`.
+# Small sabotages of the product, each of which a test must catch; five of them are in `make test`.
 mutants: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python -m support.mutants
 

@@ -1,17 +1,20 @@
 """One thread for torch here and in every process that tests start: quick also on a busy machine. And a KV store.
 
+The folders of tests are in memory where it has room: a small job waits longer for its fsyncs than it computes.
+
 Without a GPU Triton runs in its interpreter; it must know before anything imports it.
 """
 
 import os
 
-from batchinfer.host_info import matrix_library_settings
+from batchinfer.host_info import free_memory_bytes, matrix_library_settings
 
 os.environ.update(matrix_library_settings() | dict(os.environ))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -33,6 +36,10 @@ from support.open_encoders import close_all
 from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of two workers hold at once
+
+if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) > ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,29 +117,45 @@ def browser() -> Iterator[Browser]:
 # In this order before all others: with these at the end one worker would go on alone for minutes.
 LONG_FILES = (
     "test_cluster",
-    "test_nodes",
-    "test_real_slurm",
+    "test_cpu_avx2",
+    "test_cpu_tiles",
     "test_faults",
-    "test_stored_runs",
-    "test_resume",
-    "test_chaos",
-    "test_waste",
-    "test_triton_engine",
-    "test_engine",
-    "test_bad_places",
-    "test_balanced_run",
-    "test_clock_skew",
+    "test_kept_model",
     "test_mutants",
-    "test_elastic",
-    "test_gpu_check",
+    "test_stored_runs",
+    "test_generation",
+    "test_speculation",
+    "test_real_slurm",
+    "test_triton_engine",
+    "test_resume",
+    "test_hard_cases",
+    "test_scoring",
+    "test_process",
+    "test_nodes",
+    "test_clock_skew",
     "test_object_stores",
     "test_cpu_build",
-    "test_fp8_engine",
+    "test_expert_balance",
+    "test_chaos",
+    "test_json_lines",
     "test_cpu_engine",
+    "test_lm_eval",
+    "test_elastic",
+    "test_gpu_check",
+    "test_encoders",
+    "test_waste",
+    "test_text_memo",
+    "test_newcomer",
+    "test_damage",
+    "test_bad_places",
+    "test_balanced_run",
     "test_end_to_end",
-    "test_balance_experts",
-    "test_cli",
     "test_against_transformers",
+    "test_drafting",
+    "test_convert",
+    "test_prefix_stream",
+    "test_fp8_engine",
+    "test_cli",
 )
 
 

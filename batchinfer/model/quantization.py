@@ -1,4 +1,4 @@
-"""How config.json says that weights are stored: FP8 (in blocks or with one scale), or 4-bit integers (compressed-tensors, AWQ, GPTQ).
+"""How config.json says that weights are stored: FP8, in blocks or with one scale, or integers of 4 bits.
 
 Which weights are stored so, the headers of the files say. What else a format may mean (other bits, another packing,
 rounded activations) would change what the model computes and is refused by name.

@@ -18,6 +18,7 @@ import pytest
 
 import batchinfer
 from support.faults import descendants
+from support.jobs import batchinfer as command
 from support.jobs import output_bytes
 from support.paths import RANDOM_MODEL
 from support.random_model import make_random_twin
@@ -26,6 +27,7 @@ TEXTS = [f"Question {number}: what is {number} times {number + 1}?" for number i
 MANY = [*TEXTS, *(f"And {text}" for text in TEXTS)]
 LONG = {"max_tokens": 300, "ignore_eos": True}
 SLOW = {"cluster": {"commit_seconds": 0.2, "decode_requests": 4}}
+MORE = pytest.mark.slow  # what others show, too
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +60,10 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def same_as_generate(made: Path, data: object, folder: Path, **settings: object) -> None:
+def same_as_own_run(made: Path, folder: Path) -> None:
     """Whether a run folder holds what a run of its own gives."""
-    batchinfer.generate(data, output=folder, **({"model": RANDOM_MODEL, "dtype": "float32"} | settings))
+    ended = command("run", made / "job.toml", "--set", f"output.dir={folder}")
+    assert ended.code == 0, ended.err
     assert output_bytes(made) == output_bytes(folder)
 
 
@@ -72,9 +75,12 @@ CALLS = [
 ]
 
 
+APART = {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}
+
+
 @pytest.mark.parametrize(
     "cluster",
-    [{}, {"prefill_ranks": 2}, {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}],
+    [pytest.param({}, marks=MORE), {"prefill_ranks": 2}, pytest.param(APART, marks=MORE)],
     ids=["one rank", "two ranks", "1+1"],
 )
 def test_calls_give_what_runs_of_their_own_give_with_the_same_ranks(tmp_path, cluster):
@@ -90,8 +96,8 @@ def test_calls_give_what_runs_of_their_own_give_with_the_same_ranks(tmp_path, cl
     assert len(found[0]) == max(1, sum(value for value in cluster.values() if isinstance(value, int)))
     assert process.wait() == 0
     wait_until(lambda: not any(command_of(pid) for pid in found[0]))
-    for number, (rows, settings) in enumerate(zip(data, CALLS, strict=True)):
-        same_as_generate(tmp_path / f"call-{number}", rows, tmp_path / f"own-{number}", cluster=cluster, **settings)
+    for number in range(len(CALLS)):
+        same_as_own_run(tmp_path / f"call-{number}", tmp_path / f"own-{number}")
 
 
 def test_experts_that_a_call_has_moved_are_back_for_the_next(tmp_path):
@@ -102,7 +108,7 @@ def test_experts_that_a_call_has_moved_are_back_for_the_next(tmp_path):
         model.generate(MANY, max_tokens=40, output=tmp_path / "first")
         model.generate([[5]], max_tokens=40, ignore_eos=True, output=made)
     assert max(statistics(tmp_path / "first", "placements")["placement"].to_pylist()) > 0
-    same_as_generate(made, [[5]], own, cluster=cluster, max_tokens=40, ignore_eos=True)
+    same_as_own_run(made, own)
     for table in ("placements", "expert_rows"):
         assert statistics(made, table).equals(statistics(own, table))
     assert set(statistics(made, "placements")["placement"].to_pylist()) == {0}
@@ -155,7 +161,7 @@ def test_a_rank_lost_between_calls_is_loaded_anew(model, tmp_path):
     model.generate(TEXTS, max_tokens=4, output=tmp_path / "call")
     (another,) = ranks(model)
     assert another != rank
-    same_as_generate(tmp_path / "call", TEXTS, tmp_path / "own", max_tokens=4)
+    same_as_own_run(tmp_path / "call", tmp_path / "own")
 
 
 def test_a_rank_lost_in_a_call_costs_no_row(model, tmp_path):
@@ -164,9 +170,9 @@ def test_a_rank_lost_in_a_call_costs_no_row(model, tmp_path):
     for rank in ranks(model):
         os.kill(rank, signal.SIGKILL)
     assert len(list(rows)) == len(MANY) - 1
-    same_as_generate(tmp_path / "call", MANY, tmp_path / "own", **SLOW, **LONG)
+    same_as_own_run(tmp_path / "call", tmp_path / "own")
     model.generate(TEXTS, max_tokens=4, output=tmp_path / "next")
-    same_as_generate(tmp_path / "next", TEXTS, tmp_path / "own-next", max_tokens=4)
+    same_as_own_run(tmp_path / "next", tmp_path / "own-next")
 
 
 def test_a_process_that_somebody_ends_is_an_error_of_its_call_alone(model, tmp_path):
@@ -176,7 +182,7 @@ def test_a_process_that_somebody_ends_is_an_error_of_its_call_alone(model, tmp_p
     with pytest.raises(batchinfer.BatchinferError, match="batchinfer run ended by SIGKILL"):
         list(rows)
     assert len(list(model.generate(MANY, stream=True, output=tmp_path / "call", **LONG))) == len(MANY)
-    same_as_generate(tmp_path / "call", MANY, tmp_path / "own", **SLOW, **LONG)
+    same_as_own_run(tmp_path / "call", tmp_path / "own")
 
 
 def test_an_interrupted_call_keeps_what_is_finished_and_the_ranks(model, own_interrupts, tmp_path):
@@ -196,7 +202,7 @@ def test_an_interrupted_call_keeps_what_is_finished_and_the_ranks(model, own_int
     model.generate(MANY, output=folder, **LONG)
     assert all(path.read_bytes() == content for path, content in kept.items())
     assert ranks(model) == before
-    same_as_generate(folder, MANY, tmp_path / "own", **SLOW, **LONG)
+    same_as_own_run(folder, tmp_path / "own")
 
 
 def test_an_iterator_that_is_closed_stops_its_call_alone(model, tmp_path):
@@ -253,7 +259,9 @@ def test_a_model_belongs_to_the_process_that_made_it(model):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.parametrize("moment", ["in a call", "between calls", "with a child that lives on"])
+@pytest.mark.parametrize(
+    "moment", ["in a call", pytest.param("between calls", marks=MORE), "with a child that lives on"]
+)
 def test_all_processes_end_with_their_caller(tmp_path, moment):
     script = tmp_path / "script.py"
     settings = {"max_tokens": 2000, "ignore_eos": True} if moment == "in a call" else {"max_tokens": 2}

@@ -49,7 +49,13 @@ LONG = pytest.mark.slow  # what a quicker case shows, too
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGUSR1, signal.SIGKILL]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=LONG),
+        pytest.param(signal.SIGTERM, marks=LONG),
+        signal.SIGUSR1,
+        signal.SIGKILL,
+    ],
 )
 def test_a_signal_while_working(reference, number):
     options, run = another(reference, f"signal-{number}")
@@ -79,7 +85,8 @@ def test_a_signal_while_working(reference, number):
     assert json.loads(states)[0]["state"] == ("running" if number == signal.SIGKILL else "interrupted")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
+@pytest.mark.slow  # test_chaos kills controllers, too
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kill_at_random_moments_until_it_ends(reference, seed):
     rng = random.Random(seed)
     options, run = another(reference, f"killed-{seed}")

@@ -306,7 +306,7 @@ encoders.__exit__(None, None, None)
 """
 
 
-@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("repeated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_large_row_group_is_read_in_bounded_memory(tmp_path, repeated):
     # one row group of 300 MB of text; repeated texts are a few bytes in the file
     text = "all work and no play " * 20_000

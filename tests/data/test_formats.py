@@ -683,7 +683,12 @@ print(peak_kb() - before)
 """
 
 
-@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv"])
+LARGE = pytest.mark.slow  # the other formats go through the same reader
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("in.jsonl", marks=LARGE), "in.jsonl.gz", pytest.param("in.csv", marks=LARGE)]
+)
 def test_lines_are_read_in_bounded_memory(tmp_path, name):
     rows = [{"id": row, "prompt": f"{row} all work and no play " * 40, "tags": "a"} for row in range(1000)]
     first = csv_text(rows) if name == "in.csv" else json_lines(rows)

@@ -179,7 +179,9 @@ def test_partial_results_have_another_mark_until_the_run_is_complete(local, serv
 # ---- killed, refused, unreachable
 
 
-@pytest.mark.parametrize("num_put", [0, 1, 5])
+@pytest.mark.parametrize(
+    "num_put", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_finish_killed_while_it_publishes_ends_with_the_same_objects(remote, server, num_put):
     folder, prefix = remote[0], f"killed-{num_put}"
     seen, has_come = [], threading.Event()

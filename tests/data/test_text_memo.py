@@ -71,11 +71,19 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def cases(quick: set[tuple[str, str]]) -> list:
+    """All pre-tokenizers with all added tokens, most of them slow."""
+    every = [(name, added) for added in ADDED for name in SPLITS]
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
+
+
 # ---- equal to the library
 
 
-@pytest.mark.parametrize("added", ADDED)
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(
+    ("name", "added"),
+    cases({("deepseek", "marked"), ("llama", "odd"), ("by case", "none"), ("byte level", "odd")}),
+)
 def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
     monkeypatch.setattr(text_memo, "STRETCH_CHARS", 40)
     monkeypatch.setattr(text_memo, "MEMO_BYTES", 100_000)  # both memos begin anew on the way
@@ -92,8 +100,10 @@ def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
         assert encoder.encode(part, None, add_special_tokens=False) == [ids_of(tokenizer, text) for text in part]
 
 
-@pytest.mark.parametrize("added", ADDED)
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(
+    ("name", "added"),
+    cases({(name, "marked") for name in SPLITS} | {("deepseek", "odd"), ("by case", "odd")}),
+)
 @settings(max_examples=100, deadline=None)
 @given(text=texts)
 @example(text="a two words b")

@@ -15,7 +15,7 @@ from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit,
 from support.faults import UNIT_TOKENS
 from support.jobs import batchinfer, output_bytes
 
-NUM_FLIPS = 60
+NUM_FLIPS, NUM_QUICK = 60, 30
 NUM_REPAIRED = 15  # of each other kind, with the commands that the sentence names
 
 
@@ -25,7 +25,9 @@ def computed(tmp_path_factory):
     return make_computed_run_with_outputs(tmp_path_factory.mktemp("computed"))
 
 
-@pytest.mark.parametrize("number", range(NUM_FLIPS))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= NUM_QUICK)) for number in range(NUM_FLIPS)]
+)
 def test_a_flipped_bit_is_found_or_changes_nothing(computed, number):
     run, expected = computed
     target = run.parent / f"flip-{number}"
@@ -34,7 +36,10 @@ def test_a_flipped_bit_is_found_or_changes_nothing(computed, number):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("number", range(NUM_REPAIRED // len(KINDS)))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[pytest.mark.slow] * (number > 0)) for number in range(NUM_REPAIRED // len(KINDS))],
+)
 def test_damage_is_repaired_by_what_the_sentence_says(computed, kind, number):
     run, expected = computed
     target = run.parent / f"{kind.__name__}-{number}"

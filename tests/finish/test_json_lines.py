@@ -19,9 +19,11 @@ import pytest
 
 from batchinfer.finish.json_lines import JsonLines
 from batchinfer.rundir import RunDir, read_state
+from support.faults import finish_until_killed
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
 from support.object_store import s3_server
 from support.openai_batches import chat, completion, read_lines, write_batch
+from support.rank_forge import Forked
 
 OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None}, "output": {"format": "openai"}}
 
@@ -111,29 +113,12 @@ def computed(tmp_path_factory):
     return folder / "run", output_bytes(calm)
 
 
-KILLED = """
-import os, signal, sys
-left = int(sys.argv.pop(1))
-def look(event, arguments):
-    global left
-    is_write = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
-    if event == "os.rename" or (is_write and sys.argv[2] in str(arguments[0])):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(look)
-from batchinfer.program import program
-program()
-"""
-
-
 def test_finish_killed_at_any_step_loses_and_doubles_nothing(computed, tmp_path):
     run, expected = computed
     target = shutil.copytree(run, tmp_path / "run")
     for step in range(100):
-        program = [sys.executable, "-c", KILLED, str(step), "finish", str(target)]
-        ended = subprocess.run(program, capture_output=True, text=True, check=False)
-        if ended.returncode != -signal.SIGKILL:
+        code = Forked(finish_until_killed, target, step).wait()
+        if code != -signal.SIGKILL:
             break
         there = output_bytes(target) if (target / "outputs").exists() else {}
         assert there.items() <= expected.items()  # each file is whole or absent
@@ -142,7 +127,7 @@ def test_finish_killed_at_any_step_loses_and_doubles_nothing(computed, tmp_path)
             assert batchinfer("finish", again).code == 3
             assert output_bytes(again) == expected
     assert step > 5
-    assert ended.returncode == 3, ended.stderr
+    assert code == 3
     assert output_bytes(target) == expected
 
 
@@ -234,7 +219,7 @@ print(peak_kb())
 """
 
 
-@pytest.mark.parametrize("form", ["jsonl", "openai"])
+@pytest.mark.parametrize("form", [pytest.param("jsonl", marks=pytest.mark.slow), "openai"])
 def test_lines_are_written_in_bounded_memory(tmp_path, form):
     """Many megabytes of lines, most of it log-probabilities, take little more than the Parquet file alone."""
     write_questions(tmp_path / "prompts", (40,))

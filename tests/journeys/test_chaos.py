@@ -7,7 +7,8 @@ import pytest
 from support.disturbances import DEEDS, VICTIMS, disturb, make_calm
 
 # finish, a rank and a controller, each with another signal; what test_resume and test_faults do not do anyway
-NUMBERS = (999, 1003, 1005, 1007, 1010)
+NUMBERS = (999, 1003, 1007)
+MORE = (1005, 1010)
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def calm(tmp_path_factory):
     return make_calm(tmp_path_factory.mktemp("calm"))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [*NUMBERS, *(pytest.param(number, marks=pytest.mark.slow) for number in MORE)])
 def test_a_disturbed_run_ends_like_a_calm_one(calm, tmp_path, number):
     print(disturb(calm, tmp_path / "run", number))
 

@@ -78,7 +78,7 @@ def skewed_model(tmp_path_factory):
     return skew_experts(make_random_twin(SAMPLE_MODEL, folder))
 
 
-@pytest.fixture(scope="module", params=["sample", "skewed"])
+@pytest.fixture(scope="module", params=[pytest.param("sample", marks=pytest.mark.slow), "skewed"])
 def unplaced(request, tmp_path_factory, skewed_model):
     """A folder, a model, and its job of one unit on two ranks whose experts are left in order."""
     folder = tmp_path_factory.mktemp("unplaced")
@@ -90,7 +90,7 @@ def unplaced(request, tmp_path_factory, skewed_model):
     return folder, model, run
 
 
-@pytest.mark.parametrize("num_redundant", [8, 16])
+@pytest.mark.parametrize("num_redundant", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_ranks_of_a_job_of_one_unit_are_as_even_as_promised_and_more_even_than_before(unplaced, num_redundant):
     folder, model, before = unplaced
     _, run = ran(

@@ -1,4 +1,4 @@
-"""A quick share of tests/chaos/faulty_disk.py: every deed twice, at some operation in plan, work or finish."""
+"""A quick share of tests/chaos/faulty_disk.py: every deed, at some operation in plan, work or finish."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import pytest
 from support.faulty_disk import DEEDS, disturb, lose_unsynced, make_faulty_disk
 
 SHARES = (0.15, 0.55, 0.85)  # of all operations of the job
-CASES = [(deed, SHARES[(number + turn) % 3], number) for number, deed in enumerate(DEEDS) for turn in range(2)]
+CASES = [
+    pytest.param(deed, SHARES[(number + turn) % 3], number, marks=[pytest.mark.slow] * turn)
+    for number, deed in enumerate(DEEDS)
+    for turn in range(2)
+]
 
 
 @pytest.fixture(scope="module")

@@ -126,11 +126,11 @@ def test_a_plan_killed_at_its_very_start_can_be_run_again(tmp_path):
 
 
 def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path):
-    rows = [[{"role": "user", "content": f"word{row} " * 150}] for row in range(40_000)]
+    rows = [[{"role": "user", "content": f"word{row} " * 150}] for row in range(20_000)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    write_shard(tmp_path / "prompts" / "a.parquet", {"m": pa.array(rows, kind)}, row_group_size=4000)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": pa.array(rows, kind)}, row_group_size=2000)
     job = write_job(tmp_path, input={"prompt": None, "messages": "m"})
-    for delay in (0.0, 0.3, 0.8):
+    for delay in (0.0, 0.5):
         process = start("plan", job)
         deadline = time.monotonic() + 60
         while not list((tmp_path / "run" / "tokens").glob(".*")):
@@ -142,7 +142,7 @@ def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path):
         assert process.returncode == 75, (delay, err)
         assert not list((tmp_path / "run" / "tokens").iterdir())
     assert batchinfer("plan", job).code == 0
-    assert pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet")["error"].null_count == 40_000
+    assert pq.read_table(tmp_path / "run" / "tokens" / "00000.parquet")["error"].null_count == 20_000
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,6 @@ def job(tmp_path_factory):
     return make_job(tmp_path_factory.mktemp("many"), num_rows=48, max_tokens=8)
 
 
-@pytest.mark.parametrize("ranks", ["8", "4+4"])
+@pytest.mark.parametrize("ranks", [pytest.param("8", marks=pytest.mark.slow), "4+4"])
 def test_eight_ranks_give_the_outputs_of_one(job, ranks):
     expect_outputs_of_one_rank(job, ranks)

@@ -147,6 +147,7 @@ def test_a_newcomer_gets_answers_and_a_report(newcomer):
     assert str(newcomer.venv / "share" / "batchinfer" / "jobs" / "array.sbatch") in sent
 
 
+@pytest.mark.slow  # from the tree: make demo
 def test_the_sample_job_runs_from_the_wheel(newcomer):
     for name in ("sample_data", "jobs"):
         shutil.copytree(ROOT / name, newcomer.folder / "sample" / name)

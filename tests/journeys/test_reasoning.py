@@ -87,7 +87,7 @@ def test_thinking_has_columns_of_its_own_and_truncation_is_visible(tmp_path, mod
     assert known == {"rows": NUM_ROWS, "mean_tokens": mean, "cut": cut, "cut_share": cut / NUM_ROWS}
 
 
-@pytest.mark.parametrize("suffix", ["", "<think>hm</think>"])
+@pytest.mark.parametrize("suffix", ["", pytest.param("<think>hm</think>", marks=pytest.mark.slow)])
 def test_an_answer_that_does_not_begin_in_thinking_is_all_text(tmp_path, model, suffix):
     how = {"output": {"reasoning": "auto"}, "suffix": suffix, "sampling": {"logit_bias": {"1000": -100.0}}}
     rows = run(tmp_path, model, "text", **how)

@@ -60,7 +60,9 @@ def test_no_instruction_in_it_is_beyond_avx2():
     assert [line for line in said.splitlines() if BEYOND_AVX2.search(line)] == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", pytest.param("fp8", marks=pytest.mark.slow)]
+)
 def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_path):
     best = next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and build.why_not_for(known) is None)
     if best == AVX2.name:

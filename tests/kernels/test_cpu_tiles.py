@@ -38,13 +38,12 @@ def test_results_are_as_good_and_keep_their_bits_in_any_company():
 
 
 def test_float32_has_the_bits_of_other_instructions_and_bfloat16_a_family_of_its_own(tmp_path):
-    for seed in range(3):
-        make_model(tmp_path, seed)
-    script = (str(TESTS / "support" / "random_shapes.py"), str(tmp_path), "0", "1", "2")
+    make_model(tmp_path, 0)  # more of them: test_same_bits
+    script = (str(TESTS / "support" / "random_shapes.py"), str(tmp_path), "0")
     tiles, others = (json.loads(run_with(name, *script).splitlines()[-1]) for name in (PLAIN, "avx2"))
     assert tiles["finite"]
     float32 = [name for name in others if name.endswith("float32")]
-    assert len(float32) == 3
+    assert len(float32) == 1
     assert [tiles[name] for name in float32] == [others[name] for name in float32]
     bfloat16 = [name for name in others if name.endswith("bfloat16")]
     assert [tiles[name] for name in bfloat16] != [others[name] for name in bfloat16]

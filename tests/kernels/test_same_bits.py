@@ -19,7 +19,7 @@ from support.random_shapes import DTYPES, computed, make_model, make_prompts
 
 TESTS = Path(__file__).parents[1]
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
-PROCESS_SEEDS = range(6)
+PROCESS_SEEDS = [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)]
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype
                 assert torch.equal(ops.linear(rows, weight)[place : place + 1], alone), (place, num_others)
 
 
-def results_of_a_process(folder, seeds=PROCESS_SEEDS, **environment):
+def results_of_a_process(folder, seeds, **environment):
     """What random_shapes.py prints with these variables."""
     paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
     ended = subprocess.run(
@@ -78,15 +78,15 @@ def results_of_a_process(folder, seeds=PROCESS_SEEDS, **environment):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def results(folder):
+@pytest.fixture(scope="module", params=PROCESS_SEEDS, ids=str)
+def results(request, folder):
     """What is computed with some instructions, or without a name with this processor's best ones."""
-    for seed in PROCESS_SEEDS:
+    for seed in request.param:
         make_model(folder, seed)
 
     @functools.cache
-    def get(name=""):
-        return results_of_a_process(folder, **{build.CHOICE: name})
+    def get(name="", **environment):
+        return results_of_a_process(folder, request.param, **{build.CHOICE: name}, **environment)
 
     return get
 
@@ -101,7 +101,7 @@ BUILT_ANYWAY = ("amx", "avx512", "amx-plain")
         for known in build.INSTRUCTION_SETS
     ],
 )
-def test_all_instruction_sets_compute_the_same_bits(name, folder, results):
+def test_all_instruction_sets_compute_the_same_bits(name, results):
     (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
     reason = build.why_not_for(chosen)
     if reason:
@@ -147,7 +147,7 @@ FILLED = "import torch; assert all(torch.empty(size).isnan().all() for size in (
 
 
 @pytest.mark.parametrize("name", ["", "amx-plain"], ids=["best instructions", "tiles"])
-def test_memory_that_nobody_has_written_changes_no_bit(name, folder, results, tmp_path):
+def test_memory_that_nobody_has_written_changes_no_bit(name, results, tmp_path):
     source, library = tmp_path / "fill.c", tmp_path / "fill.so"
     source.write_text(FILL)
     command = [*build._compiler(), "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
@@ -155,4 +155,4 @@ def test_memory_that_nobody_has_written_changes_no_bit(name, folder, results, tm
     filled = {"LD_PRELOAD": str(library)}
     said = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, **filled}, capture_output=True, check=True)
     assert said.stdout == b"filled\n"
-    assert results_of_a_process(folder, **filled, **{build.CHOICE: name}) == results(name)
+    assert results(name, **filled) == results(name)

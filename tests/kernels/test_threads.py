@@ -246,7 +246,15 @@ def test_a_forked_process_has_workers_of_its_own(path, busy):
     assert run_apart(code, path)[-2:] == ["1", "1"]
 
 
-@pytest.mark.parametrize("then", ["", "time.sleep(0.01)", "sys.exit()", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "",
+        pytest.param("time.sleep(0.01)", marks=pytest.mark.slow),
+        "sys.exit()",
+        pytest.param("raise SystemExit(0)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_ends_whatever_its_workers_do(path, then):
     begin = "threading.Thread(target=checks.call_for_ever, args=(10,), daemon=True).start()\n"
     run_apart(f"checks.count(2)\n{then}", path)

@@ -46,7 +46,7 @@ def check_bound(folder, max_bytes):
         assert ledger.used_bytes <= max_bytes
 
 
-@pytest.mark.parametrize("num_kills", [0, 12])
+@pytest.mark.parametrize("num_kills", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_eight_processes_share_a_store(tmp_path, num_kills):
     folder, max_bytes = tmp_path / "kv", 24 * FILE_BYTES
     rng = random.Random(1)

@@ -86,24 +86,24 @@ class Case:
         return self.spare_pages is not None
 
 
-# every value of every option for every model, not all their combinations
-SLOW = pytest.mark.slow  # one of its models or layouts is in others, too
+SLOW = pytest.mark.slow  # what others show, too
+# every value of every option, not all their combinations; with the slow ones every value for every model
 CASES = [
     Case("sample", "2", True),
-    Case("sample", "2", False, "gloo", redundant_experts=4, spare_pages=1),
+    pytest.param(Case("sample", "2", False, "gloo", redundant_experts=4, spare_pages=1), marks=SLOW),
     Case("sample", "4", None, spare_pages=1),
     Case("sample", "2+2", True, "gloo", spare_pages=1),
     pytest.param(Case("sample", "1+2", True), marks=SLOW),
     Case("random-v3", "2", True, "gloo", redundant_experts=2),
     Case("random-v3", "2", None, spare_pages=0),
     pytest.param(Case("random-v3", "4", False, redundant_experts=4), marks=SLOW),
-    Case("random-v3", "2+2", True, spare_pages=1),
+    pytest.param(Case("random-v3", "2+2", True, spare_pages=1), marks=SLOW),
     Case("random-v3", "2+1", True, spare_pages=1),
     Case("random-v2", "2", False, spare_pages=1),
     pytest.param(Case("random-v2", "2", None, "gloo"), marks=SLOW),
     Case("random-v2", "4", True, redundant_experts=8, spare_pages=1),
     pytest.param(Case("random-v2", "2+2", None, "gloo", redundant_experts=2), marks=SLOW),
-    Case("random-v2", "2+2", False, spare_pages=0),
+    pytest.param(Case("random-v2", "2+2", False, spare_pages=0), marks=SLOW),
 ]
 
 
@@ -354,7 +354,7 @@ def test_experts_get_the_tokens_they_get_on_one_rank(ran):
     assert rows == run.value("SELECT sum(tokens)::BIGINT FROM experts")
 
 
-@pytest.mark.parametrize("ranks", ["2", "2+2"])
+@pytest.mark.parametrize("ranks", [pytest.param("2", marks=SLOW), "2+2"])
 def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch, ranks):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 100)
     job = job_of("random-v3")
@@ -365,7 +365,7 @@ def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch,
     assert (computed, recomputed) == (needed, 0)
 
 
-@pytest.mark.parametrize("ranks", ["4", "2+2"])
+@pytest.mark.parametrize("ranks", [pytest.param("4", marks=SLOW), "2+2"])
 def test_more_ranks_than_requests(tmp_path, ranks):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(1)]})
     assert batchinfer("run", write_job(tmp_path)).code == 0
@@ -449,7 +449,10 @@ def reshape_a_tensor(weights: Path) -> None:
     save_file(tensors | {name: tensors[name].T.contiguous()}, weights)
 
 
-@pytest.mark.parametrize(("damage", "ranks"), [(truncate, "2"), (drop_a_tensor, "1+1"), (reshape_a_tensor, "2")])
+@pytest.mark.parametrize(
+    ("damage", "ranks"),
+    [pytest.param(truncate, "2", marks=SLOW), (drop_a_tensor, "1+1"), pytest.param(reshape_a_tensor, "2", marks=SLOW)],
+)
 def test_a_damaged_model_folder_is_refused(tmp_path, mark, damage, ranks):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(1)]})
     shutil.copytree(RANDOM_MODEL, tmp_path / "model")

@@ -122,6 +122,7 @@ def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
     assert output_bytes(run) == reference[1]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(reference):
     run = planned(reference, "torchrun", {"prefill_ranks": 2})
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work", run]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,18 +28,20 @@ def resident_share(path: Path) -> float:
 
 
 @pytest.fixture
-def model(tmp_path):
-    """A folder with two files of weights that are on disk only."""
-    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
-        (tmp_path / name).write_bytes(bytes(24 << 20))
-    for path in tmp_path.iterdir():
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-    if max(map(resident_share, tmp_path.iterdir())) > 0.1:
-        pytest.skip("this file system keeps files in memory")
-    return tmp_path
+def model() -> Iterator[Path]:
+    """A folder with two files of weights that are on disk only; not in tmp_path, which may be in memory."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in (1, 2):
+            (folder / f"model-0000{number}-of-00002.safetensors").write_bytes(bytes(24 << 20))
+        for path in folder.iterdir():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+        if max(map(resident_share, folder.iterdir())) > 0.1:
+            pytest.skip("this file system keeps files in memory")
+        yield folder
 
 
 def test_the_kernel_reads_all_of_a_model(model):

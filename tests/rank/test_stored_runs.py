@@ -105,7 +105,10 @@ def accounts_balance(run: Path) -> None:
     assert metrics["wasted_tokens"] == 0
 
 
-@pytest.mark.parametrize(("model", "layout"), [(SAMPLE_MODEL, "1"), (RANDOM_MODEL, "2"), (RANDOM_MODEL, "1+1")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(SAMPLE_MODEL, "1"), (RANDOM_MODEL, "2"), pytest.param(RANDOM_MODEL, "1+1", marks=pytest.mark.slow)],
+)
 def test_cold_warm_and_half_evicted_stores_give_the_outputs_of_none(job_folder, tmp_path, model, layout):
     plain, store = plain_answers(job_folder, model), tmp_path / "store"
     found = {}
@@ -174,9 +177,10 @@ def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, t
         sampling={"max_tokens": 6},
         kv={"dir": str(tmp_path / "store"), "persist": "all"},
     )
-    for turn in range(2):
-        run = tmp_path / f"run-{turn}"
-        ended, _ = run_while_killing(job, run, (), num_kills=2, seed=turn)
+    killed, calm = tmp_path / "killed", tmp_path / "calm"
+    first, _ = run_while_killing(job, killed, (), num_kills=2, seed=0)
+    second = batchinfer("run", job, "--set", f"output.dir={calm}")
+    for run, ended in ((killed, first), (calm, second)):
         assert ended.code == 0, ended.err
         assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
     verified = batchinfer("kv", "verify", tmp_path / "store")

@@ -433,6 +433,7 @@ def test_a_spec_that_is_not_there_is_said(tmp_path):
     assert "no spec" in ended.err
 
 
+@pytest.mark.slow
 def test_a_day_of_a_million_requests_on_278_nodes():
     figures = answer(load_spec(JOBS / "simulate_day.toml"))
     print(f"\n1,000,000 requests on 278 nodes, simulated in {figures['simulated_in_s']:.1f} s")

@@ -389,6 +389,7 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
     expect_outputs(run, reference)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, reference, stumble, monkeypatch):
     stumble(0.5, set())
     monkeypatch.setattr("batchinfer.slurm.pursue.LEAVE_S", 5.0)

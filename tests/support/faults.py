@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from batchinfer.controller.result_files import write_results
 from batchinfer.plan import packing
+from batchinfer.program import program
 from batchinfer.rundir import publish_json, read_json
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
@@ -106,6 +108,23 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     """How the process ends."""
     out, err = process.communicate(timeout=400)
     return Ended(process.returncode, out, err)
+
+
+def finish_until_killed(run: Path, num_steps: int) -> None:
+    """`finish`, for a process of its own: it is killed when more files than this were opened to write or renamed."""
+    left = num_steps
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        is_write = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+        if event == "os.rename" or (is_write and str(run) in str(arguments[0])):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+    sys.argv = ["batchinfer", "finish", str(run)]
+    program()
 
 
 def kill_the_command(
