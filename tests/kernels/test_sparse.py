@@ -7,7 +7,7 @@ import torch
 
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
-from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
+from batchinfer_kernels.reference.sparse import NO_SLOT, IndexedKeys, IndexQueries, NewIndexKeys
 
 DTYPES = [torch.bfloat16, torch.float32]
 # of results that are rounded, and with them in bfloat16 the weights of softmax
@@ -72,6 +72,31 @@ def test_the_best_keys_are_chosen_and_the_first_among_equal_ones(op, dtype, head
         wanted = torch.tensor(best(of_row[: position + 1].tolist(), topk))
         slots = table[requests[row], wanted // PAGE_TOKENS] * PAGE_TOKENS + wanted % PAGE_TOKENS
         assert chosen[row].tolist() == slots.tolist()
+
+
+def test_a_query_that_sees_fewer_keys_than_are_chosen_gets_none_and_its_attention_is_zero(op):
+    positions, requests = torch.tensor([0, 68, 69, 127]), torch.tensor([0, 0, 1, 1])
+    pages, ids = paged_keys(2, 16, 0, random(2 * PAGE_TOKENS, 16))
+    queries = IndexQueries(random(4, 3, 16, seed=1), random(4, 3, seed=2), *no_rotation(4, 4), True)
+    chosen = op("choose_keys")(
+        queries, IndexedKeys(pages, ids.repeat(2, 1), requests, positions), topk=70, scale=1.0
+    )
+    assert (chosen[:2] == NO_SLOT).all()
+    assert (chosen[2:] != NO_SLOT).all()
+    assert sorted(chosen[2].tolist()) == sorted(
+        int(ids[key // PAGE_TOKENS]) * PAGE_TOKENS + key % PAGE_TOKENS for key in range(70)
+    )
+    out = op("mla_sparse")(random(4, 2, 16), pages, chosen, latent_dim=8, scale=1.0)
+    assert not out[:2].any()
+    assert out[2:].all()
+    # nothing is looked up for them
+    short = op("choose_keys")(
+        IndexQueries(*(part[:2] for part in queries[:4]), True),
+        IndexedKeys(pages, ids[:1].repeat(2, 1), requests[:2], torch.tensor([0, 63])),
+        topk=70,
+        scale=1.0,
+    )
+    assert (short == NO_SLOT).all()
 
 
 def test_among_keys_without_a_score_the_first_ones_are_chosen(op):

@@ -16,6 +16,7 @@ from batchinfer_kernels.reference.mla import MAX_SCORES, PAGE_TOKENS, attend_pag
 from batchinfer_kernels.reference.pointwise import rope
 from batchinfer_kernels.reference.products import batched_matmul
 
+NO_SLOT = -1
 _MAX_GATHERED = 8 * 2**20  # values of keys held at once
 
 
@@ -58,12 +59,15 @@ class IndexedKeys(NamedTuple):
     page_table_BP: [B, P] int64, as in `mla.PagedKeys`.
     requests_T: [T] int64, the row of the table of each query; ascending.
     positions_T: [T] int64; a query is scored with the keys at its own position and before.
+    kv_tokens_B: [B] int64 on the host, tokens in each request's pages: of prompts; None in decode, where only the
+        device knows them.
     """
 
     pages: torch.Tensor
     page_table_BP: torch.Tensor
     requests_T: torch.Tensor
     positions_T: torch.Tensor
+    kv_tokens_B: torch.Tensor | None = None
 
 
 def index_cache(new: NewIndexKeys) -> None:
@@ -80,11 +84,11 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     """The keys that each query attends to: those with the best scores, Σ over heads of weight · max(0, q · k × scale).
 
     Args:
-        queries: each sees at least `topk` keys.
         topk: K.
 
     Returns:
-        [T, K] int32 slots (page id * 64 + offset), in the order of their positions.
+        [T, K] int32 slots (page id * 64 + offset), in the order of their positions; NO_SLOT in the whole row of a query
+        that sees fewer keys, for it attends to all of them.
     """
     q_THI = _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
     slots_TK = torch.empty(len(q_THI), topk, dtype=torch.int32, device=q_THI.device)
@@ -92,7 +96,11 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     start = 0
     for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
         rows = slice(start, start + count)
-        num_pages = int(keys.positions_T[rows].max()) // PAGE_TOKENS + 1
+        num_keys = max(int(keys.positions_T[rows].max()) + 1, topk)
+        num_pages = -(-num_keys // PAGE_TOKENS)
+        if num_pages > keys.page_table_BP.shape[1]:
+            start += count
+            continue  # none of them sees so many keys
         pages_P = keys.page_table_BP[request, :num_pages]
         keys_XI = keys.pages[pages_P].flatten(0, 1).float()
         piece = max(1, MAX_SCORES // (len(keys_XI) * q_THI.shape[1]))
@@ -102,7 +110,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
             chosen_TK = _best(scores_TX, keys.positions_T[some], topk)
             slots_TK[some] = (pages_P[chosen_TK // PAGE_TOKENS] * PAGE_TOKENS + chosen_TK % PAGE_TOKENS).int()
         start += count
-    return slots_TK
+    return slots_TK.masked_fill_((keys.positions_T + 1 < topk)[:, None], NO_SLOT)
 
 
 def mla_sparse(
@@ -115,7 +123,7 @@ def mla_sparse(
     Args:
         q_THW: [T, H, C + R].
         pages: [num_pages, S, C + R], gaps between rows allowed.
-        slots_TK: [T, K] int32.
+        slots_TK: [T, K] int32; NO_SLOT in the whole row of a query whose attention is not wanted, which gives zeros.
         latent_dim: C.
         scale: factor on the scores.
 
@@ -130,7 +138,8 @@ def mla_sparse(
     for start in range(0, len(q_THW), piece):
         rows = slice(start, start + piece)
         latent_TXW = rows_XW.new_zeros(len(q_THW[rows]), num_whole, rows_XW.shape[1], dtype=torch.float32)
-        latent_TXW[:, :num_keys] = rows_XW[slots_TK[rows].long()].float()
+        is_wanted_T11 = (slots_TK[rows, :1] != NO_SLOT)[..., None]
+        latent_TXW[:, :num_keys] = rows_XW[slots_TK[rows].long().clamp(min=0)].float().masked_fill(~is_wanted_T11, 0)
         values_TPSC = latent_TXW[..., :latent_dim].unflatten(1, (-1, PAGE_TOKENS))
         seen_THX = seen_X.expand(len(latent_TXW), q_THW.shape[1], -1)
         out_THC[rows] = attend_pages(q_THW[rows].float(), latent_TXW, values_TPSC, seen_THX, scale).to(q_THW.dtype)
