@@ -136,7 +136,9 @@ class SparseAttention:
         pages: torch.Tensor,
         rows_S: torch.Tensor | None,
     ) -> ChosenKeys:
-        """Keys of the far rows of a prefill step, of the wanted rows where these are given, or of all rows in decode."""
+        """Keys of the far rows of a prefill step, of its wanted rows where these are given, of all rows in decode."""
+        rows_N: torch.Tensor | None
+        requests_N: torch.Tensor | None
         if step.is_decode:
             rows_N, requests_N = None, step.request_of_row()
         elif rows_S is None:

@@ -35,7 +35,6 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import ModelError
 
 
 class Transformer:

@@ -1,9 +1,10 @@
 """Absorbed latent attention over pages for decode, in Triton: one shared key per token, its latent the value too.
 
-DeepSeek-V2 report section 2.1.2; over all keys of a request, or over chosen ones (DeepSeek-V3.2-Exp report section 2.1),
-whose slots stand in for the pages: so all keys that a query sees give the same bits either way. The keys of a request are cut every SPLIT_TOKENS tokens, counted from its first one;
-each part gets programs of its own and a second kernel adds the parts up in ascending order. So parts and sums depend on
-the request alone. Fixed parts leave a GPU partly idle when few short requests run.
+DeepSeek-V2 report section 2.1.2. Keys are all those of a request, in its pages, or chosen ones, in a list of slots
+(DeepSeek-V3.2-Exp report section 2.1): all that a query sees, in order, give the same bits either way. They are cut
+every SPLIT_TOKENS keys, counted from the first one; each part gets programs of its own and a second kernel adds the
+parts up in ascending order. So parts and sums depend on the request alone. Fixed parts leave a GPU partly idle when few
+short requests run.
 """
 
 # B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages

@@ -116,7 +116,8 @@ def _rotated(first, second, cos, sin):
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, num_tokens, num_heads, q_width, page_step,
+    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps,
+    num_tokens, num_heads, q_width, page_step,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip

@@ -2,8 +2,8 @@
 
 Scores become whole numbers of the same order. Four passes over a query's scores count how often each value of the next
 eight bits occurs among those that begin like the bits found so far, and so find the K-th largest number to the last
-bit. A fifth pass takes all that are larger, and of those that equal it the first ones, in the order of positions. Counts
-are whole numbers: nothing depends on the order in which they are added.
+bit. A fifth pass takes all that are larger, and of those that equal it the first ones, in the order of positions.
+Counts are whole numbers: nothing depends on the order in which they are added.
 """
 
 # T queries, X scores of each, B requests, P pages, K keys of a query
@@ -108,7 +108,7 @@ def _nth_largest(scores_at, num_keys, nth, TILE: tl.constexpr):
 
 @triton.jit
 def _next_digit(scores_at, num_keys, found, left, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Eight more bits of the `left`-th largest among the numbers that begin like `found`, and how many are left then."""
+    """Eight more bits of the `left`-th largest of the numbers that begin like `found`, and how many are left then."""
     in_tile, digits = tl.arange(0, TILE), tl.arange(0, 256)
     counts = tl.zeros((256,), tl.int32)
     for start in range(0, num_keys, TILE):
