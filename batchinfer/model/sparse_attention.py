@@ -189,6 +189,7 @@ class SparseAttention:
                 requests_N,
                 positions_N,
                 None if step.is_decode else step.kv_tokens,
+                step.schedule,
             ),
             topk=indexer.topk,
             scale=indexer.head_dim**-0.5,

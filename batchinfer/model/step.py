@@ -126,8 +126,13 @@ class StepTensors:
             values |= {"page_table": step.page_table.contiguous(), "kv_tokens": step.kv_tokens}
         if device.type != "cpu":
             values = dict(zip(values, in_one_copy(list(values.values()), device), strict=True))
-        plain = {"num_alternatives": step.num_alternatives, "num_states": step.num_states}
-        return cls(**values, **on_host, **plain, position_range=step.position_range())
+        return cls(
+            **values,
+            **on_host,
+            num_alternatives=step.num_alternatives,
+            num_states=step.num_states,
+            position_range=step.position_range(),
+        )
 
     @classmethod
     def fixed(

@@ -72,7 +72,7 @@ def install(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch, install):
     """Tensors here count as those of a GPU; what the libraries use is the reference."""
-    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     stand_ins.COPIED.clear()
     return install
 
@@ -277,7 +277,7 @@ def test_nothing_waits_for_the_device(gpu, monkeypatch):
 def test_what_the_library_does_not_take_goes_to_the_implementation_behind(install, monkeypatch, what, weight):
     install(stand_ins.deep_gemm_upstream())
     if what != "on a CPU":
-        monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+        monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     weight = weight()
     x = random(3, 130 if what == "depth" else 128)
     before = registry.num_fallbacks()

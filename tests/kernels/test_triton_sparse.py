@@ -33,20 +33,17 @@ def odd_scores(num_rows, num_keys):
 
 @pytest.mark.parametrize("topk", [1, 100, 1024, 1500])
 def test_the_best_of_odd_scores_are_found_over_several_tiles(topk):
-    from batchinfer_kernels.triton.topk import best_slots
-
-    scores, positions = odd_scores(5, 2100), torch.tensor([topk - 2, topk - 1, 2047, 1023, 2090])
+    scores, positions = odd_scores(5, 2100)[:, 3:], torch.tensor([topk - 2, topk - 1, 2047, 1023, 2090])
     positions = positions.clamp(min=0).to(DEVICE)
     table = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:33].to(DEVICE)[None]
-    starts = torch.tensor([0, 7, 3, 9, 5], dtype=torch.int32, device=DEVICE)
-    slots = torch.empty(5, topk, dtype=torch.int32, device=DEVICE)
-    requests = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    best_slots(scores.to(DEVICE), starts, positions, table, requests, slots)
+    keys = IndexedKeys(random(1, 64, 16), table, torch.zeros(5, dtype=torch.int64, device=DEVICE), positions)
+    slots = ops.best_slots(scores.to(DEVICE), keys, topk=topk)
+    assert torch.equal(slots, reference.best_slots(scores.to(DEVICE), keys, topk=topk))
     for row, position in enumerate(positions.tolist()):
         if position + 1 < topk:
             assert (slots[row] == NO_SLOT).all()
             continue
-        of_row = scores[row, starts[row] : starts[row] + position + 1].tolist()
+        of_row = scores[row, : position + 1].tolist()
         assert slots[row].tolist() == [int(table[0, key // 64]) * 64 + key % 64 for key in best(of_row, topk)]
 
 
@@ -80,6 +77,37 @@ def test_over_segments_and_in_pieces_keys_are_chosen_as_by_the_reference(
         assert torch.equal(choose(rows), chosen[rows])
     monkeypatch.setattr(indexer, "_MAX_SCORE_BYTES", 1)
     assert torch.equal(choose(slice(5, 7)), chosen[5:7])
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_rows_are_transformed_and_rounded_as_by_the_reference(width):
+    # of all sizes, with a row of zeros, one of equal values, and ones whose largest value is just a power of two
+    x = random(150, width + 5)[:, :width]
+    x[::3] *= 2.0 ** torch.arange(50, device=DEVICE)[:, None] / 2**20
+    x[1], x[2] = 0, 3.0
+    x[4] = 0
+    x[4, 0] = 448 * width**0.5
+    for rows in (None, torch.arange(149, -1, -2, device=DEVICE)):
+        values, scales = ops.hadamard_fp8(x, rows)
+        expected, expected_scales = reference.hadamard_fp8(x, rows)
+        assert torch.equal(scales, expected_scales)
+        # sums in float32 may round a value to its neighbour, which is what one in eight of its size is off by
+        off = (values.float() - expected.float()).abs()
+        assert (off <= expected.float().abs() / 8).all()
+        assert (off > 0).float().mean() < 0.01
+    assert torch.equal(ops.hadamard_fp8(x[7:8])[0].float(), ops.hadamard_fp8(x)[0][7:8].float())
+
+
+def test_a_hadamard_transform_leaves_products_as_they_are():
+    q, k = torch.randn(2, 30, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    signs = reference.index_fp8.hadamard_signs(128, torch.device("cpu")).double()
+    assert torch.equal(signs @ signs.T, 128 * torch.eye(128, dtype=torch.float64))
+    (q8, q_scales), (k8, k_scales) = reference.hadamard_fp8(q.float()), reference.hadamard_fp8(k.float())
+    products = (q8.double() * q_scales[:, None]) @ (k8.double() * k_scales[:, None]).T
+    assert (products - q @ k.T).abs().max() < 0.05 * (q.norm(dim=1) * k.norm(dim=1)).max()
+    assert (q8.float().abs().amax(1) > 224).all(), "the whole range is used"
+    with pytest.raises(ValueError, match="24 columns"):
+        reference.hadamard_fp8(random(1, 24))
 
 
 def test_no_queries_choose_nothing():

@@ -18,7 +18,7 @@ from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
-from batchinfer_kernels.triton import decode, indexer, ops, prefill, topk
+from batchinfer_kernels.triton import decode, index_fp8, indexer, ops, prefill, topk
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256
 HELD = 9  # experts of a rank
@@ -123,7 +123,11 @@ def compile_sparse():
             topk=2048,
             scale=128**-0.5,
         )
-    topk.best_slots(of(128, 9000, dtype=FLOAT), of(128, dtype=torch.int32), positions, table, positions, slots)
+    indexer.rotated_queries(IndexQueries(of(128, 64, 128), of(128, 64, dtype=FLOAT), angles, angles, True))
+    keys = IndexedKeys(index_keys, table, positions, positions)
+    topk.best_slots(of(128, 9216, dtype=FLOAT)[:, :9000], keys, topk=2048)
+    index_fp8.hadamard_fp8(of(8192, 128))
+    index_fp8.hadamard_fp8(index_keys.flatten(0, 1), of(9000, dtype=INT))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ depends on nothing but the query and the keys before it.
 # T tokens, H heads, I width of an index key, R rotary width, C latent width, W = C + R, B requests, P pages
 # K keys of a query, X keys that are scored, S = 64 tokens per page
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from batchinfer_kernels.reference.mla import MAX_SCORES, PAGE_TOKENS, attend_pages
 from batchinfer_kernels.reference.pointwise import rope
@@ -61,6 +62,7 @@ class IndexedKeys(NamedTuple):
     positions_T: [T] int64; a query is scored with the keys at its own position and before.
     kv_tokens_B: [B] int64 on the host, tokens in each request's pages: of prompts; None in decode, where only the
         device knows them.
+    schedule: as in `mla.PagedKeys`.
     """
 
     pages: torch.Tensor
@@ -68,6 +70,7 @@ class IndexedKeys(NamedTuple):
     requests_T: torch.Tensor
     positions_T: torch.Tensor
     kv_tokens_B: torch.Tensor | None = None
+    schedule: dict[str, Any] | None = None
 
 
 def index_cache(new: NewIndexKeys) -> None:
@@ -90,7 +93,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
         [T, K] int32 slots (page id * 64 + offset), in the order of their positions; NO_SLOT in the whole row of a query
         that sees fewer keys, for it attends to all of them.
     """
-    q_THI = _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
+    q_THI = rotated_queries(queries)
     slots_TK = torch.empty(len(q_THI), topk, dtype=torch.int32, device=q_THI.device)
     requests, counts = torch.unique_consecutive(keys.requests_T, return_counts=True)
     start = 0
@@ -144,6 +147,24 @@ def mla_sparse(
         seen_THX = seen_X.expand(len(latent_TXW), q_THW.shape[1], -1)
         out_THC[rows] = attend_pages(q_THW[rows].float(), latent_TXW, values_TPSC, seen_THX, scale).to(q_THW.dtype)
     return out_THC
+
+
+def rotated_queries(queries: IndexQueries) -> torch.Tensor:
+    """The queries with their positions, [T, H, I]."""
+    return _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
+
+
+def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torch.Tensor:
+    """What `choose_keys` gives, from scores.
+
+    Args:
+        scores_TX: float32, a query's score of the key at position 0 first; behind its last key anything.
+    """
+    chosen_TK = _best(F.pad(scores_TX, (0, max(0, topk - scores_TX.shape[1]))), keys.positions_T, topk)
+    is_near_T1 = (keys.positions_T + 1 < topk)[:, None]
+    chosen_TK = chosen_TK.masked_fill(is_near_T1, 0)
+    pages_TK = keys.page_table_BP[keys.requests_T].gather(1, chosen_TK // PAGE_TOKENS)
+    return (pages_TK * PAGE_TOKENS + chosen_TK % PAGE_TOKENS).int().masked_fill(is_near_T1, NO_SLOT)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -52,10 +52,9 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     Memory for scores is that of the longest request of the page table; queries are worked on in pieces that keep to a
     bound.
     """
-    weights_TH = queries.weights_TH.contiguous()
-    pages, page_table_BP, requests_T, positions_T, _ = keys
-    page_table_BP, requests_T, positions_T = map(torch.Tensor.contiguous, (page_table_BP, requests_T, positions_T))
-    q_THI = turned_queries(queries)
+    weights_TH, pages = queries.weights_TH.contiguous(), keys.pages
+    page_table_BP, requests_T, positions_T = map(torch.Tensor.contiguous, keys[1:4])
+    q_THI = rotated_queries(queries)
     num_rows, num_heads, width = q_THI.shape
     slots_TK = torch.empty(num_rows, topk, dtype=torch.int32, device=q_THI.device)
     num_keys = page_table_BP.shape[1] * PAGE_TOKENS
@@ -87,12 +86,12 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
             num_warps=4,
             num_stages=3,
         )
-        best_slots(scores_TX, None, positions, page_table_BP, requests_T[rows], slots_TK[rows])
+        own = IndexedKeys(pages, page_table_BP, requests_T[rows], positions)
+        slots_TK[rows] = best_slots(scores_TX, own, topk=topk)
     return slots_TK
 
 
-def turned_queries(queries: IndexQueries) -> torch.Tensor:
-    """The queries with their positions, [T, H, I]."""
+def rotated_queries(queries: IndexQueries) -> torch.Tensor:
     q_THI, _, cos, sin, interleaved = queries
     q_THI = q_THI.contiguous()
     num_rows, num_heads, width = q_THI.shape

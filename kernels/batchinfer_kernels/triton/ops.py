@@ -61,6 +61,11 @@ def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
     return _mismatch(queries.q_THI, keys.pages) or _uneven(keys.pages)
 
 
+def _queries(queries: IndexQueries) -> str | None:
+    """Queries that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(queries.q_THI)
+
+
 def _chosen(q: torch.Tensor, pages: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Queries or pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, pages) or _uneven(pages)
@@ -158,6 +163,9 @@ mla_prefill = _in("prefill", "mla_prefill", _attention)
 mla_decode = _in("decode", "mla_decode", _attention)
 index_cache = _in("indexer", "index_cache", _index_keys)
 choose_keys = _in("indexer", "choose_keys", _scored)
+rotated_queries = _in("indexer", "rotated_queries", _queries)
+hadamard_fp8 = _in("index_fp8", "hadamard_fp8", at(_mismatch, 0))
+best_slots = _in("topk", "best_slots", _foreign)
 mla_sparse = _in("decode", "mla_sparse", _chosen)
 quantize_fp8_block = _in("quantize", "quantize_fp8_block", _foreign)
 quantize_fp8_rows = _in("quantize", "quantize_fp8_rows", _foreign)

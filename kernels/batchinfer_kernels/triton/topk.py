@@ -6,53 +6,37 @@ bit. A fifth pass takes all that are larger, and of those that equal it the firs
 Counts are whole numbers: nothing depends on the order in which they are added.
 """
 
-# T queries, X scores of each, B requests, P pages, K keys of a query
+# T queries, X scores of each, K keys of a query
 
 import torch
 import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
-from batchinfer_kernels.reference.sparse import NO_SLOT
+from batchinfer_kernels.reference.sparse import NO_SLOT, IndexedKeys
 
 _TILE = 1024
 _EMPTY = tl.constexpr(NO_SLOT)
 
 
-def best_slots(
-    scores_TX: torch.Tensor,
-    starts_T: torch.Tensor | None,
-    positions_T: torch.Tensor,
-    page_table_BP: torch.Tensor,
-    requests_T: torch.Tensor,
-    slots_TK: torch.Tensor,
-) -> None:
-    """Write the slots of each query's K best keys, in the order of their positions, the first among equal ones.
-
-    Args:
-        scores_TX: float32, the last dim without gaps; rows behind T are not looked at.
-        starts_T: [T] int32, where a query's score of key 0 is in its row; None: at the start.
-        positions_T: [T] integer, of the queries.
-        page_table_BP: int64 without gaps, pages of each request.
-        requests_T: [T] int64, the row of the table of each query.
-        slots_TK: int32 without gaps; NO_SLOT where a query sees fewer than K keys.
-    """
-    num_rows, topk = slots_TK.shape
+def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torch.Tensor:
+    num_rows = len(keys.positions_T)
+    slots_TK = torch.empty(num_rows, topk, dtype=torch.int32, device=scores_TX.device)
     if num_rows:
         _best_slots[(num_rows,)](
             scores_TX,
-            starts_T,
-            positions_T,
-            page_table_BP,
-            requests_T,
+            keys.positions_T.contiguous(),
+            keys.page_table_BP.contiguous(),
+            keys.requests_T.contiguous(),
             slots_TK,
             scores_TX.stride(0),
-            page_table_BP.shape[1],
+            keys.page_table_BP.shape[1],
             topk,
             TILE=_TILE,
             PAGE=PAGE_TOKENS,
             num_warps=8,
         )
+    return slots_TK
 
 
 @triton.jit
@@ -65,14 +49,12 @@ def _number_of(score):
 
 @triton.jit
 def _best_slots(
-    scores_ptr, starts_ptr, positions_ptr, table_ptr, requests_ptr, slots_ptr, score_stride, table_pages, topk,
+    scores_ptr, positions_ptr, table_ptr, requests_ptr, slots_ptr, score_stride, table_pages, topk,
     TILE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     num_keys = tl.load(positions_ptr + row).to(tl.int32) + 1
     scores_at = scores_ptr + row * score_stride
-    if starts_ptr is not None:
-        scores_at += tl.load(starts_ptr + row)
     slots_at = slots_ptr + row * topk
     in_tile = tl.arange(0, TILE)
     if num_keys < topk:
