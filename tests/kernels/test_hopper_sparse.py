@@ -68,7 +68,8 @@ def test_keys_are_chosen_by_their_scores_in_fp8(gpu, library, heads):
     gpu(DEEP_GEMM[library]())
     queries, keys = index_case(heads)
     chosen = sparse.choose_keys(queries, keys, topk=100, scale=128**-0.5)
-    q8, q_scales = reference.hadamard_fp8(reference.rotated_queries(queries))
+    q8, q_scales = reference.hadamard_fp8(reference.rotated_queries(queries).flatten(0, 1))
+    q8, q_scales = q8.view(48, heads, 128), q_scales.view(48, heads, 1)
     is_near = keys.positions_T < 99
     assert is_near.sum() == 19 + 3
     assert (chosen[is_near] == NO_SLOT).all()
@@ -77,7 +78,7 @@ def test_keys_are_chosen_by_their_scores_in_fp8(gpu, library, heads):
         places = torch.arange(int(keys.positions_T[row]) + 1)
         slots = keys.page_table_BP[keys.requests_T[row], places // 64] * 64 + places % 64
         k8, k_scales = reference.hadamard_fp8(keys.pages.reshape(-1, 128), slots)
-        products = (q8[row].float() * q_scales[row][:, None]) @ (k8.float() * k_scales[:, None]).T
+        products = (q8[row].float() * q_scales[row]) @ (k8.float() * k_scales[:, None]).T
         scores = queries.weights_TH[row].double() @ products.relu().double()
         least = scores[torch.isin(slots, chosen[row])].min()
         assert len(set(chosen[row].tolist())) == 100
@@ -166,7 +167,7 @@ def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, li
 def test_a_model_with_an_indexer_is_near_itself_on_the_reference(gpu, tmp_path):
     gpu(stand_ins.flash_mla_sgl(), stand_ins.deep_gemm_sgl())
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 16}
-    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_attention_heads": 64}
+    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_attention_heads": 64, "num_key_value_heads": 64}
     make_checkpoint(tmp_path, "glm-dsa", **sizes, index_topk=128, index_n_heads=32, index_head_dim=64)
     config, plain = load_model_config(tmp_path), Ops.select("reference", torch.bfloat16)
     ours = replace(plain, choose_keys=with_reference("choose_keys"), mla_sparse=with_reference("mla_sparse"))

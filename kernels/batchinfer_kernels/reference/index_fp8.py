@@ -34,7 +34,7 @@ def hadamard_fp8(x_NI: torch.Tensor, rows_M: torch.Tensor | None = None) -> tupl
 
 
 def hadamard_signs(width: int, device: torch.device) -> torch.Tensor:
-    """[I, I] float32 of 1 and -1, Sylvester's: -1 where the numbers of row and column share an odd number of binary ones.
+    """[I, I] float32 of 1 and -1, Sylvester's: -1 where the numbers of row and column share an odd number of set bits.
 
     Raises:
         ValueError: the width is not a power of two.
