@@ -48,6 +48,11 @@ def sparse_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         Case("choose_keys", f"{words}, equal scores", partial(_choose, dims, sizes, 1, last, context, has_ties=True)),
         Case("choose_keys", f"{words}, FP8", partial(_choose, dims, sizes, 1, last, context, is_fp8=True), ("hopper",)),
     ]
+    cases += [
+        Case("rotated_queries", f"{last} x {indexer}", partial(_rotate, dims, sizes, last)),
+        Case("hadamard_fp8", f"{context} x {sizes.width}", partial(_hadamard, dims, sizes, context)),
+        Case("best_slots", f"{last} x {sizes.topk} of {context}", partial(_best, sizes, last, context)),
+    ]
     for count in attended:
         make = partial(_attend, dims, sizes, heads, count)
         cases.append(Case("mla_sparse", f"{count} x {heads} heads, {sizes.topk} keys", make, ("hopper", "triton")))
@@ -126,9 +131,8 @@ def _choose(
         """In float64, of operands as they are or as they are rounded; unscaled."""
         keys, own = pages.view(-1, pages.shape[-1])[slots, dims.width :], q[row]
         if is_fp8:
-            keys, own = (
-                values.double() * scales[:, None] for values, scales in map(reference.hadamard_fp8, (keys, own))
-            )
+            rounded = map(reference.hadamard_fp8, (keys, own))
+            keys, own = (values.double() * scales[:, None] for values, scales in rounded)
         return weights[row].double() @ (own.double() @ keys.double().T).relu()
 
     def best_scores(slots_TK: torch.Tensor, rows: range) -> torch.Tensor:
@@ -167,6 +171,70 @@ def _choose(
         num_bytes=2 * num_requests * num_keys * sizes.width + bytes_of(q) + 4 * num_rows * sizes.topk,
         timed=lambda function: function(*operands(slice(None)), topk=sizes.topk, scale=sizes.width**-0.5),
         is_fp8=is_fp8,
+    )
+
+
+def _rotate(dims: Dims, sizes: Sparse, num_rows: int, device: torch.device) -> Work:
+    q = normal(num_rows, sizes.heads, sizes.width, device=device)
+    weights = normal(num_rows, sizes.heads, device=device, dtype=torch.float32)
+    angles = normal(num_rows, dims.rotary // 2, device=device, seed=1, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+
+    def expected() -> torch.Tensor:
+        pairs, plain = q.double().split([dims.rotary, sizes.width - dims.rotary], dim=-1)
+        first, second = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        c, s = cos.double()[:, None], sin.double()[:, None]
+        turned = torch.stack([first * c - second * s, second * c + first * s], dim=-1).flatten(-2)
+        return torch.cat([turned, plain], dim=-1)
+
+    return Work(
+        run=lambda function, rows: function(IndexQueries(q[rows], weights[rows], cos[rows], sin[rows], True)),
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=2 * bytes_of(q),
+    )
+
+
+def _hadamard(dims: Dims, sizes: Sparse, num_keys: int, device: torch.device) -> Work:
+    """Keys of a prompt, gathered out of its pages."""
+    pages = _pages(dims, sizes, -(-num_keys // exact.PAGE), device)
+    keys = pages.view(-1, pages.shape[-1])[:, dims.width :]
+    slots = torch.randperm(len(keys), generator=torch.Generator().manual_seed(4))[:num_keys].to(device)
+
+    def values_of(function: Function, rows: slice) -> torch.Tensor:
+        values, scales = function(keys, slots[rows])
+        return values.double() * scales[:, None]
+
+    return Work(
+        run=values_of,
+        expected=lambda: values_of(reference.hadamard_fp8, slice(None)),
+        measure="diff",
+        parts=parts_of(num_keys),
+        flops=0,
+        num_bytes=3 * num_keys * sizes.width,
+        timed=lambda function: function(keys, slots),
+    )
+
+
+def _best(sizes: Sparse, num_rows: int, num_keys: int, device: torch.device) -> Work:
+    """Scores of few different values: many are equal."""
+    scores = normal(num_rows, num_keys, device=device, dtype=torch.float32).mul(4).round()
+    table = torch.randperm(-(-num_keys // exact.PAGE), generator=torch.Generator().manual_seed(4)).to(device)[None]
+    positions = torch.arange(num_keys - num_rows, num_keys, device=device)
+    requests = torch.zeros_like(positions)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        return function(scores[rows], IndexedKeys(scores, table, requests[rows], positions[rows]), topk=sizes.topk)
+
+    return Work(
+        run=run,
+        expected=lambda: run(reference.best_slots, slice(None)).cpu(),
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(scores) + 4 * num_rows * sizes.topk,
     )
 
 

@@ -94,7 +94,6 @@ def test_triton_by_name_is_triton_for_every_operation():
     assert all(run.name == "triton" for run in runs)
     assert f"triton.ops-{probe.version()}" in chosen.names()
     # blocks of the KV store are kept under these names: index keys that another version makes are others
-    assert "reference_rows" in chosen.names().split()
     assert "reference" not in chosen.names().split()
     assert "reference" in replace(chosen, index_cache=registry.select("index_cache", "reference")).names().split()
 
