@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -110,6 +111,20 @@ def test_a_query_chooses_the_same_alone_in_pieces_and_from_layer_to_layer(gpu, m
     none = keys._replace(requests_T=keys.requests_T[:0], positions_T=keys.positions_T[:0])
     nobody = IndexQueries(*(part[:0] for part in queries[:4]), False)
     assert sparse.choose_keys(nobody, none, topk=100, scale=0.1).shape == (0, 100)
+
+
+def test_nothing_waits_for_the_device(gpu, monkeypatch):
+    """Tensors of the device "meta" have shapes and no values: reading one fails."""
+    gpu(stand_ins.deep_gemm_sgl())
+    of = partial(torch.empty, device="meta")
+    monkeypatch.setattr(
+        sys.modules["deep_gemm"], "fp8_mqa_logits", lambda q, *_, **options: of(len(q), options["max_seqlen_k"])
+    )
+    queries, keys = index_case()
+    on_meta = IndexQueries(*(part.to("meta") for part in queries[:4]), False)
+    keys = keys._replace(**{name: getattr(keys, name).to("meta") for name in keys._fields[:4]})
+    chosen = sparse.choose_keys(on_meta, keys, topk=100, scale=0.1)
+    assert (chosen.shape, chosen.device.type) == ((48, 100), "meta")
 
 
 @pytest.mark.parametrize(
