@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -116,10 +115,11 @@ def test_a_query_chooses_the_same_alone_in_pieces_and_from_layer_to_layer(gpu, m
 def test_nothing_waits_for_the_device(gpu, monkeypatch):
     """Tensors of the device "meta" have shapes and no values: reading one fails."""
     gpu(stand_ins.deep_gemm_sgl())
-    of = partial(torch.empty, device="meta")
-    monkeypatch.setattr(
-        sys.modules["deep_gemm"], "fp8_mqa_logits", lambda q, *_, **options: of(len(q), options["max_seqlen_k"])
-    )
+
+    def fp8_mqa_logits(q, *_, max_seqlen_k, **__):
+        return torch.empty(len(q), max_seqlen_k, device="meta")
+
+    monkeypatch.setattr(sys.modules["deep_gemm"], "fp8_mqa_logits", fp8_mqa_logits)
     queries, keys = index_case()
     on_meta = IndexQueries(*(part.to("meta") for part in queries[:4]), False)
     keys = keys._replace(**{name: getattr(keys, name).to("meta") for name in keys._fields[:4]})
