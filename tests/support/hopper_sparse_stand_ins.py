@@ -1,7 +1,7 @@
 """Stand-ins for what deep_gemm and flash_mla have for sparse attention; see hopper_stand_ins.py.
 
 Signatures and checks are those of DeepGEMM 2.6.1 and sgl-deep-gemm 0.1.2 (csrc/apis/attention.hpp and its wrapper), of
-FlashMLA of 2026-04 (csrc/api/sparse_fwd.h, csrc/sm90/prefill/sparse/phase1.cuh) and sgl-flash-mla 1.0.0.
+FlashMLA of 2026-04 (csrc/api/sparse_fwd, csrc/sm90/prefill/sparse) and sgl-flash-mla 1.0.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mqa_logits(q, kv, weights, starts, ends, clean_logits, max_seqlen_k):
 
 
 def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
-    """csrc/api/sparse_fwd.h for Hopper: what it checks, and what it computes."""
+    """csrc/api/sparse_fwd for Hopper: what it checks, and what it computes."""
     num_rows, num_heads, width = q.shape
     assert num_rows > 0
     assert num_heads in (64, 128)

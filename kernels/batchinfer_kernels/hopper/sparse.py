@@ -10,7 +10,7 @@ of another layout (64 rounded keys, then their scales), in which a token's row c
 
 flash_mla's sparse decode takes latents in FP8 alone. Its sparse prefill takes bfloat16 and one list of slots per query,
 which is all that decode has: it serves both. A query's sums depend on nothing but its list, here and in deep_gemm.
-Sources: csrc/apis/attention.hpp and sm90_fp8_mqa_logits.cuh of DeepGEMM, csrc/api/sparse_fwd.h of FlashMLA, in the
+Sources: csrc/apis/attention.hpp and sm90_fp8_mqa_logits.cuh of DeepGEMM, csrc/api/sparse_fwd of FlashMLA, in the
 versions of libraries.py.
 """
 
