@@ -50,7 +50,6 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     """Attention of each request's queries to its keys: by page table, lengths and positions, or by slots."""
-    page_table_BP, kv_tokens_B, positions_T, slots_TK = whose
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
     if out_THC.numel() == 0:
@@ -58,7 +57,7 @@ def _attend(
     q_THW = q_THW.contiguous()
     rows_per_request = num_rows // num_requests * num_heads
     num_parts = triton.cdiv(most_keys, SPLIT_TOKENS)
-    list_length = most_keys if page_table_BP is None else page_table_BP.shape[1]
+    list_length = most_keys if whose[0] is None else whose[0].shape[1]
     piece = max(1, _MAX_PART_BYTES // (rows_per_request * num_parts * (latent_dim + 2) * 4))
     piece = min(piece, num_requests)
     sums = torch.empty(piece * rows_per_request, num_parts, latent_dim, dtype=torch.float32, device=q_THW.device)
@@ -67,22 +66,8 @@ def _attend(
     for start in range(0, num_requests, piece):
         count = min(piece, num_requests - start)
         _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
-            q_THW,
-            pages,
-            page_table_BP,
-            kv_tokens_B,
-            positions_T,
-            slots_TK,
-            sums,
-            peaks,
-            totals,
-            start,
-            rows_per_request,
-            num_heads,
-            list_length,
-            num_parts,
-            pages.stride(1),
-            scale * _LOG2_E,
+            q_THW, pages, *whose, sums, peaks, totals,
+            start, rows_per_request, num_heads, list_length, num_parts, pages.stride(1), scale * _LOG2_E,
             LATENT=latent_dim,
             ROTARY=width - latent_dim,
             LATENT_TILE=max(16, triton.next_power_of_2(latent_dim)),
@@ -93,24 +78,14 @@ def _attend(
             SPLIT=SPLIT_TOKENS,
             num_warps=8,
             num_stages=2,
-        )
+        )  # fmt: skip
         _add_parts[(count * rows_per_request,)](
-            sums,
-            peaks,
-            totals,
-            kv_tokens_B,
-            positions_T,
-            slots_TK,
-            out_THC,
-            start,
-            rows_per_request,
-            num_heads,
-            list_length,
-            num_parts,
+            sums, peaks, totals, *whose[1:], out_THC,
+            start, rows_per_request, num_heads, list_length, num_parts,
             LATENT=latent_dim,
             LATENT_TILE=triton.next_power_of_2(latent_dim),
             SPLIT=SPLIT_TOKENS,
-        )
+        )  # fmt: skip
     return out_THC
 
 
@@ -143,13 +118,11 @@ def _attend_part(
     stop = tl.minimum(num_seen, (part + 1) * SPLIT)
     if stop > part * SPLIT:
         width: tl.constexpr = LATENT + ROTARY
-        latent, rotary = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE)
+        latent, rotary, in_tile = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, KEYS)
         is_latent, is_rotary = latent < LATENT, rotary < ROTARY
         q_at = q_ptr + (request * rows_per_request + row)[:, None] * width
         q_latent = load_columns(q_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
         q_rotary = load_columns(q_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
-        in_tile = tl.arange(0, KEYS)
-
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, LATENT_TILE), tl.float32)
@@ -160,8 +133,8 @@ def _attend_part(
             if slots_ptr is not None:
                 slots = tl.load(slots_ptr + request * list_length + start + place).to(tl.int64)
             else:
-                page = tl.load(table_ptr + request * list_length + start // PAGE).to(tl.int64)
-                slots = page * PAGE + start % PAGE + place
+                slots = tl.load(table_ptr + request * list_length + start // PAGE).to(tl.int64) * PAGE
+                slots = slots + start % PAGE + place
             key_at = pages_ptr + slots[:, None] * page_step
             k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
             k_rotary = load_columns(key_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
