@@ -11,8 +11,6 @@ from batchinfer_kernels import registry
 from batchinfer_kernels.registry import Operation
 from batchinfer_kernels.weight_format import WeightFormat, format_of
 
-_OF_INDEXERS = ("index_cache", "choose_keys", "mla_sparse")
-
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -47,12 +45,14 @@ class Ops:
         """Whether an operation of a decode step waits for values of the device: a CUDA graph cannot hold it then."""
         return registry.reads_on_host(self.grouped_mlp) or registry.reads_on_host(self.masked_mlp)
 
-    def names(self, dtype: torch.dtype | None = None) -> str:
-        """Where the implementations come from: those that give the same bits in this dtype have the same names.
+    @property
+    def chooses_on_host(self) -> bool:
+        """Whether the choice of keys waits for values of the device, as `reads_on_host`."""
+        return registry.reads_on_host(self.choose_keys)
 
-        Operations of sparse attention come from where others come from, on the CPU; on GPUs nothing uses them.
-        """
-        ops = (getattr(self, name) for name in op_names() if name not in _OF_INDEXERS)
+    def names(self, dtype: torch.dtype | None = None) -> str:
+        """Where the implementations come from: those that give the same bits in this dtype have the same names."""
+        ops = (getattr(self, name) for name in op_names())
         return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,13 @@ class StepInput:
     @property
     def is_decode(self) -> bool:
         return self.page_table is not None
+
+    def position_range(self) -> tuple[int, int]:
+        """The lowest and the highest position of a row; 0 and -1 without rows."""
+        if len(self.positions) == 0:
+            return 0, -1
+        lowest, highest = self.positions.aminmax()
+        return int(lowest), int(highest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class StepTensors:
     num_alternatives: int = 0
     num_states: int = 0
     is_counted: torch.Tensor | None = None  # [T] 0 for rows that only fill a batch up, which no statistics count
+    position_range: tuple[int, int] = (0, -1)  # see StepInput; of rows that are counted
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> StepTensors:
@@ -118,17 +126,34 @@ class StepTensors:
             values |= {"page_table": step.page_table.contiguous(), "kv_tokens": step.kv_tokens}
         if device.type != "cpu":
             values = dict(zip(values, in_one_copy(list(values.values()), device), strict=True))
-        return cls(**values, **on_host, num_alternatives=step.num_alternatives, num_states=step.num_states)
+        return cls(
+            **values,
+            **on_host,
+            num_alternatives=step.num_alternatives,
+            num_states=step.num_states,
+            position_range=step.position_range(),
+        )
 
     @classmethod
-    def fixed(cls, step: StepInput, is_counted: torch.Tensor, device: torch.device) -> StepTensors:
+    def fixed(
+        cls, step: StepInput, is_counted: torch.Tensor, device: torch.device, position_range: tuple[int, int]
+    ) -> StepTensors:
         """A decode step in memory of its own, for other steps of the same shapes to be put into."""
         values: dict[str, Any] = dict(zip(_OF_DECODE, in_one_copy(_of_decode(step, is_counted), device), strict=True))
-        return cls(**values)
+        return cls(**values, position_range=position_range)
 
     def refill(self, step: StepInput, is_counted: torch.Tensor) -> None:
         """Put another step's values into the memory of this one, which `fixed` made."""
         refill([getattr(self, name) for name in _OF_DECODE], _of_decode(step, is_counted))
+
+
+class RowsByReach(NamedTuple):
+    """Rows of a prefill step that see at most so many keys (near), and the others; [N] int64, ascending."""
+
+    near_rows: torch.Tensor
+    near: AttentionStep  # these alone, for core attention
+    far_rows: torch.Tensor
+    far_requests: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,27 +202,47 @@ class AttentionStep(StepTensors):
             schedule={},
         )
 
-    def request_of_row(self) -> torch.Tensor:
-        """[T] int64, the row of the page table of each token."""
-        if self.chunk_tokens is not None:
-            return torch.repeat_interleave(self.chunk_tokens)
-        num_requests = len(self.page_table)
-        return torch.arange(num_requests).repeat_interleave(len(self.positions) // max(1, num_requests))
+    def rows_by_reach(self, num_keys: int) -> RowsByReach:
+        """The rows of a prefill step by whether they see more than so many keys, found once for all layers."""
+        kept = f"rows by reach {num_keys}"
+        if kept not in self.schedule:
+            self.schedule[kept] = self._cut_by_reach(num_keys)
+        found: RowsByReach = self.schedule[kept]
+        return found
+
+    def _cut_by_reach(self, num_keys: int) -> RowsByReach:
+        """From the lengths of chunks, which the host knows."""
+        assert self.chunk_tokens is not None, "in decode the host does not know the lengths"
+        num_before_B = (num_keys - (self.kv_tokens - self.chunk_tokens)).clamp(min=0).minimum(self.chunk_tokens)
+        ends_B = self.chunk_tokens.cumsum(0)
+        requests_T = torch.repeat_interleave(self.chunk_tokens)
+        rows_T = torch.arange(len(requests_T))
+        is_near_T = rows_T < (ends_B - self.chunk_tokens + num_before_B)[requests_T]
+        on_host = rows_T[is_near_T], rows_T[~is_near_T], requests_T[~is_near_T]
+        near_rows, far_rows, far_requests = in_one_copy(on_host, self.positions.device)
+        near = replace(
+            self,
+            positions=self.positions[near_rows],
+            chunk_tokens=num_before_B,
+            kv_tokens=torch.where(num_before_B > 0, self.kv_tokens.clamp(max=num_keys), 0),
+            schedule={},
+        )
+        return RowsByReach(near_rows, near, far_rows, far_requests)
 
     def of_rows_before(self, position: int) -> AttentionStep:
-        """The rows at lower positions, for core attention alone; on the CPU."""
-        is_before = self.positions < position
-        some: dict[str, Any] = {"positions": self.positions[is_before], "schedule": {}}
-        if self.chunk_tokens is None:
-            return replace(
-                self,
-                page_table=self.page_table[self.request_of_row()[is_before]],
-                kv_tokens=some["positions"] + 1,
-                **some,
-            )
-        num_before = (position - (self.kv_tokens - self.chunk_tokens)).clamp(min=0).minimum(self.chunk_tokens)
-        kv_tokens = torch.where(num_before > 0, self.kv_tokens.clamp(max=position), 0)
-        return replace(self, chunk_tokens=num_before, kv_tokens=kv_tokens, **some)
+        """A decode step, for core attention alone, in which rows at other positions have no keys."""
+        kept = f"rows before {position}"
+        if kept not in self.schedule:
+            seen_T = torch.where(self.positions < position, self.positions + 1, 0)
+            table = self.page_table if len(self.page_table) == len(seen_T) else self.page_table[self.request_of_row()]
+            self.schedule[kept] = replace(self, page_table=table, kv_tokens=seen_T, schedule={})
+        found: AttentionStep = self.schedule[kept]
+        return found
+
+    def request_of_row(self) -> torch.Tensor:
+        """[T] int64, of a decode step: the row of the page table of each token."""
+        num_requests, num_rows = len(self.page_table), len(self.positions)
+        return torch.arange(num_rows, device=self.positions.device) // max(1, num_rows // max(1, num_requests))
 
 
 def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:

@@ -35,7 +35,6 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
-from batchinfer.records import ModelError
 
 
 class Transformer:
@@ -92,7 +91,7 @@ class Transformer:
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
         """
-        config = _config_for(device, folder)
+        config = load_model_config(folder)
         ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
@@ -119,6 +118,13 @@ class Transformer:
         self.weights = exchange_experts(self.weights, folder, self.config, expert_ids, source)
         for mlp, placement in zip(self.moe_mlps, placements, strict=True):
             mlp.dispatcher.place(placement)
+
+    def reaches(self, step: StepInput) -> tuple[bool, bool]:
+        """Whether rows of this step attend to all keys before them, and whether rows attend to chosen ones alone."""
+        first, last = step.position_range()
+        return self.config.indexer is None or first < self.config.indexer.topk, (
+            self.config.indexer is not None and last >= self.config.indexer.topk
+        )
 
     @property
     def logit_ops(self) -> LogitOps:
@@ -196,17 +202,6 @@ def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) 
     """The exchange of a rank that holds all experts; a row is rounded once, not once per expert."""
     row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
     return LocalDispatcher(config.n_routed_experts, row_format, gathers=False)
-
-
-def _config_for(device: torch.device | str, folder: Path) -> ModelConfig:
-    """A model's config, where operations for this device compute such a model."""
-    config, device_type = load_model_config(folder), torch.device(device).type
-    if config.indexer is not None and device_type != "cpu":
-        raise ModelError(
-            f"{folder}: its attention is sparse (DSA), which runs on CPUs only; there are no such kernels for "
-            f'{device_type} devices yet, so give cluster.backend = "cpu"'
-        )
-    return config
 
 
 def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expert_counts: torch.Tensor) -> StepOutput:

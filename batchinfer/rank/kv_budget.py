@@ -125,8 +125,9 @@ def largest_steps(
     """A prefill step and a decode step as large as they get, and how many pages they need.
 
     In prefill the last tokens of a prompt that is as long as possible, with logits of as many as could be the last ones
-    of short prompts, and the others scored if `scores`; in decode requests that all are that long. What they attend to
-    is garbage: the pages of their own tokens, again and again.
+    of short prompts, and the others scored if `scores`; in decode requests that all are that long but for one of one
+    token, which attends in another way where attention is sparse. What they attend to is garbage: the pages of their
+    own tokens, again and again.
     """
     num_pages = pages_for(max(prefill_tokens, decode_requests))
     context = max(largest_tokens, prefill_tokens)
@@ -142,13 +143,15 @@ def largest_steps(
         scored=_tokens(num_scored, vocab_size) if scores else None,
         num_alternatives=_ALTERNATIVES if scores else 0,
     )
+    kv_tokens = torch.full((decode_requests,), largest_tokens)
+    kv_tokens[1:2] = 1
     decode = StepInput(
         tokens=_tokens(decode_requests, vocab_size),
-        positions=torch.full((decode_requests,), largest_tokens - 1),
+        positions=kv_tokens - 1,
         slots=torch.arange(decode_requests),
         logit_rows=torch.arange(decode_requests),
         page_table=(torch.arange(pages_for(largest_tokens)) % num_pages).repeat(decode_requests, 1),
-        kv_tokens=torch.full((decode_requests,), largest_tokens),
+        kv_tokens=kv_tokens,
     )
     return (prefill, decode), num_pages
 

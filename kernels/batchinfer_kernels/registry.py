@@ -24,6 +24,7 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper_ops
+from batchinfer_kernels.hopper import sparse as hopper_sparse
 from batchinfer_kernels.implementation import Implementation
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe as triton_probe
@@ -175,10 +176,12 @@ def _listed(module: ModuleType, name: str, probe: Callable[[], str | None], **fa
     return [Candidate(op, name, implementation, probe, **facts) for op, implementation in found.items()]
 
 
-def _of_library(library: str, probe: Callable[[], str | None], ops: Sequence[str]) -> list[Candidate]:
+def _of_library(
+    library: str, probe: Callable[[], str | None], ops: Sequence[str], module: ModuleType = hopper_ops
+) -> list[Candidate]:
     """Operations that one of DeepSeek's libraries for Hopper GPUs has."""
     listed = _listed(
-        hopper_ops,
+        module,
         HOPPER,
         probe,
         dtype=torch.bfloat16,
@@ -208,7 +211,9 @@ _TRITON = _listed(
 # The first call of the probe for C++ builds it, which takes some seconds once per machine and user.
 _FASTER = (
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("linear", "grouped_mlp", "masked_mlp")),
+    *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("choose_keys",), hopper_sparse),
     *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode",)),
+    *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_sparse",), hopper_sparse),
     *(replace(candidate, dtype=None) if candidate.op in _OF_ANY_DTYPE else candidate for candidate in _TRITON),
     *_listed(sdpa, SDPA, _always, probe_auto=sdpa.why_not_auto, device_types=lambda: (GPU,), origin=lambda _: SDPA),
     *_listed(cpu_ops, CPU, cpu_build.why_not, device_types=lambda: (CPU,), origin=cpu_build.numerics),

@@ -20,14 +20,16 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
-# A few values per token: plain PyTorch on GPUs, too; and what no model on a GPU computes yet.
-PLAIN = {"cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
+# A few values per token: plain PyTorch on GPUs, too.
+PLAIN = {"cos_sin", "draw", "log_sum_exp"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,
     "grouped_mlp": libraries.why_not_deep_gemm,
     "masked_mlp": libraries.why_not_deep_gemm,
     "mla_decode": libraries.why_not_flash_mla,
+    "choose_keys": libraries.why_not_deep_gemm,
+    "mla_sparse": libraries.why_not_flash_mla,
     DENSE: libraries.why_not_deep_gemm,
     CONTIGUOUS: libraries.why_not_deep_gemm,
     MASKED: libraries.why_not_deep_gemm,

@@ -72,7 +72,7 @@ def install(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch, install):
     """Tensors here count as those of a GPU; what the libraries use is the reference."""
-    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     stand_ins.COPIED.clear()
     return install
 
@@ -277,7 +277,7 @@ def test_nothing_waits_for_the_device(gpu, monkeypatch):
 def test_what_the_library_does_not_take_goes_to_the_implementation_behind(install, monkeypatch, what, weight):
     install(stand_ins.deep_gemm_upstream())
     if what != "on a CPU":
-        monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+        monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     weight = weight()
     x = random(3, 130 if what == "depth" else 128)
     before = registry.num_fallbacks()
@@ -479,9 +479,9 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
         else:
             assert re.search(expected, reason), reason
     rows = {row.op: row for row in registry.explain(device="cuda") if row.candidate == "hopper"}
-    assert set(rows) == set(OPS)
+    assert set(rows) == {*OPS, "choose_keys", "mla_sparse"}
     for op, row in rows.items():
-        assert row.chosen == ((flash_mla if op == "mla_decode" else deep_gemm) is None)
+        assert row.chosen == ((flash_mla if op in ("mla_decode", "mla_sparse") else deep_gemm) is None)
 
 
 def test_a_library_that_cannot_be_imported_is_named_with_its_error(machine, tmp_path, monkeypatch):
@@ -533,8 +533,8 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
         registry.select("linear", "hopper", torch.bfloat16, "cuda")
 
 
-# no kernels of their own on GPUs; those of sparse attention run on none
-PLAIN = ("cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse")
+# no kernels of their own on GPUs
+PLAIN = ("cos_sin", "draw", "log_sum_exp")
 
 
 def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):

@@ -1,4 +1,4 @@
-"""Sparse attention: which keys an indexer chooses, and attention to these alone; in plain PyTorch and in C++."""
+"""Sparse attention: which keys an indexer chooses, and attention to these alone; in plain PyTorch, C++ and Triton."""
 
 from __future__ import annotations
 
@@ -7,19 +7,33 @@ import torch
 
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
-from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
+from batchinfer_kernels.reference.sparse import NO_SLOT, IndexedKeys, IndexQueries, NewIndexKeys
+from support import triton_device
 
 DTYPES = [torch.bfloat16, torch.float32]
 # of results that are rounded, and with them in bfloat16 the weights of softmax
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 3e-6}
+SLOW_IN_THE_INTERPRETER = {
+    "test_what_a_query_chooses_does_not_depend_on_its_company",
+    "test_attention_to_all_keys_is_dense_attention_to_the_bit",
+    "test_attention_to_chosen_keys_is_softmax_over_these_in_any_company",
+}
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", "triton"])
 def op(request):
     """The operation of a name."""
     if request.param == "cpu":
         request.getfixturevalue("cpp")
-    return lambda name: registry.select(name, request.param)
+    if request.param == "triton":
+        if triton_device.REASON is not None or triton_device.DEVICE.type != "cpu":
+            pytest.skip("Triton's interpreter does not run here")
+        if request.node.originalname in SLOW_IN_THE_INTERPRETER:
+            pytest.skip("slow in Triton's interpreter: test_triton_sparse.py has a smaller one")
+        if request.node.callspec.params.get("dtype") is torch.float32:
+            pytest.skip("Triton's are in bfloat16")
+    # by itself: what it refuses does not go to another one
+    return lambda name: registry.select(name, request.param).implementation
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -74,10 +88,37 @@ def test_the_best_keys_are_chosen_and_the_first_among_equal_ones(op, dtype, head
         assert chosen[row].tolist() == slots.tolist()
 
 
-def test_among_keys_without_a_score_the_first_ones_are_chosen(op):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_sees_fewer_keys_than_are_chosen_gets_none_and_its_attention_is_zero(op, dtype):
+    positions, requests = torch.tensor([0, 68, 69, 127]), torch.tensor([0, 0, 1, 1])
+    pages, ids = paged_keys(2, 16, 0, random(2 * PAGE_TOKENS, 16, dtype=dtype))
+    queries = IndexQueries(random(4, 3, 16, dtype=dtype, seed=1), random(4, 3, seed=2), *no_rotation(4, 4), True)
+    chosen = op("choose_keys")(queries, IndexedKeys(pages, ids.repeat(2, 1), requests, positions), topk=70, scale=1.0)
+    assert (chosen[:2] == NO_SLOT).all()
+    assert (chosen[2:] != NO_SLOT).all()
+    assert sorted(chosen[2].tolist()) == sorted(
+        int(ids[key // PAGE_TOKENS]) * PAGE_TOKENS + key % PAGE_TOKENS for key in range(70)
+    )
+    out = op("mla_sparse")(random(4, 2, 16, dtype=dtype), pages, chosen, latent_dim=8, scale=1.0)
+    assert not out[:2].any()
+    assert out[2:].all()
+    # nothing is looked up for them
+    short = op("choose_keys")(
+        IndexQueries(*(part[:2] for part in queries[:4]), True),
+        IndexedKeys(pages, ids[:1].repeat(2, 1), requests[:2], torch.tensor([0, 63])),
+        topk=70,
+        scale=1.0,
+    )
+    assert (short == NO_SLOT).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_among_keys_without_a_score_the_first_ones_are_chosen(op, dtype):
     # query · key is below 0 everywhere, so every score is 0, some of them with the sign of the weight
-    pages, ids = paged_keys(2, 8, 0, -torch.ones(2 * PAGE_TOKENS, 8))
-    queries = IndexQueries(torch.ones(1, 3, 8), torch.tensor([[1.0, -1.0, -2.0]]), *no_rotation(1, 4), False)
+    pages, ids = paged_keys(2, 8, 0, -torch.ones(2 * PAGE_TOKENS, 8, dtype=dtype))
+    queries = IndexQueries(
+        torch.ones(1, 3, 8, dtype=dtype), torch.tensor([[1.0, -1.0, -2.0]]), *no_rotation(1, 4), False
+    )
     chosen = op("choose_keys")(
         queries, IndexedKeys(pages, ids[None], torch.tensor([0]), torch.tensor([127])), topk=70, scale=1.0
     )
@@ -85,11 +126,12 @@ def test_among_keys_without_a_score_the_first_ones_are_chosen(op):
     assert chosen[0].tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_queries_are_rotated_before_they_are_scored(op, interleaved):
+def test_queries_are_rotated_before_they_are_scored(op, interleaved, dtype):
     # a quarter turn: the pair (x, y) becomes (-y, x), so the query below meets the second key
     pair = (0, 1) if interleaved else (0, 2)
-    q, values = torch.zeros(1, 1, 6), torch.zeros(PAGE_TOKENS, 6)
+    q, values = torch.zeros(1, 1, 6, dtype=dtype), torch.zeros(PAGE_TOKENS, 6, dtype=dtype)
     q[0, 0, pair[0]] = 1.0
     values[0, pair[0]] = values[1, pair[1]] = 1.0
     pages, ids = paged_keys(1, 6, 0, values)

@@ -1,4 +1,4 @@
-"""Models with an indexer: dense where there is nothing to choose, the same bits in any company, on CPUs alone."""
+"""Models with an indexer: dense where there is nothing to choose, the same bits in any company."""
 
 from __future__ import annotations
 
@@ -9,35 +9,14 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.row_computations import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
-from support.checkpoints import SPARSE_MODELS, edit_config, make_checkpoint, read_tensors, write_tensors
-from support.paged_steps import PagedRequests
+from support.checkpoints import SPARSE_MODELS, make_checkpoint, read_tensors, write_tensors
+from support.sparse_models import logits_of, prompts_of, without_indexer
 
 DTYPES = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
 }
-_KEYS = ("index_topk", "index_n_heads", "index_head_dim", "indexer_types", "layer_types")
-
-
-def without_indexer(folder):
-    """Make the checkpoint one of DeepSeek-V3."""
-    tensors = {name: value for name, value in read_tensors(folder).items() if ".indexer." not in name}
-    write_tensors(folder, tensors)
-    edit_config(folder, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], **dict.fromkeys(_KEYS))
-
-
-def prompts_of(*lengths):
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, 96, (length,), generator=generator) for length in lengths]
-
-
-def logits_of(model, prompts, new_tokens, chunks=(1000,), order=None):
-    order = order or range(len(prompts))
-    requests = PagedRequests(model, prompts, max_new_tokens=new_tokens, seed=len(order))
-    requests.prefill(order, chunks)
-    requests.decode_greedily(order, new_tokens)
-    return [requests.all_logits(i) for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -87,12 +66,6 @@ def test_a_page_has_room_for_the_index_keys(tmp_path):
     assert config.kv_dim == config.latent_dim + 16
     assert config.kv_bytes_per_token(2) == 3 * (16 + 8 + 16) * 2
     assert Transformer.load(tmp_path, dtype=torch.float32).new_pages(5).shape == (3, 5, 64, 40)
-
-
-def test_another_device_than_the_cpu_is_refused(tmp_path):
-    make_checkpoint(tmp_path, "glm-dsa")
-    with pytest.raises(ModelError, match=r"sparse \(DSA\), which runs on CPUs only.*cluster.backend = \"cpu\""):
-        Transformer.load(tmp_path, dtype=torch.bfloat16, device="cuda")
 
 
 def test_a_checkpoint_without_the_tensors_of_an_indexer_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from batchinfer.parallel.layout import RankPlace
 from batchinfer.rank import kv_budget
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.kv_budget import RESERVE_SHARE, bytes_for_pages, largest_steps, measured_budget
+from support.checkpoints import make_checkpoint
 from support.paths import RANDOM_MODEL
 from support.plain_rows import skip_unless_equal
 
@@ -113,6 +114,23 @@ def test_steps_in_fixed_memory_have_the_results_of_plain_steps(model):
     assert (recorder.num_recorded, recorder.num_started) == (3, 3)
 
 
+def test_where_attention_is_sparse_a_graph_is_of_one_kind_of_step(tmp_path):
+    make_checkpoint(tmp_path, "glm-dsa-shared", index_topk=64)
+    model = Transformer.load(tmp_path, dtype=torch.float32, backend="reference")
+    skip_unless_equal(model)
+    pages, plain_pages = pages_of(model), pages_of(model)
+    recorder = Recorder()
+    graphs = Schedule(decode=DecodeGraphs(FILLER, recorder))
+    # at most 64 keys, more, and both: each is met in a plain step first
+    lengths = ([63, 64, 9], [65, 130, 70], [64, 65, 2], [1, 2, 64], [131, 65, 66], [66, 64, 200])
+    for seed, step in enumerate(map(step_of, lengths, range(len(lengths)))):
+        output, expected = model.forward(step, pages, graphs), model.forward(step, plain_pages)
+        assert torch.equal(output.logits, expected.logits), seed
+        assert torch.equal(pages[:, :FILLER], plain_pages[:, :FILLER]), seed
+        assert output.logits.isfinite().all()
+    assert (recorder.num_recorded, recorder.num_started) == (3, 3)
+
+
 def test_what_stands_on_the_filler_page_reaches_no_request(model):
     pages, plain_pages = pages_of(model), pages_of(model)
     pages[:, FILLER] = GARBAGE
@@ -136,7 +154,9 @@ def test_the_largest_steps_run_within_their_pages(model, sizes, scores):
     prefill, decode = steps
     assert (len(prefill.tokens), len(decode.tokens)) == (prefill_tokens, decode_requests)
     assert prefill.prefill[0].context_tokens == max(prefill_tokens, largest_tokens)
-    assert decode.kv_tokens.tolist() == [largest_tokens] * decode_requests
+    lengths = [largest_tokens] * decode_requests
+    lengths[1:2] = [1] * len(lengths[1:2])
+    assert decode.kv_tokens.tolist() == lengths
     pages = model.new_pages(num_pages)
     outputs: list[StepOutput] = []
     for step in steps:

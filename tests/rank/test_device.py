@@ -24,6 +24,7 @@ from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.load import _numerics as numerics
 from batchinfer.records import ConfigError
 from batchinfer_kernels.transfer import in_one_copy, put_pages, take_pages
+from support.checkpoints import make_checkpoint
 from support.paths import RANDOM_MODEL
 
 META = torch.device("meta")
@@ -75,6 +76,25 @@ def test_a_step_runs_on_its_device_from_tokens_to_logits(meta_model, step):
     output = meta_model.forward(step, pages)
     assert output.logits.device == output.expert_counts.device == pages.device == META
     assert output.logits.shape == (len(step.logit_rows), meta_model.config.vocab_size)
+
+
+@pytest.mark.parametrize("step", [decode_input(), prefill_input()], ids=["decode", "prefill"])
+@pytest.mark.parametrize("topk", [16, 64, 70, 200])
+def test_sparse_attention_reads_nothing_on_the_host(tmp_path, topk, step):
+    def keys_that_are_never_chosen(queries, keys, *, topk, scale):
+        assert (keys.kv_tokens_B is None) == step.is_decode, "the host knows the lengths of prompts alone"
+        return torch.empty(len(queries.q_THI), topk, dtype=torch.int32, device=META)
+
+    make_checkpoint(tmp_path, "glm-dsa-shared", index_topk=topk)
+    model = Transformer.load(tmp_path, dtype=torch.bfloat16, device=META)
+    ops = replace(model.ops, grouped_mlp=mlp_that_reads_nothing, choose_keys=keys_that_are_never_chosen)
+    dispatchers = [layer.mlp.dispatcher for layer in model.layers if hasattr(layer.mlp, "dispatcher")]
+    model = Transformer(model.config, model.weights, dispatchers, ops)
+    lowest, highest = (69, 71) if step.is_decode else (0, 69)
+    assert model.reaches(step) == (lowest < topk, highest >= topk)
+    output = model.forward(step, model.new_pages(12))
+    assert output.logits.device == META
+    assert output.logits.shape == (len(step.logit_rows), model.config.vocab_size)
 
 
 def test_the_plain_reference_would_read_on_the_host():

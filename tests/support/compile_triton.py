@@ -17,7 +17,8 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton import decode, ops, prefill
+from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
+from batchinfer_kernels.triton import decode, index_fp8, indexer, ops, prefill, topk
 
 T, D, F, H, E = 16384, 7168, 2048, 128, 256
 HELD = 9  # experts of a rank
@@ -94,11 +95,39 @@ def compile_all():
         latent_dim=512,
         scale=0.1352,
     )
+    compile_sparse()
     tiles = of(128, 4, dtype=torch.int32)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
         0, 512, 0.1352,
     )  # fmt: skip
+
+
+def compile_sparse():
+    """DeepSeek-V3.2's widths: pages of latents and index keys, an indexer of 64 heads, 2,048 keys per query."""
+    pages, angles, positions = of(9000, 64, 576 + 128), of(128, 32, dtype=FLOAT), of(128, dtype=INT)
+    latents, index_keys = pages[..., :576], pages[..., 576:]
+    table, slots = of(128, 512, dtype=INT), of(128, 2048, dtype=torch.int32)
+    new = NewKeys(of(128, 576), of(512), 1e-6, angles, angles, latents, positions, True)
+    decode.mla_decode(of(128, H, 576), PagedKeys(latents, table, positions, positions), latent_dim=512, scale=0.1352)
+    decode.mla_sparse(of(128, H, 576), latents, slots, latent_dim=512, scale=0.1352)
+    ops.rope_and_cache(of(128, H, 192), new)
+    for interleaved in (True, False):
+        turned = angles, angles, interleaved
+        indexer.index_cache(
+            NewIndexKeys(of(128, 128), of(128), of(128), 1e-6, *turned[:2], index_keys, positions, interleaved)
+        )
+        indexer.choose_keys(
+            IndexQueries(of(128, 64, 128), of(128, 64, dtype=FLOAT), *turned),
+            IndexedKeys(index_keys, table, positions, positions),
+            topk=2048,
+            scale=128**-0.5,
+        )
+    indexer.rotated_queries(IndexQueries(of(128, 64, 128), of(128, 64, dtype=FLOAT), angles, angles, True))
+    keys = IndexedKeys(index_keys, table, positions, positions)
+    topk.best_slots(of(128, 9216, dtype=FLOAT)[:, :9000], keys, topk=2048)
+    index_fp8.hadamard_fp8(of(8192, 128))
+    index_fp8.hadamard_fp8(index_keys.flatten(0, 1), of(9000, dtype=INT))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper
+from batchinfer_kernels.hopper import sparse as hopper_sparse
 from batchinfer_kernels.triton import probe
 from support import hopper_stand_ins as stand_ins
 
@@ -83,5 +84,7 @@ def hopper_on_the_cpu(monkeypatch):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     libraries.decode_parameters.cache_clear()
-    monkeypatch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+    libraries.sparse_parameters.cache_clear()
+    for module in (hopper, hopper_sparse):
+        monkeypatch.setattr(module, "is_on_gpu", lambda *tensors: True)
     monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

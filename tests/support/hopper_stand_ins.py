@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from batchinfer_kernels.reference.fp8 import block_product
+from support import hopper_sparse_stand_ins as sparse
 
 FP8 = torch.float8_e4m3fn
 TILE = 128
@@ -187,6 +188,7 @@ def deep_gemm_upstream():
         m_grouped_bf16_gemm_nt_masked,
     ):
         setattr(module, function.__name__, function)
+    sparse.add_upstream_logits(module)
     return module
 
 
@@ -226,6 +228,7 @@ def deep_gemm_sgl():
     module.fp8_m_grouped_gemm_nt_masked = module.m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
     module.m_grouped_bf16_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous
     module.bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
+    sparse.add_sgl_logits(module)
     return module
 
 
@@ -329,6 +332,7 @@ def flash_mla_later():
         return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
 
     module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
+    sparse.add_later_sparse(module)
     return module
 
 
@@ -359,6 +363,7 @@ def flash_mla_sgl(legacy=True):
         return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
 
     module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
+    sparse.add_sgl_sparse(module)
     return module
 
 

@@ -5,6 +5,9 @@ a graph with rows that attend to, and write to, a page that no request has:
 
     size 8     tokens a b c d e - - -        pages of "-": the filler page, a slot of it for each
 
+Where attention is sparse, there is one graph more for steps in which all requests attend to chosen keys, and one for
+steps in which some do: operations that no request needs are not started.
+
 A size is met for the first time in a plain step, which also makes libraries compile what they need; then the graph is
 recorded, for the steps to come.
 """
@@ -56,7 +59,7 @@ class DecodeGraphs:
     def __init__(self, filler_page: int, record: Recorder | None = None) -> None:
         self._filler_page = filler_page
         self._record = record or _CudaRecorder()
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by F and P
+        self._graphs: dict[tuple[int, int, bool, bool], _Graph] = {}  # by F, P and what rows attend to
 
     def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
         """See schedules.WholeStep; the output is valid until the next step runs, the model and pages stay the same."""
@@ -70,10 +73,10 @@ class DecodeGraphs:
         with MicroBatchSpans(log).compute("DECODE"):
             filled, is_counted = filled_up(step, self._filler_page)
             assert filled.page_table is not None
-            size = (len(filled.tokens), filled.page_table.shape[1])
+            size = (len(filled.tokens), filled.page_table.shape[1], *model.reaches(step))
             graph = self._graphs.get(size)
             if graph is None:
-                tensors = StepTensors.fixed(filled, is_counted, model.device)
+                tensors = StepTensors.fixed(filled, is_counted, model.device, step.position_range())
                 output = plain(tensors)
                 self._graphs[size] = _Graph(tensors, self._record(lambda: plain(tensors)))
             else:
@@ -85,7 +88,8 @@ class DecodeGraphs:
 def can_be_recorded(model: Transformer) -> bool:
     """Whether a CUDA graph can hold a decode step: on a GPU, with nothing in it that the host has to look at."""
     stays_here = all(isinstance(mlp.dispatcher, LocalDispatcher) for mlp in model.moe_mlps)
-    return model.device.type == "cuda" and stays_here and not model.ops.reads_on_host
+    reads_on_host = model.ops.reads_on_host or (model.config.indexer is not None and model.ops.chooses_on_host)
+    return model.device.type == "cuda" and stays_here and not reads_on_host
 
 
 def filled_up(step: StepInput, filler_page: int) -> tuple[StepInput, torch.Tensor]:

@@ -319,7 +319,7 @@ def index_cache(new: NewIndexKeys) -> None:
 def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: float) -> torch.Tensor:
     """The scale goes into the weights of heads before they are rounded; scores are summed in float32."""
     q_THI, weights_TH, cos, sin, interleaved = queries
-    lists = map(torch.Tensor.contiguous, keys[1:])
+    lists = map(torch.Tensor.contiguous, keys[1:4])
     return library().choose_keys(
         q_THI.contiguous(), weights_TH * scale, cos, sin, interleaved, keys.pages, *lists, topk
     )

@@ -29,6 +29,7 @@ _INSTALL = "see docs/gpus.md"
 FP8_GEMM = ("fp8_gemm_nt", "fp8_fp4_gemm_nt")
 FP8_CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
 FP8_MASKED = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked")
+MQA_LOGITS = ("fp8_mqa_logits",)
 BF16_CONTIGUOUS = ("m_grouped_bf16_gemm_nt_contiguous",)
 BF16_MASKED = ("m_grouped_bf16_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked")
 
@@ -63,7 +64,7 @@ def why_not_flash_mla() -> str | None:
     return None
 
 
-def deep_gemm(names: tuple[str, ...]) -> Callable[..., None] | None:
+def deep_gemm(names: tuple[str, ...]) -> Callable[..., Any] | None:
     """The function that has one of these names, None where this version lacks it."""
     library = importlib.import_module("deep_gemm")
     return next((getattr(library, name) for name in names if hasattr(library, name)), None)
@@ -78,6 +79,12 @@ def flash_mla() -> Any:
 def decode_parameters() -> frozenset[str]:
     """The names of the parameters that flash_mla's decode takes."""
     return frozenset(inspect.signature(flash_mla().flash_mla_with_kvcache).parameters)
+
+
+@functools.cache
+def sparse_parameters() -> frozenset[str]:
+    """The names of the parameters that flash_mla's sparse prefill takes."""
+    return frozenset(inspect.signature(flash_mla().flash_mla_sparse_fwd).parameters)
 
 
 def version(name: str) -> str:

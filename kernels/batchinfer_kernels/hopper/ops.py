@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper.tensors import is_on_gpu
 from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
@@ -67,7 +68,7 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
 def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
     """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64."""
     pages = keys.pages
-    if not _is_on_gpu(q_THW, pages):
+    if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
     if not q_THW.dtype is pages.dtype is torch.bfloat16:
         return "queries or pages are not in bfloat16"
@@ -101,13 +102,9 @@ def _no_tiles(x: torch.Tensor, *weights: Any) -> str | None:
         num_columns, depth = plain.shape[-2:]
         if num_columns % _COLUMN_MULTIPLE or depth % _DEPTH_MULTIPLE:
             return "a weight is not whole tiles of 64 x 128"
-        if not _is_on_gpu(x, plain):
+        if not is_on_gpu(x, plain):
             return "tensors are not on a GPU"
     return None
-
-
-def _is_on_gpu(*tensors: torch.Tensor) -> bool:
-    return all(tensor.is_cuda for tensor in tensors)
 
 
 # ---- the operations

@@ -16,6 +16,7 @@ from typing import Any
 from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_mul_blocks
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
 from batchinfer_kernels.reference.gating import gate
+from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
 from batchinfer_kernels.reference.pointwise import rms_norm, silu_mul
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
@@ -29,7 +30,7 @@ from batchinfer_kernels.reference.rows import (
     sort_by_expert,
     sum_per_token,
 )
-from batchinfer_kernels.reference.sparse import choose_keys, index_cache, mla_sparse
+from batchinfer_kernels.reference.sparse import best_slots, choose_keys, index_cache, mla_sparse, rotated_queries
 
 OPERATIONS: tuple[Callable[..., Any], ...] = (
     pack,
@@ -56,6 +57,9 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     index_cache,
     choose_keys,
     mla_sparse,
+    rotated_queries,
+    hadamard_fp8,
+    best_slots,
     quantize_fp8_block,
     quantize_fp8_rows,
     dequantize_fp8_block,

@@ -8,14 +8,16 @@ depends on nothing but the query and the keys before it.
 # T tokens, H heads, I width of an index key, R rotary width, C latent width, W = C + R, B requests, P pages
 # K keys of a query, X keys that are scored, S = 64 tokens per page
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from batchinfer_kernels.reference.mla import MAX_SCORES, PAGE_TOKENS, attend_pages
 from batchinfer_kernels.reference.pointwise import rope
 from batchinfer_kernels.reference.products import batched_matmul
 
+NO_SLOT = -1
 _MAX_GATHERED = 8 * 2**20  # values of keys held at once
 
 
@@ -58,12 +60,17 @@ class IndexedKeys(NamedTuple):
     page_table_BP: [B, P] int64, as in `mla.PagedKeys`.
     requests_T: [T] int64, the row of the table of each query; ascending.
     positions_T: [T] int64; a query is scored with the keys at its own position and before.
+    kv_tokens_B: [B] int64 on the host, tokens in each request's pages: of prompts; None in decode, where only the
+        device knows them.
+    schedule: as in `mla.PagedKeys`.
     """
 
     pages: torch.Tensor
     page_table_BP: torch.Tensor
     requests_T: torch.Tensor
     positions_T: torch.Tensor
+    kv_tokens_B: torch.Tensor | None = None
+    schedule: dict[str, Any] | None = None
 
 
 def index_cache(new: NewIndexKeys) -> None:
@@ -80,19 +87,23 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     """The keys that each query attends to: those with the best scores, Σ over heads of weight · max(0, q · k × scale).
 
     Args:
-        queries: each sees at least `topk` keys.
         topk: K.
 
     Returns:
-        [T, K] int32 slots (page id * 64 + offset), in the order of their positions.
+        [T, K] int32 slots (page id * 64 + offset), in the order of their positions; NO_SLOT in the whole row of a query
+        that sees fewer keys, for it attends to all of them.
     """
-    q_THI = _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
+    q_THI = rotated_queries(queries)
     slots_TK = torch.empty(len(q_THI), topk, dtype=torch.int32, device=q_THI.device)
     requests, counts = torch.unique_consecutive(keys.requests_T, return_counts=True)
     start = 0
     for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
         rows = slice(start, start + count)
-        num_pages = int(keys.positions_T[rows].max()) // PAGE_TOKENS + 1
+        num_keys = max(int(keys.positions_T[rows].max()) + 1, topk)
+        num_pages = -(-num_keys // PAGE_TOKENS)
+        if num_pages > keys.page_table_BP.shape[1]:
+            start += count
+            continue  # none of them sees so many keys
         pages_P = keys.page_table_BP[request, :num_pages]
         keys_XI = keys.pages[pages_P].flatten(0, 1).float()
         piece = max(1, MAX_SCORES // (len(keys_XI) * q_THI.shape[1]))
@@ -102,7 +113,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
             chosen_TK = _best(scores_TX, keys.positions_T[some], topk)
             slots_TK[some] = (pages_P[chosen_TK // PAGE_TOKENS] * PAGE_TOKENS + chosen_TK % PAGE_TOKENS).int()
         start += count
-    return slots_TK
+    return slots_TK.masked_fill_((keys.positions_T + 1 < topk)[:, None], NO_SLOT)
 
 
 def mla_sparse(
@@ -115,7 +126,7 @@ def mla_sparse(
     Args:
         q_THW: [T, H, C + R].
         pages: [num_pages, S, C + R], gaps between rows allowed.
-        slots_TK: [T, K] int32.
+        slots_TK: [T, K] int32; NO_SLOT in the whole row of a query whose attention is not wanted, which gives zeros.
         latent_dim: C.
         scale: factor on the scores.
 
@@ -130,11 +141,30 @@ def mla_sparse(
     for start in range(0, len(q_THW), piece):
         rows = slice(start, start + piece)
         latent_TXW = rows_XW.new_zeros(len(q_THW[rows]), num_whole, rows_XW.shape[1], dtype=torch.float32)
-        latent_TXW[:, :num_keys] = rows_XW[slots_TK[rows].long()].float()
+        is_wanted_T11 = (slots_TK[rows, :1] != NO_SLOT)[..., None]
+        latent_TXW[:, :num_keys] = rows_XW[slots_TK[rows].long().clamp(min=0)].float().masked_fill(~is_wanted_T11, 0)
         values_TPSC = latent_TXW[..., :latent_dim].unflatten(1, (-1, PAGE_TOKENS))
         seen_THX = seen_X.expand(len(latent_TXW), q_THW.shape[1], -1)
         out_THC[rows] = attend_pages(q_THW[rows].float(), latent_TXW, values_TPSC, seen_THX, scale).to(q_THW.dtype)
     return out_THC
+
+
+def rotated_queries(queries: IndexQueries) -> torch.Tensor:
+    """The queries with their positions, [T, H, I]."""
+    return _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
+
+
+def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torch.Tensor:
+    """What `choose_keys` gives, from scores.
+
+    Args:
+        scores_TX: float32, a query's score of the key at position 0 first; behind its last key anything.
+    """
+    chosen_TK = _best(F.pad(scores_TX, (0, max(0, topk - scores_TX.shape[1]))), keys.positions_T, topk)
+    is_near_T1 = (keys.positions_T + 1 < topk)[:, None]
+    chosen_TK = chosen_TK.masked_fill(is_near_T1, 0)
+    pages_TK = keys.page_table_BP[keys.requests_T].gather(1, chosen_TK // PAGE_TOKENS)
+    return (pages_TK * PAGE_TOKENS + chosen_TK % PAGE_TOKENS).int().masked_fill(is_near_T1, NO_SLOT)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Absorbed latent attention over pages for decode, in Triton: one shared key per token, its latent the value too.
 
-DeepSeek-V2 report section 2.1.2. The keys of a request are cut every SPLIT_TOKENS tokens, counted from its first one;
-each part gets programs of its own and a second kernel adds the parts up in ascending order. So parts and sums depend on
-the request alone. Fixed parts leave a GPU partly idle when few short requests run.
+DeepSeek-V2 report section 2.1.2. Keys are all those of a request, in its pages, or chosen ones, in a list of slots
+(DeepSeek-V3.2-Exp report section 2.1): all that a query sees, in order, give the same bits either way. They are cut
+every SPLIT_TOKENS keys, counted from the first one; each part gets programs of its own and a second kernel adds the
+parts up in ascending order. So parts and sums depend on the request alone. Fixed parts leave a GPU partly idle when few
+short requests run.
 """
 
 # B requests, Q query tokens per request, H heads, C latent width, R rotary width, W = C + R, P pages
@@ -25,15 +27,37 @@ _LOG2_E = 1.4426950408889634
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """A request without tokens gives zeros. Softmax weights are rounded to bfloat16 before they meet the latents."""
     pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
-    num_requests, num_pages = page_table_BP.shape
+    num_keys = page_table_BP.shape[1] * PAGE_TOKENS
+    whose = page_table_BP.contiguous(), kv_tokens_B, positions_T.contiguous(), None
+    return _attend(q_THW, pages, whose, len(page_table_BP), num_keys, latent_dim, scale)
+
+
+def mla_sparse(
+    q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
+) -> torch.Tensor:
+    """As mla_decode of the keys in these slots, to the bit."""
+    whose = None, None, None, slots_TK.contiguous()
+    return _attend(q_THW, pages, whose, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
+
+
+def _attend(
+    q_THW: torch.Tensor,
+    pages: torch.Tensor,
+    whose: tuple[torch.Tensor | None, ...],
+    num_requests: int,
+    most_keys: int,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of each request's queries to its keys: by page table, lengths and positions, or by slots."""
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
     if out_THC.numel() == 0:
         return out_THC
-    q_THW, pages = q_THW.contiguous(), pages.contiguous()
-    page_table_BP, positions_T = page_table_BP.contiguous(), positions_T.contiguous()
+    q_THW = q_THW.contiguous()
     rows_per_request = num_rows // num_requests * num_heads
-    num_parts = triton.cdiv(num_pages * PAGE_TOKENS, SPLIT_TOKENS)
+    num_parts = triton.cdiv(most_keys, SPLIT_TOKENS)
+    list_length = most_keys if whose[0] is None else whose[0].shape[1]
     piece = max(1, _MAX_PART_BYTES // (rows_per_request * num_parts * (latent_dim + 2) * 4))
     piece = min(piece, num_requests)
     sums = torch.empty(piece * rows_per_request, num_parts, latent_dim, dtype=torch.float32, device=q_THW.device)
@@ -42,20 +66,8 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
     for start in range(0, num_requests, piece):
         count = min(piece, num_requests - start)
         _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
-            q_THW,
-            pages,
-            page_table_BP,
-            kv_tokens_B,
-            positions_T,
-            sums,
-            peaks,
-            totals,
-            start,
-            rows_per_request,
-            num_heads,
-            num_pages,
-            num_parts,
-            scale * _LOG2_E,
+            q_THW, pages, *whose, sums, peaks, totals,
+            start, rows_per_request, num_heads, list_length, num_parts, pages.stride(1), scale * _LOG2_E,
             LATENT=latent_dim,
             ROTARY=width - latent_dim,
             LATENT_TILE=max(16, triton.next_power_of_2(latent_dim)),
@@ -66,29 +78,27 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
             SPLIT=SPLIT_TOKENS,
             num_warps=8,
             num_stages=2,
-        )
+        )  # fmt: skip
         _add_parts[(count * rows_per_request,)](
-            sums,
-            peaks,
-            totals,
-            kv_tokens_B,
-            positions_T,
-            out_THC,
-            start,
-            rows_per_request,
-            num_heads,
-            num_parts,
+            sums, peaks, totals, *whose[1:], out_THC,
+            start, rows_per_request, num_heads, list_length, num_parts,
             LATENT=latent_dim,
             LATENT_TILE=triton.next_power_of_2(latent_dim),
             SPLIT=SPLIT_TOKENS,
-        )
+        )  # fmt: skip
     return out_THC
 
 
 @triton.jit
+def _num_chosen(slots_ptr, request, list_length):
+    """How many keys a query attends to: those of its list, none where that is empty."""
+    return tl.where(tl.load(slots_ptr + request * list_length) < 0, 0, list_length).to(tl.int64)
+
+
+@triton.jit
 def _attend_part(
-    q_ptr, pages_ptr, table_ptr, kv_tokens_ptr, positions_ptr, sums_ptr, peaks_ptr, totals_ptr,
-    first_request, rows_per_request, num_heads, num_pages, num_parts, scale,
+    q_ptr, pages_ptr, table_ptr, kv_tokens_ptr, positions_ptr, slots_ptr, sums_ptr, peaks_ptr, totals_ptr,
+    first_request, rows_per_request, num_heads, list_length, num_parts, page_step, scale,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -99,28 +109,33 @@ def _attend_part(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows_per_request
     row = tl.where(is_row, row, 0)  # rows outside repeat the first one and are not stored
-    num_queries = rows_per_request // num_heads
-    positions = tl.load(positions_ptr + request * num_queries + row // num_heads)
-    stop = tl.minimum(tl.load(kv_tokens_ptr + request), tl.max(positions, 0) + 1)
-    stop = tl.minimum(stop, (part + 1) * SPLIT)
+    if slots_ptr is not None:
+        positions = tl.zeros((ROWS,), tl.int64) + list_length - 1  # of a list each query sees the whole
+        num_seen = _num_chosen(slots_ptr, request, list_length)
+    else:
+        positions = tl.load(positions_ptr + request * (rows_per_request // num_heads) + row // num_heads)
+        num_seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.max(positions, 0) + 1)
+    stop = tl.minimum(num_seen, (part + 1) * SPLIT)
     if stop > part * SPLIT:
         width: tl.constexpr = LATENT + ROTARY
-        latent, rotary = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE)
+        latent, rotary, in_tile = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, KEYS)
         is_latent, is_rotary = latent < LATENT, rotary < ROTARY
         q_at = q_ptr + (request * rows_per_request + row)[:, None] * width
         q_latent = load_columns(q_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
         q_rotary = load_columns(q_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
-        in_tile = tl.arange(0, KEYS)
-
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, LATENT_TILE), tl.float32)
         for start in range(part * SPLIT, stop, KEYS):
-            page = tl.load(table_ptr + request * num_pages + start // PAGE).to(tl.int64)
             keys = start + in_tile
             # values behind the last key may be anything, even infinite: there that key comes again, unseen
-            slots = page * PAGE + start % PAGE + tl.minimum(in_tile, stop - 1 - start)
-            key_at = pages_ptr + slots[:, None] * width
+            place = tl.minimum(in_tile, stop - 1 - start)
+            if slots_ptr is not None:
+                slots = tl.load(slots_ptr + request * list_length + start + place).to(tl.int64)
+            else:
+                slots = tl.load(table_ptr + request * list_length + start // PAGE).to(tl.int64) * PAGE
+                slots = slots + start % PAGE + place
+            key_at = pages_ptr + slots[:, None] * page_step
             k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
             k_rotary = load_columns(key_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
             scores = dot(q_latent, tl.trans(k_latent), tl.zeros((ROWS, KEYS), tl.float32))
@@ -144,16 +159,18 @@ def _attend_part(
 
 @triton.jit
 def _add_parts(
-    sums_ptr, peaks_ptr, totals_ptr, kv_tokens_ptr, positions_ptr, out_ptr,
-    first_request, rows_per_request, num_heads, num_parts,
+    sums_ptr, peaks_ptr, totals_ptr, kv_tokens_ptr, positions_ptr, slots_ptr, out_ptr,
+    first_request, rows_per_request, num_heads, list_length, num_parts,
     LATENT: tl.constexpr, LATENT_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One row's softmax from those of its parts that hold a key it sees."""
     row = tl.program_id(0).to(tl.int64)
     request = first_request + row // rows_per_request
-    num_queries = rows_per_request // num_heads
-    query = row % rows_per_request // num_heads
-    seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.load(positions_ptr + request * num_queries + query) + 1)
+    if slots_ptr is not None:
+        seen = _num_chosen(slots_ptr, request, list_length)
+    else:
+        query = request * (rows_per_request // num_heads) + row % rows_per_request // num_heads
+        seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.load(positions_ptr + query) + 1)
     latent = tl.arange(0, LATENT_TILE)
     is_latent = latent < LATENT
     peak = -float("inf")

@@ -17,6 +17,7 @@ from batchinfer_kernels.implementation import Implementation, at, nothing, refus
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
+from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 from batchinfer_kernels.triton import probe
 
 Weight = torch.Tensor | BlockScaled
@@ -42,17 +43,39 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
-    return _mismatch(q_THA, new.latents_TW, new.pages) or _gaps(new.pages)
+    return _mismatch(q_THA, new.latents_TW, new.pages) or _uneven(new.pages)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
-    return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _gaps(keys.pages)
+    return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _uneven(keys.pages)
 
 
-def _gaps(pages: torch.Tensor) -> str | None:
-    """Pages with index keys between the rows."""
-    return None if pages.is_contiguous() else "pages have index keys between their rows"
+def _index_keys(new: NewIndexKeys) -> str | None:
+    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(new.keys_TI, new.norm_I, new.bias_I, new.pages) or _uneven(new.pages)
+
+
+def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
+    """Queries or keys that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(queries.q_THI, keys.pages) or _uneven(keys.pages)
+
+
+def _queries(queries: IndexQueries) -> str | None:
+    """Queries that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(queries.q_THI)
+
+
+def _chosen(q: torch.Tensor, pages: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Queries or pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q, pages) or _uneven(pages)
+
+
+def _uneven(pages: torch.Tensor) -> str | None:
+    """Pages whose rows are at unequal distances."""
+    step = pages.stride(1)
+    is_even = pages.stride(2) == 1 and (pages.stride(0) == pages.shape[1] * step or len(pages) == 1)
+    return None if is_even else "rows of pages are at unequal distances"
 
 
 def _logits(logits_SV: torch.Tensor) -> str | None:
@@ -138,6 +161,12 @@ add_sums = _in("rows", "add_sums", at(_mismatch, 0))
 argmax = _in("argmax", "argmax", _logits)
 mla_prefill = _in("prefill", "mla_prefill", _attention)
 mla_decode = _in("decode", "mla_decode", _attention)
+index_cache = _in("indexer", "index_cache", _index_keys)
+choose_keys = _in("indexer", "choose_keys", _scored)
+rotated_queries = _in("indexer", "rotated_queries", _queries)
+hadamard_fp8 = _in("index_fp8", "hadamard_fp8", at(_mismatch, 0))
+best_slots = _in("topk", "best_slots", _foreign)
+mla_sparse = _in("decode", "mla_sparse", _chosen)
 quantize_fp8_block = _in("quantize", "quantize_fp8_block", _foreign)
 quantize_fp8_rows = _in("quantize", "quantize_fp8_rows", _foreign)
 dequantize_fp8_block = _in("quantize", "dequantize_fp8_block", _rounded)

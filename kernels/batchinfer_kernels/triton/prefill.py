@@ -52,7 +52,7 @@ def mla_prefill(
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:
         return out_THV
-    q_THA, kv_b_HZC, pages = q_THA.contiguous(), kv_b_HZC.contiguous(), pages.contiguous()
+    q_THA, kv_b_HZC = q_THA.contiguous(), kv_b_HZC.contiguous()
     schedule = {} if schedule is None else schedule
     if SCHEDULE not in schedule:
         schedule[SCHEDULE] = num_tokens_B, _cut(page_table_BP, num_tokens_B, context_tokens_B, q_THA.device)
@@ -118,6 +118,7 @@ def _attend(
         first_head,
         num_heads,
         kv_XHZ.shape[1],
+        pages.stride(1),
         scale * _LOG2_E,
         NOPE=nope,
         ROTARY=rotary,
@@ -136,7 +137,7 @@ def _attend(
 @triton.jit
 def _attend_tile(
     q_ptr, kv_ptr, pages_ptr, page_ids_ptr, tiles_ptr, positions_ptr, out_ptr,
-    first_head, num_heads, heads_at_once, scale,
+    first_head, num_heads, heads_at_once, page_step, scale,
     NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr,
@@ -167,7 +168,7 @@ def _attend_tile(
         place = first_page + first_key // PAGE
         # values behind the last token may be anything, even infinite: there that token comes again, unseen
         token = tl.minimum(in_page, context - 1 - first_key).to(tl.int64)
-        rotary_at = pages_ptr + (tl.load(page_ids_ptr + place) * PAGE + token)[:, None] * (LATENT + ROTARY) + LATENT
+        rotary_at = pages_ptr + (tl.load(page_ids_ptr + place) * PAGE + token)[:, None] * page_step + LATENT
         key_at = kv_ptr + ((place.to(tl.int64) * PAGE + token) * heads_at_once + head)[:, None] * (NOPE + VALUE)
         k_nope = load_columns(key_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
         k_rotary = load_columns(rotary_at + rotary[None, :], is_rotary, ROTARY == ROTARY_TILE)

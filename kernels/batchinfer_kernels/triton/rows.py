@@ -37,7 +37,6 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
-    assert pages.is_contiguous(), "pages are written in place"
     if num_tokens:
         latent_tile = triton.next_power_of_2(latent_dim)
         rows = max(1, _PROGRAM_VALUES // latent_tile)
@@ -53,6 +52,7 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
             num_tokens,
             num_heads,
             q_width,
+            pages.stride(1),
             LATENT=latent_dim,
             PAIRS=rotary // 2,
             LATENT_TILE=latent_tile,
@@ -116,14 +116,15 @@ def _rotated(first, second, cos, sin):
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, num_tokens, num_heads, q_width,
+    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps,
+    num_tokens, num_heads, q_width, page_step,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_token = token < num_tokens
     width: tl.constexpr = LATENT + 2 * PAIRS
-    page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * width
+    page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step
     latent_at = latents_ptr + token[:, None] * width
 
     columns = tl.arange(0, LATENT_TILE)[None, :]

@@ -321,7 +321,7 @@ Tensor choose_keys(const Tensor& q_in, const Tensor& head_weights, const Tensor&
   check_range(requests, page_table.size(0), "request");
   for (int64_t i = 0; i < num_rows; ++i) {
     const int64_t position = read<int64_t>(positions)[i];
-    TORCH_CHECK(0 < topk && topk <= position + 1 && position < 64 * page_table.size(1), "position ", position, " of ",
+    TORCH_CHECK(0 < topk && 0 <= position && position < 64 * page_table.size(1), "position ", position, " of ",
                 page_table.size(1), " pages, of which ", topk, " keys are wanted");
   }
   const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
@@ -346,8 +346,9 @@ Tensor mla_sparse(const Tensor& q, const Tensor& pages, const Tensor& slots, int
               "slots must be contiguous int32, one row of them per query");
   TORCH_CHECK(pages.size(2) == q.size(2) && 0 < latent_dim && latent_dim <= q.size(2), "the widths of q and pages");
   for (int64_t i = 0; i < slots.numel(); ++i) {
-    const int32_t slot = read<int32_t>(slots)[i];
-    TORCH_CHECK(0 <= slot && slot < num_slots, "slot ", slot, " of ", num_slots);
+    const int32_t slot = read<int32_t>(slots)[i], first = read<int32_t>(slots)[i - i % slots.size(1)];
+    TORCH_CHECK((0 <= slot && slot < num_slots) || slot == batchinfer::kNoSlot, "slot ", slot, " of ", num_slots);
+    TORCH_CHECK((slot == batchinfer::kNoSlot) == (first == batchinfer::kNoSlot), "a query has keys in some slots only");
   }
   Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
   const batchinfer::SparseShape shape{q.size(0),  q.size(1),     q.size(2),                row_step,

@@ -214,6 +214,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
                  const Value* pages, const int64_t* positions, const Weight& kv_up, Value* out);
 
 // sparse.cpp: see reference/sparse.py. Of the weights of heads the scale of a score is a part.
+constexpr int32_t kNoSlot = -1;
 template <class Value>
 void write_index_keys(Rows<Value> x, const Value* norm, const Value* bias, float eps, const Rotary& rotary,
                       int64_t width, const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows);

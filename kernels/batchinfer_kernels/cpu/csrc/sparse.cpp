@@ -123,7 +123,8 @@ void choose_keys(const IndexShape& shape, const Value* q, const float* head_weig
     starts.clear();
     parts.clear();
     for (; end < shape.num_rows && (end == first || num_scores < kMostScores); ++end) {
-      const int64_t num_pages = positions[end] / kPageTokens + 1;
+      // who sees fewer keys than are chosen attends to all of them
+      const int64_t num_pages = positions[end] + 1 < shape.topk ? 0 : positions[end] / kPageTokens + 1;
       for (int64_t page = 0; page < num_pages; page += kTaskPages) parts.push_back({end, page});
       starts.push_back(num_scores);
       num_scores += num_pages * kPageTokens;
@@ -135,7 +136,12 @@ void choose_keys(const IndexShape& shape, const Value* q, const float* head_weig
     });
     run_tasks(end - first, [&](int64_t task) {
       const int64_t row = first + task;
-      choose(scores.data() + starts[task], positions[row] + 1, shape.topk, page_ids(row), slots + row * shape.topk);
+      int32_t* own = slots + row * shape.topk;
+      if (positions[row] + 1 < shape.topk) {
+        std::fill_n(own, shape.topk, kNoSlot);
+      } else {
+        choose(scores.data() + starts[task], positions[row] + 1, shape.topk, page_ids(row), own);
+      }
     });
   }
 }
@@ -149,6 +155,10 @@ void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, co
   run_tasks(shape.num_rows * parts, [&](int64_t task) {
     const int64_t row = task / parts, head = task % parts * most, num_heads = std::min(most, shape.num_heads - head);
     const int32_t* own = slots + row * shape.num_keys;
+    if (own[0] == kNoSlot) {
+      std::fill_n(out + (row * shape.num_heads + head) * shape.latent_dim, num_heads * shape.latent_dim, Value{});
+      return;
+    }
     static thread_local std::vector<Value> keys;
     static thread_local std::vector<int64_t> rows;  // with room for a whole page of keys to come
     keys.resize(kPageTokens * shape.width);
