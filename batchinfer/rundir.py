@@ -38,8 +38,7 @@ class RunDir:
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
     work/sessions/<session>.json
-    slurm/<submission>.json  slurm/goal.json  slurm/*.log
-    k8s/<submission>.json    ray/<submission>.json  ray/{wanted,tasks}.json  ray/*.log
+    {slurm,k8s,ray}/<submission>.json  slurm/goal.json  ray/{wanted,tasks}.json  {slurm,ray}/*.log
     """
 
     root: Path

@@ -57,7 +57,7 @@ class Driver:
                 self._groups.append(Group(self._run, f"{self._sent.job}-{self._num_made}", self._sent.shape))
                 self._num_made += 1
         # those that wait for room first, then the youngest
-        for group in sorted(staying, key=lambda group: group.is_placed)[: max(0, -missing)] if missing < 0 else ():
+        for group in sorted(staying[::-1], key=lambda group: group.is_placed)[: max(0, -missing)]:
             group.leave()
 
     def _collect(self) -> None:
