@@ -56,8 +56,9 @@ class Driver:
             for _ in range(missing):
                 self._groups.append(Group(self._run, f"{self._sent.job}-{self._num_made}", self._sent.shape))
                 self._num_made += 1
-        # those that wait for room first, then the youngest
-        for group in sorted(staying[::-1], key=lambda group: group.is_placed)[: max(0, -missing)]:
+        waiting = [group for group in staying if not group.is_placed]
+        youngest_first = [group for group in reversed(staying) if group.is_placed]
+        for group in (waiting + youngest_first)[: max(0, -missing)]:
             group.leave()
 
     def _collect(self) -> None:
