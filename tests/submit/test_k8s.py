@@ -236,11 +236,14 @@ def test_a_task_that_was_stopped_does_not_count_as_failed(job):
 
 
 @pytest.mark.parametrize(
-    "folder", ["/data/runs/First", "/data/ÄÖ Ü", "/data/" + "x" * 300, "s3://bucket/a/b/", "/data/--.."]
+    "folder",
+    ["/data/runs/First", "/data/ÄÖ Ü", "/data/" + "x" * 300, "s3://bucket/a/b/", "/data/--..", "/data/2026-11-23"],
 )
 def test_names_of_runs_are_labels(folder):
     name = run_name(folder)
-    assert LABEL.fullmatch(f"{name}-12-123-node-0-15"), name
+    # the longest name that a JobSet makes of it, for a pod
+    assert LABEL.fullmatch(f"{name}-12-99999-node-0-15-abcde"), name
+    assert name[0].isalpha()
     assert name == run_name(folder)
     assert name != run_name("/elsewhere" + folder)
 
