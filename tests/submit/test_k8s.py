@@ -21,7 +21,7 @@ from batchinfer.rundir import RunDir
 from batchinfer.submit.k8s.names import LABEL
 from batchinfer.submit.names import run_name
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.kubelet import Pod
+from support.kubelet import Pod, expanded
 from support.kubernetes import JobSet, SimulatedKubernetes
 from support.paths import RANDOM_MODEL
 from support.real_kubernetes import NoKubernetesError, RealKubernetes
@@ -233,6 +233,13 @@ def test_a_task_that_was_stopped_does_not_count_as_failed(job):
     ]
     assert actions == [("Ignore", [75]), ("Ignore", None), ("FailIndex", [2])]
     assert finish["spec"]["template"]["spec"]["containers"][0]["args"] == ["finish", "--wait", str(job.parent / "run")]
+
+
+def test_a_folder_with_dollars_reaches_the_pod_as_it_is(job):
+    folder = str(job.parent / "$(PATH) $$ 5$")
+    tasks, _ = dry_run(job, "--pvc", f"disk:{job.parent}", "--set", f"output.dir={json.dumps(folder)}")
+    (_, argument) = tasks["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert expanded(argument, {"PATH": "/bin"}) == folder
 
 
 @pytest.mark.parametrize(
