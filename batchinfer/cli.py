@@ -13,6 +13,7 @@ import click
 from batchinfer.commands import first, jobs, kv, peek, reports, slurm
 from batchinfer.commands.convert import convert
 from batchinfer.commands.options import EXIT_CODES, Process
+from batchinfer.commands.submit import submit
 from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ExitCode, InterruptedRunError
 from batchinfer.sanitize import clip, sanitize
@@ -36,7 +37,7 @@ def cli() -> None:
       batchinfer run JOB.toml                  plan, compute, write outputs, print the report
       batchinfer peek RUN                      the answers so far
       batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything
-      batchinfer submit JOB.toml --array 8     the same on a Slurm cluster; then: status, cancel, retry
+      batchinfer submit JOB.toml --array 8     the same on a cluster; then: status, cancel, retry
       batchinfer convert MODEL DIR --dtype D   a model that starts at once the second time
       batchinfer schema                        every key of a job file
       batchinfer doctor                        what this machine can run
@@ -73,9 +74,9 @@ def doctor(bench: bool, every_kernel: bool) -> None:
 
 FIRST = (first.init, first.ask)
 JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run, jobs.verify)
-SLURM = (slurm.submit, slurm.status, slurm.cancel, slurm.retry)
+CLUSTERS = (submit, slurm.status, slurm.cancel, slurm.retry)
 REPORTS = (reports.report, peek.peek, reports.price, reports.simulate)
-for command in (*FIRST, *JOBS, *SLURM, *REPORTS, convert, kv.kv):
+for command in (*FIRST, *JOBS, *CLUSTERS, *REPORTS, convert, kv.kv):
     cli.add_command(command)
 
 

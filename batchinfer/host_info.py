@@ -60,26 +60,34 @@ def set_up_matrix_library() -> None:
 
 
 def node_name() -> str:
-    """The node by Slurm's name for it, or the host's own name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """The node by its cluster's name for it, or the host's own name."""
+    return os.environ.get("BATCHINFER_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def slurm_task() -> str | None:
-    """The Slurm job of this process, `<array>_<task>` in an array; None outside of Slurm."""
+def launcher_name() -> str:
+    """Who has started this process's task, for a person."""
+    return os.environ.get("BATCHINFER_LAUNCHER") or "Slurm"
+
+
+def task_name() -> str | None:
+    """The task that this process belongs to; None for a command that a person has started.
+
+    That is BATCHINFER_TASK, which other launchers set, or the Slurm job, `<array>_<task>` in an array.
+    """
+    if named := os.environ.get("BATCHINFER_TASK"):
+        return named
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
-def slurm_nodes() -> int:
-    """Nodes of this process's Slurm job; 1 outside of Slurm."""
-    text = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    return int(text) if text.isdigit() and int(text) else 1
+def task_nodes() -> int:
+    """Nodes of this process's task; 1 for a command that a person started."""
+    return _count("BATCHINFER_GROUP_SIZE") or _count("SLURM_JOB_NUM_NODES") or 1
 
 
-def slurm_restarts() -> int:
-    """How often Slurm has put this job back into the queue and started it again."""
-    text = os.environ.get("SLURM_RESTART_COUNT", "0")
-    return int(text) if text.isdigit() else 0
+def task_restarts() -> int:
+    """How often this task was started again: after a failure, after it was stopped, or by Slurm's queue."""
+    return sum(map(_count, ("BATCHINFER_RESTARTS", "BATCHINFER_RESUMES", "SLURM_RESTART_COUNT")))
 
 
 def free_memory_bytes() -> int:
@@ -99,6 +107,11 @@ def free_memory_bytes() -> int:
 def has_gpu() -> bool:
     """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
     return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def _count(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _file_bytes() -> int:

@@ -18,6 +18,7 @@ from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, InputError
 
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
+LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder of what was sent to its clusters
 CHECKSUM = "checksum"  # key of a JSON document's own checksum
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
@@ -37,7 +38,7 @@ class RunDir:
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json
     work/sessions/<session>.json
-    slurm/<submission>.json  slurm/goal.json  slurm/*.log
+    {slurm,k8s,ray}/<submission>.json  slurm/goal.json  ray/{wanted,tasks}.json  {slurm,ray}/*.log
     """
 
     root: Path
@@ -176,6 +177,16 @@ class RunDir:
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
         suffix = "" if part is None else f"-{part:05d}"
         return self.stats / table / f"{session}{suffix}.parquet"
+
+
+def launcher_folder(run: RunDir, launcher: str) -> Path:
+    """What was sent to a cluster by one of LAUNCHERS, and what its tasks said."""
+    return run.root / launcher
+
+
+def submission_records(run: RunDir) -> list[Path]:
+    """The records of all that was ever sent to clusters."""
+    return [path for name in LAUNCHERS for path in sorted(launcher_folder(run, name).glob("[0-9]*.json"))]
 
 
 def is_run_folder(folder: str) -> bool:

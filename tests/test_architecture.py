@@ -42,7 +42,8 @@ ROOMS: dict[str, set[str]] = {
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "slurm": {"balance", "controller", "data", "parallel", "report", "run"},
+    "submit": {"parallel"},
+    "slurm": {"balance", "controller", "data", "report", "run", "submit"},
     "doctor": {"launch", "parallel"},
     "commands": {
         *(
@@ -58,11 +59,13 @@ ROOMS: dict[str, set[str]] = {
             "run",
             "sim",
             "slurm",
+            "submit",
         )
     },
 }
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS
+NEED_RAY = {"submit.ray.driver", "submit.ray.group"}  # run in a Ray cluster only
 STANDARD_LIBRARY_ONLY = ("records", "sanitize", "host_info", "own_process")
 
 
@@ -180,6 +183,16 @@ def test_only_its_own_door_imports_lm_eval():
     ]
 
 
+def test_only_what_runs_in_a_ray_cluster_needs_ray():
+    """It is no dependency: whoever submits to it has it."""
+    at_once = {
+        name
+        for name, path in MODULES.items()
+        if "ray" in {item.split(".")[0] for item in imports_of(path, at_once=True)}
+    }
+    assert at_once == NEED_RAY
+
+
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
 def test_what_all_rooms_may_import_has_only_the_standard_library(name):
     outside = [item for item in imports_of(MODULES[name]) if item.split(".")[0] not in sys.stdlib_module_names]
@@ -241,7 +254,7 @@ def runs_without(modules, unwanted):
 
 @pytest.mark.parametrize("room", [*sorted(WITHOUT_TORCH & set(ROOMS)), "cli"])
 def test_rooms_that_compute_nothing_start_without_torch(room):
-    names = [name for name in MODULES if room_of(name) == room]
+    names = [name for name in MODULES if room_of(name) == room and name not in NEED_RAY]
     assert runs_without(", ".join(f"batchinfer.{name}" for name in names), {"torch"})
 
 

@@ -12,8 +12,8 @@ import click
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
     from batchinfer.rundir import RunDir
-    from batchinfer.slurm.client import ArraySize
     from batchinfer.slurm.goal import Goal
+    from batchinfer.submit.size import ArraySize
 
 
 GOAL_OPTIONS = ("finish_by", "max_cost", "prices")
@@ -38,7 +38,7 @@ class Asked:
 
     @property
     def size(self) -> ArraySize | None:
-        from batchinfer.slurm.client import parse_size
+        from batchinfer.submit.size import parse_size
 
         return None if self.array is None else parse_size(self.array)
 
@@ -77,10 +77,10 @@ class Asked:
 
 def expected_size(run: RunDir, config: JobConfig, goal: Goal) -> ArraySize | None:
     """Show what the rule would do by the plan; the tasks that it would begin with, if any."""
-    from batchinfer.slurm.client import ArraySize
     from batchinfer.slurm.goal import clock, look_ahead, sentences
     from batchinfer.slurm.meter import Meter
     from batchinfer.slurm.pursue import measure_seconds
+    from batchinfer.submit.size import ArraySize
 
     now_s = time.time()
     seen = Meter(run, config, goal.prices, measure_seconds(goal)).look(now_s)

@@ -90,7 +90,7 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
     run it again: finished requests are kept.
     """
-    from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+    from batchinfer.host_info import launcher_name, node_name, task_name, task_restarts
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
     from batchinfer.rundir import refuse_bad_rows
@@ -100,8 +100,8 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
         if strict:
             refuse_bad_rows(run)
         session.attach(run)
-        if slurm_task() is not None:
-            click.echo(f"Slurm task {slurm_task()} on {node_name()}, restart {slurm_restarts()}", err=True)
+        if task_name() is not None:
+            click.echo(f"{launcher_name()} task {task_name()} on {node_name()}, restart {task_restarts()}", err=True)
         _work(run, config, session, stop, tracer_of(trace))
 
 
@@ -110,20 +110,32 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
 @click.option(
     "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
 )
+@click.option("--wait", is_flag=True, help="Until all units are done; where no cluster starts it behind the tasks.")
 @job_options
 @pass_stop
 def finish(
-    stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
+    stop: StopSignal,
+    target: Path,
+    overrides: tuple[str, ...],
+    strict: bool,
+    trace: bool,
+    allow_partial: bool,
+    wait: bool,
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
+    from batchinfer.finish.wait import wait_for_units
     from batchinfer.run.planned import planned_run
     from batchinfer.rundir import refuse_bad_rows
 
+    if wait and allow_partial:
+        raise click.UsageError("--wait is for all units, --allow-partial for what there is; leave one out")
     with alone("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
         session.attach(run)
+        if wait:
+            wait_for_units(run)
         code = _finish(run, config, allow_partial=allow_partial)
     sys.exit(code)
 

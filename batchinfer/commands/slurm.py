@@ -1,117 +1,20 @@
-"""A job on a Slurm cluster: submit, status, cancel, retry."""
+"""A job on a cluster: status, cancel, retry; and `submit --to slurm`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.commands.goals import GOAL_OPTIONS, Asked, expected_size
-from batchinfer.commands.jobs import plan_here
-from batchinfer.commands.options import alone, job_options, pass_stop, tracer_of
-from batchinfer.stop import StopSignal
+from batchinfer.commands.goals import Asked, expected_size
+from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
-    from batchinfer.run.trace import Tracer
-    from batchinfer.slurm.submit import Shape
-
-
-@click.command()
-@click.argument("target", metavar="[JOB]", required=False, type=click.Path(path_type=Path))
-@click.option("--array", metavar="N[%M]", help="Tasks, and how many of them may run at once (default: all).")
-@click.option(
-    "--finish-by",
-    metavar="TIME",
-    help="Instead of --array: as many tasks as end the run by then, local time unless TIME names a zone, for example "
-    "'2026-11-23 06:00'; raised and lowered while it runs, so this command stays. --array N is then the most at once.",
-)
-@click.option(
-    "--max-cost",
-    metavar="DOLLARS",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Commit and pause, with exit code 75, before all tasks of the run have cost more.",
-)
-@click.option(
-    "--prices",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="A price list (.toml) for --finish-by and --max-cost instead of pricing.gpu_hour; its cheap_hours come first.",
-)
-@click.option("--nodes-per-group", metavar="K", type=click.IntRange(1), default=1, show_default=True, help="Per task.")
-@click.option("--gpus-per-node", metavar="G", type=click.IntRange(1))
-@click.option("--partition", metavar="NAME")
-@click.option("--account", metavar="NAME")
-@click.option("--qos", metavar="NAME")
-@click.option("--time", metavar="LIMIT", help="Of a task; it goes back into the queue before that.")
-@click.option(
-    "--sbatch-arg",
-    "sbatch_args",
-    metavar="OPTION",
-    multiple=True,
-    help="One more option of sbatch for the tasks, for example --sbatch-arg=--exclusive. May be repeated.",
-)
-@click.option("--template", type=click.Path(path_type=Path), help="Own batch script instead of jobs/array.sbatch.")
-@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for jobs/finish.sbatch.")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Print the sbatch commands, and the hours and cost that a plan expects of --finish-by; plan and send nothing.",
-)
-@click.option(
-    "--resize",
-    nargs=2,
-    metavar="RUN N[%M]",
-    help="Have N tasks of a submitted RUN from now on: add some, or have some commit and leave.",
-)
-@click.option(
-    "--follow",
-    metavar="RUN",
-    type=click.Path(path_type=Path),
-    help="Resize a submitted RUN by its slurm.schedule, or by --finish-by and --max-cost as they were or are given, "
-    "until it is finished.",
-)
-@job_options
-@pass_stop
-def submit(
-    stop: StopSignal,
-    target: Path | None,
-    array: str | None,
-    dry_run: bool,
-    resize: tuple[str, str] | None,
-    follow: Path | None,
-    overrides: tuple[str, ...],
-    strict: bool,
-    trace: bool,
-    template: Path | None,
-    finish_template: Path | None,
-    **shape: Any,
-) -> None:
-    """Plan JOB (a .toml file or a run folder) here, then have a Slurm cluster compute it.
-
-    An array of N tasks claims work units until none is left; each task is a group of K nodes that computes as one. A
-    job behind it writes the outputs. Tasks may end, be added or be taken away at any time.
-    """
-    from batchinfer.slurm.submit import Shape
-
-    asked = Asked(array, *(shape.pop(name) for name in GOAL_OPTIONS))
-    if resize is not None or follow is not None:
-        if target is not None or dry_run or (resize is not None and (follow is not None or asked.says_anything)):
-            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
-        if resize is not None:
-            _resize(Path(resize[0]), resize[1])
-        if follow is not None:
-            _follow(follow, overrides, asked)
-        return
-    if target is None or (array is None and not asked.has_goal):
-        raise click.UsageError(
-            "submit needs a JOB and --array N[%M] or --finish-by TIME, or one of --resize and --follow"
-        )
-    asked.check(has_goal=asked.has_goal)
-    shape["template"] = None if template is None else str(template.absolute())
-    shape["finish_template"] = None if finish_template is None else str(finish_template.absolute())
-    _submit(target, overrides, asked, Shape(**shape), stop, tracer_of(trace), strict=strict, dry_run=dry_run)
+    from batchinfer.rundir import RunDir
+    from batchinfer.submit.size import ArraySize
 
 
 @click.command()
@@ -141,18 +44,22 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
 def cancel(target: Path) -> None:
-    """End all Slurm tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.submit import cancel as cancel_run
+    from batchinfer.slurm import submit as slurm
+    from batchinfer.submit.k8s import tasks as k8s
+    from batchinfer.submit.ray import client as ray
+    from batchinfer.submit.records import launchers_of
 
     run, _ = planned_run(target, ())
-    ended = cancel_run(run)
-    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.root} waits or runs in Slurm")
+    end = {"slurm": slurm.cancel, "k8s": k8s.cancel, "ray": ray.cancel}
+    ended = [name for launcher in launchers_of(run) for name in end[launcher](run)]
+    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.root} waits or runs in a cluster")
 
 
 @click.command()
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--array", metavar="N[%M]", help="Slurm tasks to send for it, like those of the last submission.")
+@click.option("--array", metavar="N[%M]", help="Tasks to send for it, like those of the last submission.")
 def retry(target: Path, array: str | None) -> None:
     """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
 
@@ -160,9 +67,7 @@ def retry(target: Path, array: str | None) -> None:
     """
     from batchinfer.controller.retry import retry_failed
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.client import max_array_size, parse_size
-    from batchinfer.slurm.submit import Shape, submissions, what_to_watch
-    from batchinfer.slurm.submit import submit as submit_run
+    from batchinfer.submit.size import parse_size
 
     run, _ = planned_run(target, ())
     size = None if array is None else parse_size(array)
@@ -179,67 +84,69 @@ def retry(target: Path, array: str | None) -> None:
     elif size is None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.root}`, then `batchinfer finish`")
     else:
-        earlier = submissions(run)
-        shape = earlier[-1].shape if earlier else Shape()
-        click.echo(what_to_watch(run, submit_run(run, shape, size, max_array_size=max_array_size())))
+        click.echo(_send_again(run, size))
 
 
-def _submit(
-    target: Path,
-    overrides: tuple[str, ...],
-    asked: Asked,
-    shape: Shape,
-    stop: StopSignal,
-    tracer: Tracer,
-    *,
-    strict: bool,
-    dry_run: bool,
-) -> None:
+def _send_again(run: RunDir, size: ArraySize) -> str:
+    """Tasks like those of the last submission, where that was; what to watch, for a person."""
+    from batchinfer.slurm import client, submit
+    from batchinfer.submit.k8s import tasks as k8s
+    from batchinfer.submit.ray import client as ray
+    from batchinfer.submit.records import last_launcher
+    from batchinfer.submit.size import parse_tasks
+
+    match last_launcher(run):
+        case "k8s":
+            return k8s.what_to_watch(run, k8s.send_again(run, parse_tasks(str(size))))
+        case "ray":
+            return ray.what_to_watch(run, ray.submit(run, ray.submissions(run)[-1].shape, parse_tasks(str(size))))
+    earlier = submit.submissions(run)
+    shape = earlier[-1].shape if earlier else submit.Shape()
+    sent = submit.submit(run, shape, size, max_array_size=client.max_array_size())
+    return submit.what_to_watch(run, sent)
+
+
+def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> None:
+    """Send the job's tasks to Slurm, or print the sbatch commands."""
     import shlex
 
-    from batchinfer.config import load_job
     from batchinfer.run.planned import planned_run
-    from batchinfer.rundir import RunDir, refuse_bad_rows
     from batchinfer.slurm.client import max_array_size
     from batchinfer.slurm.goal import write_goal
     from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import parse_schedule
-    from batchinfer.slurm.submit import check_shape, dry_run_commands, remember_shape, submit, what_to_watch
+    from batchinfer.slurm.submit import Shape, check_shape, dry_run_commands, remember_shape, submit, what_to_watch
 
-    if target.is_dir():
-        run_dir, config = planned_run(target, overrides)
-        if strict:
-            refuse_bad_rows(run_dir)
-    else:
-        config = load_job(target, overrides)
-        run_dir = RunDir(Path(config.output.dir))
+    shape = Shape(**options)
+    run, config = target.run_and_job
     check_shape(config, shape)
     parse_schedule(config.slurm.schedule)
     size, goal = asked.size, asked.goal(config) if asked.has_goal else None
-    if dry_run:
+    if target.dry_run:
         if goal is not None:
-            size = expected_size(planned_run(target, overrides)[0], config, goal)
+            size = expected_size(planned_run(target.path, target.overrides)[0], config, goal)
+        elif size is not None:
+            target.tell_expected(size.tasks, shape.nodes_per_group)
         if size is not None:
-            click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run_dir, shape, size)))
+            click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run, shape, size)))
         return
     limit = max_array_size()  # without Slurm there is no need to plan
-    if not target.is_dir():
-        with alone("plan", stop) as session:
-            plan_here(config, session, tracer, strict=strict, learn_from=None, expert_loads=None)
+    target.plan()
     if goal is None:
         assert size is not None
-        click.echo(what_to_watch(run_dir, submit(run_dir, shape, size, max_array_size=limit)))
+        click.echo(what_to_watch(run, submit(run, shape, size, max_array_size=limit)))
         return
-    remember_shape(run_dir, shape)
-    write_goal(run_dir, goal)
+    remember_shape(run, shape)
+    write_goal(run, goal)
     click.echo(
         "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
-        f"`batchinfer submit --follow {run_dir.root}` changes their number again"
+        f"`batchinfer submit --follow {run.root}` changes their number again"
     )
-    pursue(run_dir, config, goal)
+    pursue(run, config, goal)
 
 
-def _follow(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
+def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
+    """Resize a submitted run by its schedule or its goal until it is finished."""
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.goal import read_goal, write_goal
     from batchinfer.slurm.pursue import pursue
@@ -258,19 +165,12 @@ def _follow(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     pursue(run_dir, config, goal)
 
 
-def _resize(target: Path, size: str) -> None:
-    from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.client import parse_size
-    from batchinfer.slurm.status import StatusReader
+def resize_on_slurm(run: RunDir, size: str, busy: Container[str]) -> list[str]:
+    """Change the number of tasks; what came of it, for a person."""
     from batchinfer.slurm.submit import resize, what_to_watch
+    from batchinfer.submit.size import parse_size
 
-    run_dir, _ = planned_run(target, ())
-    wanted = parse_size(size)
-    busy = {holder.task for holder in StatusReader(run_dir).read().running if holder.task is not None}
-    sent, drained = resize(run_dir, wanted, busy)
-    if sent is not None:
-        click.echo(what_to_watch(run_dir, sent))
-    if drained:
-        click.echo(f"sent away, with what they have finished committed: {' '.join(task.name for task in drained)}")
-    if sent is None and not drained:
-        click.echo(f"{run_dir.root} has that many tasks already")
+    sent, drained = resize(run, parse_size(size), busy)
+    lines = [] if sent is None else [what_to_watch(run, sent)]
+    names = " ".join(task.name for task in drained)
+    return lines + ([f"sent away, with what they have finished committed: {names}"] if drained else [])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.controller.result_files import own_files, sound_files
-from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.liveness import is_dead, this_process
@@ -230,8 +230,8 @@ def _lease(*, released: bool) -> dict[str, Any]:
     return {
         **this_process(),
         "node": node_name(),
-        "task": slurm_task(),
-        "restarts": slurm_restarts(),
+        "task": task_name(),
+        "restarts": task_restarts(),
         "released": released,
     }
 

@@ -25,7 +25,7 @@ from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.host_info import slurm_task
+from batchinfer.host_info import task_name
 from batchinfer.launch.agent import serve_node
 from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
@@ -66,7 +66,7 @@ def work_on(
     """
     # tasks of an array start together: each begins at another unit
     manifest = Manifest(run.root, read_state(run).get("files"))
-    units = OpenUnits(run, read_rows(run.units, manifest), start=0 if slurm_task() is None else None)
+    units = OpenUnits(run, read_rows(run.units, manifest), start=0 if task_name() is None else None)
     if not units.num_open:
         return
     check_file_system(run)

@@ -15,7 +15,7 @@ import numpy as np
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.pace import Pace
 from batchinfer.controller.planned_tokens import planned_tokens
-from batchinfer.host_info import slurm_task
+from batchinfer.host_info import task_name
 from batchinfer.progress import Bar, Count, Meter, duration
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion
@@ -135,7 +135,7 @@ class WorkProgress(Meter):
         return "; ".join(parts + self._own_share())
 
     def _own_share(self) -> list[str]:
-        is_alone = slurm_task() is None and np.array_equal(self._elsewhere, self._earlier)
+        is_alone = task_name() is None and np.array_equal(self._elsewhere, self._earlier)
         own = float(self._ran.sum())
         return [] if is_alone else [f"of these {own:,.0f} tokens by this task"]
 

@@ -16,7 +16,7 @@ from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, plan_again, read_json, read_state
+from batchinfer.rundir import RunDir, plan_again, read_json, read_state, submission_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _checks(run: RunDir) -> Iterator[Check]:
     yield from _unit_checks(run)
     for path in sorted(run.stats.rglob("*.parquet")):
         yield path, partial(_read_through, path), "delete it: statistics do without it"
-    for path in [*sorted(run.slurm.glob("[0-9]*.json")), *run.root.glob(run.published.name)]:
+    for path in [*submission_records(run), *run.root.glob(run.published.name)]:
         yield path, partial(read_json, path), "delete it"
 
 

@@ -46,7 +46,10 @@ class MeetingPoint:
 
 
 def this_node(num_ranks: int) -> NodeShare:
-    """This process's share, from the environment that srun (one task per node) or torchrun (one per rank) gave it.
+    """This process's share, from the environment that its starter gave it.
+
+    That is srun (one task per node), torchrun (one per rank), or another launcher (one per node), which names the group
+    in BATCHINFER_GROUP, anew for each life of it, and the node by BATCHINFER_GROUP_INDEX and BATCHINFER_GROUP_SIZE.
 
     Raises:
         ConfigError: the ranks do not spread evenly over the processes.
@@ -58,13 +61,17 @@ def this_node(num_ranks: int) -> NodeShare:
         if count != num_ranks:
             raise ConfigError(f"torchrun starts {count} processes, but the job has {num_ranks} ranks; make them equal")
         return NodeShare(index, count, name, range(index, index + 1), int(environment["LOCAL_WORLD_SIZE"]) == count)
-    # set by srun for each task, but not in the batch script itself
-    count = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "BATCHINFER_GROUP" in environment:
+        name = environment["BATCHINFER_GROUP"]
+        index, count = int(environment["BATCHINFER_GROUP_INDEX"]), int(environment["BATCHINFER_GROUP_SIZE"])
+    else:
+        # set by srun for each task, but not in the batch script itself
+        count = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        index = int(environment["SLURM_PROCID"]) if count > 1 else 0
+        parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        name = "slurm-" + "-".join(environment.get(part, "0") for part in parts)
     if count == 1:
         return NodeShare(0, 1, "", range(num_ranks), True)
-    index = int(environment["SLURM_PROCID"])
-    parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    name = "slurm-" + "-".join(environment.get(part, "0") for part in parts)
     if num_ranks % count:
         raise ConfigError(
             f"the job's {num_ranks} ranks do not spread evenly over {count} tasks; start one task per node, and make "

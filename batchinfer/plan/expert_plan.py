@@ -11,7 +11,7 @@ from batchinfer.balance.expert_groups import group_loads, node_limits
 from batchinfer.balance.experts import place_robustly
 from batchinfer.config import ClusterConfig
 from batchinfer.data.expert_tables import ExpertTables, num_nodes
-from batchinfer.host_info import slurm_nodes
+from batchinfer.host_info import task_nodes
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 
@@ -29,7 +29,7 @@ def plan_experts(
     for phase, load in group_loads(load_of_phase, groups).items():
         num_ranks = groups[phase]
         before = ExpertTables.in_order(phase, layers, model.n_routed_experts, num_slots, num_ranks).under(load)
-        hosts = cluster.hosts_of(phase, cluster.nodes or slurm_nodes())
+        hosts = cluster.hosts_of(phase, cluster.nodes or task_nodes())
         nodes, num_groups = node_limits(num_ranks, num_nodes(hosts), model.num_router_groups)
         placement = place_robustly(
             load, num_slots=num_slots, num_gpus=num_ranks, num_nodes=nodes, num_groups=num_groups, effort="high"

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note, under_way
 from batchinfer.records import DamagedFileError
 from batchinfer.run.liveness import SILENT_S, is_dead, this_process
@@ -36,7 +36,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Give one now. Where that fails a warning says so, once: others may take this session for dead."""
-        about = {"command": self._command, "node": node_name(), "task": slurm_task(), "restarts": slurm_restarts()}
+        about = {"command": self._command, "node": node_name(), "task": task_name(), "restarts": task_restarts()}
         text = json_text({**this_process(), **about, "under_way": under_way()})
         with self._lock:
             if self._stopped.is_set():
@@ -76,7 +76,7 @@ class Sign:
     session: str
     command: str
     node: str
-    task: str | None  # of Slurm
+    task: str | None  # of a cluster
     restarts: int  # of that task
     silent_s: float  # since then
     is_dead: bool  # known to have ended

@@ -6,7 +6,6 @@ arguments of its own, so that no path or name can turn into a command.
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from batchinfer.records import ConfigError
 
 ANSWER_S = 120.0  # a busy controller may take its time
-MOST_TASKS = 1_000_000
 # what squeue may still show of a task that has ended
 ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -23,17 +21,6 @@ TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 # set by batchinfer itself; a second value would take away what it relies on
 OWN_OPTIONS = ("--array", "--chdir", "--dependency", "--nodes", "--output", "--parsable", "--test-only", "--wrap")
 SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySize:
-    """How many tasks an array has, and how many of them may run at once (None: all)."""
-
-    tasks: int
-    at_once: int | None = None
-
-    def __str__(self) -> str:
-        return str(self.tasks) if self.at_once is None else f"{self.tasks}%{self.at_once}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +47,6 @@ class Task:
     def is_ending(self) -> bool:
         """It has a signal, or has ended, but its processes may not be gone yet."""
         return self.state == "COMPLETING"
-
-
-def parse_size(text: str) -> ArraySize:
-    """Read N or N%M.
-
-    Raises:
-        ConfigError: it is something else, or a number is out of range.
-    """
-    found = re.fullmatch(r"(\d{1,9})(?:%(\d{1,9}))?", text)
-    if found is None:
-        raise ConfigError(f"{text!r} is not a number of tasks; write N, or N%M for at most M of them at once")
-    tasks, at_once = int(found[1]), None if found[2] is None else int(found[2])
-    if tasks > MOST_TASKS or at_once == 0:
-        raise ConfigError(f"{text!r}: N may be at most {MOST_TASKS:,} tasks, and M must be at least 1")
-    return ArraySize(tasks, at_once)
 
 
 def check_name(option: str, value: str) -> str:
@@ -116,26 +88,6 @@ def check_extra_argument(value: str) -> str:
     if is_own or (not option.startswith("--") and option[:2] in SHORT_OWN_OPTIONS):
         raise ConfigError(f"--sbatch-arg is {value!r}, which submit sets itself; leave it out")
     return value
-
-
-def find_template(name: str, own: Path | None) -> Path:
-    """The batch script to send: the one a person names, or the one that came with batchinfer.
-
-    Args:
-        name: `array.sbatch` or `finish.sbatch`.
-        own: a person's own file, if given.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    beside = Path(__file__).parents[2] / "jobs" / name  # a working copy
-    installed = Path(sys.prefix) / "share" / "batchinfer" / "jobs" / name
-    candidates = [beside, installed] if own is None else [own.absolute()]
-    for path in candidates:
-        if path.is_file():
-            return path
-    looked = " or ".join(str(path) for path in candidates)
-    raise ConfigError(f"there is no Slurm template {looked}; name one with --template or --finish-template")
 
 
 def log_pattern(folder: Path, pattern: str) -> str:

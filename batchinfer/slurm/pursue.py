@@ -9,10 +9,10 @@ from batchinfer.config import JobConfig
 from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.slurm.client import ArraySize
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
 from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
 from batchinfer.slurm.submit import is_in_slurm, num_tasks, resize
+from batchinfer.submit.size import ArraySize
 
 LOOK_S = 15.0
 LEAVE_S = 120.0  # in which a task that was sent away commits and ends

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.rundir import RunDir
-from batchinfer.slurm.client import ArraySize, parse_size
 from batchinfer.slurm.pursue import LOOK_S, is_finished
 from batchinfer.slurm.submit import is_in_slurm, resize
+from batchinfer.submit.size import ArraySize, parse_size
 
 ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
 

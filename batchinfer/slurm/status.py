@@ -19,6 +19,10 @@ from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.rundir import RunDir, file_system_s, read_json, read_state
 from batchinfer.slurm import client, submit
 from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
+from batchinfer.submit.k8s import tasks as k8s
+from batchinfer.submit.live import LiveTasks
+from batchinfer.submit.ray import client as ray
+from batchinfer.submit.records import last_launcher
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
 # why tasks wait when nothing is wrong
@@ -32,7 +36,7 @@ class Holder:
     unit: int
     node: str
     process: str  # its name on that node
-    task: str | None  # of Slurm
+    task: str | None  # of a cluster
     restarts: int  # of that task
     held_s: float  # since it was claimed
     silent_s: float  # since the lease was renewed
@@ -72,7 +76,8 @@ class Status:
     tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
     requests_per_s: float | None = None
     left_s: float | None = None  # by the plan and what is measured; None: not known
-    tasks_running: int | None = None  # of Slurm; None where its commands are missing or nothing was submitted
+    launcher: str | None = None  # 'Slurm', 'Kubernetes' or 'Ray', where the tasks below are
+    tasks_running: int | None = None  # None where it cannot be asked, or nothing was submitted
     tasks_waiting: int | None = None
     running: list[Holder] = field(default_factory=list)
     sessions: list[Sign] = field(default_factory=list)  # commands that are alive, and what each of them is doing
@@ -151,7 +156,7 @@ class StatusReader:
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)
         rate = _rate(files_now, now_s) if holders else None
-        tasks, trouble = _slurm_tasks(self._run)
+        tasks, trouble = _live_tasks(self._run)
         counts = state["counts"]
         workers = [sign for sign in sessions if sign.command in ("work", "run")]
         is_running = bool(holders or workers) and len(self._done) < len(self._units)
@@ -176,8 +181,9 @@ class StatusReader:
             tokens_per_s=tokens_per_s(workers) or _tokens_per_s(self._run, now_s) if holders else None,
             requests_per_s=rate,
             left_s=left_s(workers) or ((total - done) / rate if rate else None),
-            tasks_running=None if tasks is None else sum(not task.is_pending for task in tasks),
-            tasks_waiting=None if tasks is None else sum(task.is_pending for task in tasks),
+            launcher=None if tasks is None else tasks.launcher,
+            tasks_running=None if tasks is None else tasks.running,
+            tasks_waiting=None if tasks is None else tasks.waiting,
             running=holders,
             sessions=sessions,
             problems=_problems(state, silent, files_now, _failed_sessions(self._run), self._run)
@@ -238,17 +244,33 @@ class StatusReader:
         return self._files[path]
 
 
-def _slurm_tasks(run: RunDir) -> tuple[list[client.Task] | None, list[str]]:
-    """The run's tasks in Slurm, and what is wrong with them."""
-    if not submit.submissions(run) or not client.is_here():
-        return None, []
+def _live_tasks(run: RunDir) -> tuple[LiveTasks | None, list[str]]:
+    """The run's tasks where it was sent last, and what is wrong with them."""
     try:
-        tasks = submit.live_tasks(run)
+        match last_launcher(run):
+            case "slurm":
+                tasks = _slurm_tasks(run)
+            case "k8s":
+                tasks = k8s.look(run)
+            case "ray":
+                tasks = ray.look(run)
+            case _:
+                tasks = None
     except ConfigError as error:
         return None, [str(error)]
+    return tasks, [] if tasks is None else tasks.problems
+
+
+def _slurm_tasks(run: RunDir) -> LiveTasks | None:
+    """None where Slurm's commands are missing."""
+    if not client.is_here():
+        return None
+    tasks = submit.live_tasks(run)
     waiting = Counter(task.reason for task in tasks if task.is_pending)
     unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
-    return tasks, [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+    num_waiting = sum(waiting.values())
+    problems = [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
+    return LiveTasks("Slurm", len(tasks) - num_waiting, num_waiting, problems)
 
 
 def _tokens_per_s(run: RunDir, now_s: float) -> float | None:

@@ -47,7 +47,8 @@ def format_status(status: Status) -> str:
         f"failed; {status.rows:,} rows, {status.rows_bad:,} of them bad since the plan",
     ]
     if status.tasks_running is not None:
-        lines.append(f"slurm     {status.tasks_running:,} tasks running, {status.tasks_waiting:,} waiting")
+        launcher = (status.launcher or "").lower()
+        lines.append(f"{launcher:<9} {status.tasks_running:,} tasks running, {status.tasks_waiting:,} waiting")
     speeds = ((status.tokens_per_s, "tokens/s"), (status.requests_per_s, "requests/s"))
     known = [f"{speed:,.2f} {unit}" for speed, unit in speeds if speed is not None]
     known += [] if status.left_s is None else [f"{duration(status.left_s)} left"]

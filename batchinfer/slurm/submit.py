@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchinfer.config import ClusterConfig, JobConfig
-from batchinfer.parallel.layout import rank_places
+from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
-from batchinfer.slurm.client import ArraySize, Task
+from batchinfer.slurm.client import Task
+from batchinfer.submit.group import check_group
+from batchinfer.submit.size import MOST_TASKS, ArraySize
+from batchinfer.submit.template import find_template
 
 _WHERE = ("partition", "account", "qos")
 Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
@@ -68,29 +70,8 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     for argument in shape.sbatch_args:
         client.check_extra_argument(argument)
     for name, own in (("array.sbatch", shape.template), ("finish.sbatch", shape.finish_template)):
-        client.find_template(name, None if own is None else Path(own))
-    num_ranks, nodes = job.cluster.num_ranks, shape.nodes_per_group
-    if num_ranks % nodes:
-        raise ConfigError(
-            f"the job's {num_ranks} ranks do not spread evenly over {nodes} nodes; change --nodes-per-group or the "
-            "ranks in [cluster]"
-        )
-    _check_exchange(job.cluster, num_ranks // nodes)
-    gpus = shape.gpus_per_node
-    if gpus is not None and num_ranks // nodes > gpus:
-        raise ConfigError(
-            f"{num_ranks // nodes} ranks per node need as many GPUs, but --gpus-per-node is {gpus}; change one of them"
-        )
-
-
-def _check_exchange(cluster: ClusterConfig, ranks_per_node: int) -> None:
-    """Shared memory reaches no other node."""
-    for place in rank_places(cluster):
-        if cluster.exchange == "shared" and place.rank // ranks_per_node != place.leader // ranks_per_node:
-            raise ConfigError(
-                f"cluster.exchange is 'shared', but ranks {place.leader} and {place.rank} share experts and are on "
-                "different nodes; use 'auto', or change --nodes-per-group"
-            )
+        find_template(name, None if own is None else Path(own))
+    check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
 
 
 def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -> Submission:
@@ -122,7 +103,7 @@ def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[st
         commands.append(command)
         return f"ARRAY{len(commands)}"
 
-    limit = client.max_array_size() if client.is_here() else client.MOST_TASKS
+    limit = client.max_array_size() if client.is_here() else MOST_TASKS
     _send_all(run, shape, size, note_down, others=[], max_array_size=limit, keep=False)
     return commands
 
@@ -290,7 +271,7 @@ def _given(shape: Shape, *names: str) -> list[str]:
 
 
 def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> list[str]:
-    path = client.find_template(template, None if own is None else Path(own))
+    path = find_template(template, None if own is None else Path(own))
     # -P: the run folder, where the job starts, is no place to import from
     command = [sys.executable, "-P", "-m", "batchinfer"]
     return ["sbatch", "--parsable", f"--chdir={run.root}", *options, str(path), str(run.root), *command]

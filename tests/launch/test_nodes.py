@@ -41,6 +41,15 @@ def planned(reference, name, cluster):
     return folder / name
 
 
+def test_a_share_by_a_launchers_variables(monkeypatch):
+    for name, value in {"": "first-0-1", "_INDEX": "1", "_SIZE": "2"}.items():
+        monkeypatch.setenv(f"BATCHINFER_GROUP{name}", value)
+    node = this_node(4)
+    assert (node.index, node.count, node.name, list(node.ranks)) == (1, 2, "first-0-1", [2, 3])
+    with pytest.raises(ConfigError, match="5 ranks do not spread evenly over 2"):
+        this_node(5)
+
+
 def start_nodes(run, num_nodes, *, other_hosts):
     """What srun does: the same command once per node, with its number."""
     processes = []

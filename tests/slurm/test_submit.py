@@ -12,9 +12,10 @@ import pytest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
-from batchinfer.slurm.client import ArraySize, Task, check_extra_argument, log_pattern, parse_size, slices
+from batchinfer.slurm.client import Task, check_extra_argument, log_pattern, slices
 from batchinfer.slurm.schedule import parse_schedule, size_at
 from batchinfer.slurm.submit import Shape, leaving, submissions
+from batchinfer.submit.size import ArraySize, parse_size
 from support.jobs import batchinfer, write_job, write_questions
 from support.paths import ROOT
 

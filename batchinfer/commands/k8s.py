@@ -1,0 +1,45 @@
+"""`submit --to k8s`."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchinfer.commands.goals import Asked
+from batchinfer.commands.target import Target, tasks_of
+
+if TYPE_CHECKING:
+    from batchinfer.rundir import RunDir
+
+
+def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None:
+    """Send the job's tasks to Kubernetes, or print their manifests."""
+    from batchinfer.submit.k8s.kubectl import Kubectl
+    from batchinfer.submit.k8s.manifests import as_yaml
+    from batchinfer.submit.k8s.shape import Shape, check_shape
+    from batchinfer.submit.k8s.tasks import manifests, submit, what_to_watch
+
+    if options["image"] is None:
+        raise click.UsageError("--to k8s needs --image NAME, a container image with batchinfer in it: docs/clusters.md")
+    tasks, shape = tasks_of(asked.array, "k8s"), Shape(**options)
+    run, job = target.run_and_job
+    check_shape(job, shape)
+    if target.dry_run:
+        target.tell_expected(tasks, shape.nodes_per_group)
+        click.echo(as_yaml(manifests(run, job.output.dir, shape, tasks)[1]), nl=False)
+        return
+    Kubectl(shape.context, shape.namespace).check()  # without a cluster there is no need to plan
+    target.plan()
+    click.echo(what_to_watch(run, submit(run, job.output.dir, shape, tasks)))
+
+
+def resize_on_k8s(run: RunDir, size: str, busy: Container[str]) -> list[str]:
+    """Change the number of tasks; what came of it, for a person."""
+    from batchinfer.submit.k8s.tasks import resize
+    from batchinfer.submit.size import parse_tasks
+
+    added, away = resize(run, parse_tasks(size), busy)
+    lines = [f"{added} tasks added"] if added else []
+    return lines + ([f"sent away, with what they have finished committed: {' '.join(away)}"] if away else [])

@@ -1,0 +1,73 @@
+"""What `submit` is asked to send, whichever launcher takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchinfer.commands.jobs import plan_here
+from batchinfer.commands.options import alone
+from batchinfer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
+    from batchinfer.run.trace import Tracer
+    from batchinfer.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job file or a run folder, and how to plan it."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    stop: StopSignal
+    tracer: Tracer = field(repr=False)
+    strict: bool
+    dry_run: bool
+
+    @cached_property
+    def run_and_job(self) -> tuple[RunDir, JobConfig]:
+        """The run folder and its job; a run folder that is named must have a plan."""
+        from batchinfer.config import load_job
+        from batchinfer.run.planned import planned_run
+        from batchinfer.rundir import RunDir, refuse_bad_rows
+
+        if self.path.is_dir():
+            run, job = planned_run(self.path, self.overrides)
+            if self.strict:
+                refuse_bad_rows(run)
+            return run, job
+        job = load_job(self.path, self.overrides)
+        return RunDir(Path(job.output.dir)), job
+
+    def plan(self) -> None:
+        """Make the plan of a job file, or go on with it."""
+        _, job = self.run_and_job
+        if not self.path.is_dir():
+            with alone("plan", self.stop) as session:
+                plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
+
+    def tell_expected(self, tasks: int, nodes: int) -> None:
+        """Print what the plan expects, on stderr: what would be sent is on stdout."""
+        from batchinfer.submit.outlook import expected_lines
+
+        for line in expected_lines(*self.run_and_job, tasks, nodes):
+            click.echo(line, err=True)
+
+
+def tasks_of(array: str | None, to: str) -> int:
+    """The number of tasks where only a number will do.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from batchinfer.submit.size import parse_tasks
+
+    if array is None:
+        raise click.UsageError(f"--to {to} needs --array N")
+    return parse_tasks(array)

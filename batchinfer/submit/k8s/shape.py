@@ -1,0 +1,85 @@
+"""What each pod of a run gets on Kubernetes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.config import JobConfig
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
+from batchinfer.submit.group import check_group
+from batchinfer.submit.k8s import names
+from batchinfer.submit.template import find_template
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Options of `submit --to k8s`; None where the cluster's or the template's default counts."""
+
+    image: str
+    nodes_per_group: int = 1
+    gpus_per_node: int | None = None
+    cpus: str | None = None  # of a pod
+    memory: str | None = None
+    namespace: str | None = None
+    context: str | None = None  # of kubectl
+    queue: str | None = None  # Kueue's LocalQueue
+    volumes: tuple[str, ...] = ()  # CLAIM:PATH
+    secret: str | None = None  # its keys are environment variables: credentials for s3://
+    template: str | None = None  # the person's own files instead of those that come with batchinfer
+    finish_template: str | None = None
+
+    @property
+    def task_template(self) -> str:
+        """Of a task of one node or of several, in jobs/."""
+        return "k8s/tasks.yaml" if self.nodes_per_group == 1 else "k8s/group.yaml"
+
+
+def check_shape(job: JobConfig, shape: Shape) -> None:
+    """Find what is wrong before anything is planned or sent.
+
+    Raises:
+        ConfigError: a name or quantity cannot be used, the run folder is on no volume, or the ranks do not spread over
+            the nodes.
+    """
+    names.check_image(shape.image)
+    for option in ("namespace", "queue", "secret"):
+        if (value := getattr(shape, option)) is not None:
+            names.check_name(f"--{option}", value)
+    for option in ("cpus", "memory"):
+        if (value := getattr(shape, option)) is not None:
+            names.check_quantity(f"--{option}", value)
+    for name, own in ((shape.task_template, shape.template), ("k8s/finish.yaml", shape.finish_template)):
+        find_template(name, None if own is None else Path(own))
+    check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
+    _check_volumes(job, shape)
+
+
+def _check_volumes(job: JobConfig, shape: Shape) -> None:
+    """The run folder must be where all pods see it; of other folders an image may hold a copy."""
+    mounts = [Path(names.split_volume(volume)[1]) for volume in shape.volumes]
+    if len(set(mounts)) < len(mounts):
+        raise ConfigError("--pvc names the same PATH twice; leave one out")
+    folder = job.output.dir
+    if is_object_store(folder):
+        if shape.secret is None:
+            note(
+                f"warning: the run folder is {folder} and there is no --secret; pods must have credentials of "
+                "their own, by the node or a service account"
+            )
+    elif not _is_below(folder, mounts):
+        raise ConfigError(
+            f"the run folder {folder} is on a disk, and no --pvc CLAIM:PATH mounts it into the pods; name the claim of "
+            "the disk, with a PATH that the run folder is below, or use an s3:// folder"
+        )
+    for key, path in (("model.path", job.model.path), ("kv.dir", job.kv.dir)):
+        if path is not None and not is_object_store(path) and not _is_below(path, mounts):
+            note(f"warning: {key} is {path}, which no --pvc mounts; the image must hold it at the same path")
+
+
+def is_object_store(path: str) -> bool:
+    """Whether it is a URI and no path on a disk."""
+    return "://" in path
+
+
+def _is_below(path: str, mounts: list[Path]) -> bool:
+    return any(Path(path).is_relative_to(mount) for mount in mounts)

@@ -1,0 +1,303 @@
+"""A run's tasks on Kubernetes: sent, counted, added, sent away, ended.
+
+    k8s/0000.json   one submission: what was asked for, the names of its Jobs or JobSets, the Job that finishes
+
+The names are written down before anything is sent, so that none is forgotten.
+"""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Container
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
+from batchinfer.submit.k8s.kubectl import Kubectl
+from batchinfer.submit.k8s.manifests import (
+    PART_LABEL,
+    RUN_LABEL,
+    Manifest,
+    as_yaml,
+    finish_job,
+    task_group,
+    task_job,
+)
+from batchinfer.submit.k8s.shape import Shape
+from batchinfer.submit.live import LiveTasks
+from batchinfer.submit.names import run_name
+
+JOBS, GROUPS = "jobs.batch", "jobsets.jobset.x-k8s.io"
+MOST_TASKS = 100_000  # of an Indexed Job that tries each index again
+ENDED = ("Complete", "Completed", "Failed")  # conditions of Jobs and JobSets
+USUAL_REASONS = {"", "ContainerCreating", "PodInitializing", "SchedulingGated"}
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What was sent.
+
+    run: its folder or URI, as pods know it.
+    """
+
+    run: str
+    shape: Shape
+    tasks: int
+    jobs: list[str] = field(default_factory=list)  # one Indexed Job, or a JobSet per task
+    finish: str | None = None
+    path: Path | None = None  # the record of it
+
+    @property
+    def kind(self) -> str:
+        return JOBS if self.shape.nodes_per_group == 1 else GROUPS
+
+
+def manifests(
+    run: RunDir, where: str, shape: Shape, tasks: int, *, finish: bool = True
+) -> tuple[Submission, list[Manifest]]:
+    """What `submit` would send, and the record of it; nothing is sent or written.
+
+    Args:
+        where: the run folder or URI as pods know it.
+
+    Raises:
+        ConfigError: too many tasks, or a template cannot be used.
+    """
+    if tasks > MOST_TASKS:
+        raise ConfigError(f"{tasks:,} tasks are more than the {MOST_TASKS:,} that a Job may have; ask for fewer")
+    label, serial = run_name(where), len(submissions(run))
+    name = f"{label}-{serial}"
+    if shape.nodes_per_group == 1:
+        jobs, found = [name], [task_job(where, name, label, shape, tasks)]
+    else:
+        jobs = [f"{name}-{task}" for task in range(tasks)]
+        found = [task_group(where, job, label, shape) for job in jobs]
+    sent = Submission(
+        where,
+        shape,
+        tasks,
+        jobs,
+        f"{name}-finish" if finish else None,
+        launcher_folder(run, "k8s") / f"{serial:04d}.json",
+    )
+    if sent.finish is not None:
+        found.append(finish_job(where, sent.finish, label, shape))
+    return sent, found
+
+
+def submit(run: RunDir, where: str, shape: Shape, tasks: int) -> Submission:
+    """Send the tasks of a planned run, and the Job that finishes it. Arguments are those of `manifests`.
+
+    Raises:
+        ConfigError: tasks of this run wait or run already; the cluster refuses, or is out of reach.
+    """
+    kubectl = Kubectl(shape.context, shape.namespace)
+    if submissions(run) and (names := _live_jobs(run, kubectl, "tasks")):
+        raise ConfigError(
+            f"tasks of {run.root} wait or run already ({names[0]}); change their number with "
+            f"`batchinfer submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+        )
+    # one that waits for all units serves the new tasks as well
+    sent, objects = manifests(
+        run, where, shape, tasks, finish=not (submissions(run) and _live_jobs(run, kubectl, "finish"))
+    )
+    _remember(sent)
+    kubectl.create(as_yaml(objects))
+    return sent
+
+
+def send_again(run: RunDir, tasks: int) -> Submission:
+    """Tasks like those of the last submission. Raises as `submit`."""
+    last = _last(run)
+    return submit(run, last.run, last.shape, tasks)
+
+
+def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, list[str]]:
+    """Set how many tasks wait or run from now on.
+
+    An Indexed Job is made longer or shorter: it starts or ends its last pods. Of groups those that hold no unit are
+    ended first, then the youngest. What is ended gets SIGTERM, commits what is finished and gives its units back.
+
+    Args:
+        busy: names of tasks that hold units.
+
+    Returns:
+        How many were added, and the names of those that were sent away.
+
+    Raises:
+        ConfigError: nothing of the run is there to be changed; the cluster refuses, or is out of reach.
+    """
+    if not tasks:
+        raise ConfigError(
+            f"0 are none: `batchinfer cancel {run.root}` ends all, `batchinfer submit {run.root} --to k8s` goes on"
+        )
+    last = _last(run)
+    kubectl = Kubectl(last.shape.context, last.shape.namespace)
+    live = _live_jobs(run, kubectl, "tasks")
+    if not live:
+        raise ConfigError(f"no tasks of {run.root} wait or run; send some with `batchinfer submit {run.root} --to k8s`")
+    if last.kind == GROUPS:
+        return _resize_groups(run, kubectl, last, live, tasks, busy)
+    (job,) = live
+    before = _tasks_of(kubectl, run, job)
+    # Kubernetes lets both change together alone
+    kubectl.patch(JOBS, job, {"spec": {"completions": tasks, "parallelism": tasks}})
+    _remember(replace(last, tasks=tasks))
+    return max(0, tasks - before), [f"{job}-{index}" for index in range(tasks, before)]
+
+
+def cancel(run: RunDir) -> list[str]:
+    """End everything of a run that waits or runs, the Job that finishes it too; returns the names of what was ended."""
+    found = submissions(run)
+    if not found:
+        return []
+    kubectl = Kubectl(found[-1].shape.context, found[-1].shape.namespace)
+    ended = []
+    # the one that finishes first: it must not begin because the tasks have ended
+    for part, kind in (("finish", JOBS), ("tasks", JOBS), ("tasks", GROUPS)):
+        if kind == JOBS or any(sent.kind == GROUPS for sent in found):
+            names = [job["metadata"]["name"] for job in _jobs(run, kubectl, part, kind) if not _has_ended(job)]
+            kubectl.delete(kind, names)
+            ended += names
+    return ended
+
+
+def look(run: RunDir) -> LiveTasks | None:
+    """The run's tasks by the cluster's account, and what is wrong with them; None where nothing was sent to
+    one, or kubectl is missing.
+
+    Raises:
+        ConfigError: the cluster refuses, or is out of reach.
+    """
+    found = submissions(run)
+    if not found or shutil.which("kubectl") is None:
+        return None
+    kubectl = Kubectl(found[-1].shape.context, found[-1].shape.namespace)
+    pods = [pod for pod in kubectl.items("pods", _selector(run, "tasks")) if "deletionTimestamp" not in pod["metadata"]]
+    phases = Counter(pod["status"].get("phase") for pod in pods)
+    waiting = Counter(reason for pod in pods if (reason := _why_waiting(pod)) not in USUAL_REASONS)
+    problems = [f"{count} pods wait: {reason}" for reason, count in waiting.items()]
+    for part in ("tasks", "finish"):
+        problems += [problem for job in _jobs(run, kubectl, part, JOBS) if (problem := _why_failed(job)) is not None]
+    nodes = found[-1].shape.nodes_per_group
+    return LiveTasks("Kubernetes", phases["Running"] // nodes, -(-phases["Pending"] // nodes), problems)
+
+
+def submissions(run: RunDir) -> list[Submission]:
+    """All that was ever sent for a run, in order."""
+    found = []
+    for path in sorted(launcher_folder(run, "k8s").glob("[0-9]*.json")):
+        record = read_json(path, "run", "shape", "tasks", "jobs", "finish")
+        shape = Shape(**{**record["shape"], "volumes": tuple(record["shape"]["volumes"])})
+        found.append(Submission(record["run"], shape, record["tasks"], record["jobs"], record["finish"], path))
+    return found
+
+
+def what_to_watch(run: RunDir, sent: Submission) -> str:
+    """Names and the commands to follow them, for a person."""
+    kind, where = ("job", sent.jobs[0]) if sent.kind == JOBS else ("jobset", f"{sent.jobs[0]} and so on")
+    space = "" if sent.shape.namespace is None else f" -n {sent.shape.namespace}"
+    selector = f"{RUN_LABEL}={run_name(sent.run)}"
+    return "\n".join(
+        (
+            f"{kind:<7} {where}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+            f"finish  {sent.finish or 'the one that is there'}: waits until all units are done",
+            f"watch   batchinfer status {run.root} --watch",
+            f"logs    kubectl logs{space} --selector={selector} --prefix --tail=-1",
+            f"change  batchinfer submit --resize {run.root} N",
+            f"end     batchinfer cancel {run.root}",
+        )
+    )
+
+
+def _resize_groups(
+    run: RunDir, kubectl: Kubectl, last: Submission, live: list[str], tasks: int, busy: Container[str]
+) -> tuple[int, list[str]]:
+    missing = tasks - len(live)
+    if missing > 0:
+        first, stem = len(last.jobs), last.jobs[0].rpartition("-")[0]
+        added = [f"{stem}-{number}" for number in range(first, first + missing)]
+        _remember(replace(last, tasks=tasks, jobs=[*last.jobs, *added]))
+        kubectl.create(as_yaml([task_group(last.run, name, run_name(last.run), last.shape) for name in added]))
+        return missing, []
+    by_need = sorted(live, key=lambda name: (name in busy, -int(name.rpartition("-")[2])))
+    away = by_need[: len(live) - tasks]
+    kubectl.delete(GROUPS, away)
+    _remember(replace(last, tasks=tasks))
+    return 0, away
+
+
+def _last(run: RunDir) -> Submission:
+    found = submissions(run)
+    if not found:
+        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --to k8s --array N`")
+    return found[-1]
+
+
+def _remember(sent: Submission) -> None:
+    assert sent.path is not None
+    record: dict[str, Any] = {
+        "submitted_s": time.time(),
+        "run": sent.run,
+        "shape": asdict(sent.shape),
+        "tasks": sent.tasks,
+    }
+    publish_json(sent.path, {**record, "jobs": sent.jobs, "finish": sent.finish})
+
+
+def _live_jobs(run: RunDir, kubectl: Kubectl, part: str) -> list[str]:
+    """Names of the Jobs or JobSets of a run's part that have not ended."""
+    found = submissions(run)
+    kinds = [JOBS]
+    if part == "tasks" and any(sent.kind == GROUPS for sent in found):
+        kinds.append(GROUPS)
+    jobs = [job for kind in kinds for job in _jobs(run, kubectl, part, kind)]
+    return [job["metadata"]["name"] for job in jobs if not _has_ended(job)]
+
+
+def _jobs(run: RunDir, kubectl: Kubectl, part: str, kind: str) -> list[dict[str, Any]]:
+    """Those that we have made: a JobSet makes Jobs of its own."""
+    return [job for job in kubectl.items(kind, _selector(run, part)) if not job["metadata"].get("ownerReferences")]
+
+
+def _tasks_of(kubectl: Kubectl, run: RunDir, name: str) -> int:
+    jobs = {job["metadata"]["name"]: job for job in _jobs(run, kubectl, "tasks", JOBS)}
+    return int(jobs[name]["spec"]["completions"])
+
+
+def _selector(run: RunDir, part: str) -> str:
+    return f"{RUN_LABEL}={run_name(_last(run).run)},{PART_LABEL}={part}"
+
+
+def _has_ended(job: dict[str, Any]) -> bool:
+    conditions = job.get("status", {}).get("conditions", [])
+    is_over = any(found["type"] in ENDED and found["status"] == "True" for found in conditions)
+    return is_over or "deletionTimestamp" in job["metadata"]
+
+
+def _why_waiting(pod: dict[str, Any]) -> str:
+    """Why a pod does not run yet, in the cluster's word; empty when it does, or nothing is known."""
+    status = pod["status"]
+    if status.get("phase") != "Pending":
+        return ""
+    for container in status.get("containerStatuses", []):
+        if waiting := container.get("state", {}).get("waiting"):
+            return str(waiting.get("reason", ""))
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            reason = condition.get("reason", "")
+            return reason if reason in USUAL_REASONS else f"{reason}: {condition.get('message', '')}"
+    return ""
+
+
+def _why_failed(job: dict[str, Any]) -> str | None:
+    """What a person has to know of a Job that failed, or whose tasks did for good."""
+    name, status = job["metadata"]["name"], job.get("status", {})
+    if failed := status.get("failedIndexes"):
+        return f"tasks {failed} of job {name} have failed too often; `kubectl logs` says why"
+    for condition in status.get("conditions", []):
+        if condition["type"] == "Failed" and condition["status"] == "True":
+            return f"job {name} has failed: {condition.get('message', condition.get('reason', ''))}"
+    return None

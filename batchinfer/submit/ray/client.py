@@ -1,0 +1,197 @@
+"""Sends a run to a Ray cluster as one Ray job, counts, resizes and ends its tasks.
+
+ray/0000.json   one submission: what was asked for, and the Ray job
+"""
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
+from batchinfer.submit.live import LiveTasks
+from batchinfer.submit.names import run_name
+from batchinfer.submit.ray.shape import Shape
+from batchinfer.submit.ray.wanted import read_tasks, read_wanted, write_wanted
+
+# Ray gives this to a shell, so it holds no data: that comes by variables
+ENTRY = '"$BATCHINFER_PYTHON" -P -m batchinfer.submit.ray.driver'
+LEAVE_S = 120.0  # in which tasks that were told to commit and leave have done so
+LOOK_S = 0.5
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What was sent."""
+
+    shape: Shape
+    tasks: int
+    job: str
+    path: Path
+
+
+def submit(run: RunDir, shape: Shape, tasks: int) -> Submission:
+    """Send a planned run.
+
+    Raises:
+        ConfigError: it is in Ray already; Ray is not installed, or no cluster answers.
+    """
+    client = connect(shape)
+    found = submissions(run)
+    if found and _state(client, found[-1].job) not in (None, *ENDED):
+        raise ConfigError(
+            f"{run.root} is in Ray already, as job {found[-1].job}; change the number of its tasks with `batchinfer "
+            f"submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+        )
+    name = f"{run_name(str(run.root))}-{len(found)}"
+    sent = Submission(shape, tasks, name, launcher_folder(run, "ray") / f"{len(found):04d}.json")
+    write_wanted(run, tasks)
+    _remember(sent)
+    variables = {"BATCHINFER_PYTHON": sys.executable, "BATCHINFER_RAY_RUN": str(run.root)}
+    _asked(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": variables})
+    return sent
+
+
+def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
+    """The Ray job that `submit` would send, and what each task would reserve."""
+    strategy = "STRICT_SPREAD" if shape.nodes_per_group > 1 else "PACK"
+    return "\n".join(
+        (
+            f"job {run_name(str(run.root))}-{len(submissions(run))}: {ENTRY}",
+            f"  BATCHINFER_PYTHON={sys.executable} BATCHINFER_RAY_RUN={run.root}",
+            f"  {tasks} placement groups, {strategy}, each of {shape.bundles()}",
+        )
+    )
+
+
+def resize(run: RunDir, tasks: int) -> int:
+    """Have so many tasks from now on; returns how many there were to be. The driver adds some, or has some leave.
+
+    Raises:
+        ConfigError: the run is not in Ray; no cluster answers.
+    """
+    if not tasks:
+        raise ConfigError(
+            f"0 are none: `batchinfer cancel {run.root}` ends all, `batchinfer submit {run.root} --to ray` goes on"
+        )
+    last = _last(run)
+    if _state(connect(last.shape), last.job) in (None, *ENDED):
+        raise ConfigError(f"{run.root} is no longer in Ray; send it with `batchinfer submit {run.root} --to ray`")
+    before = read_wanted(run)
+    write_wanted(run, tasks)
+    _remember(Submission(last.shape, tasks, last.job, last.path))
+    return before
+
+
+def cancel(run: RunDir) -> list[str]:
+    """Have all tasks of a run commit and leave, and wait for that; returns the names of what was ended."""
+    found = submissions(run)
+    if not found:
+        return []
+    client, job = connect(found[-1].shape), found[-1].job
+    if _state(client, job) in (None, *ENDED):
+        return []
+    write_wanted(run, 0)
+    deadline = time.monotonic() + LEAVE_S
+    while _state(client, job) not in (None, *ENDED):
+        if time.monotonic() > deadline:
+            _asked(client.stop_job, job)
+            break
+        time.sleep(LOOK_S)
+    return [job]
+
+
+def look(run: RunDir) -> LiveTasks | None:
+    """The run's tasks by the driver's account; None where nothing was sent to Ray, or it is not installed.
+
+    Raises:
+        ConfigError: no cluster answers.
+    """
+    found = submissions(run)
+    if not found or find_spec("ray") is None:
+        return None
+    tasks, problems = read_tasks(run), []
+    if tasks.failed:
+        problems.append(
+            f"tasks have failed too often: {', '.join(tasks.failed)}; their logs are in {launcher_folder(run, 'ray')}"
+        )
+    if _state(connect(found[-1].shape), found[-1].job) in (None, *ENDED):
+        return LiveTasks("Ray", 0, 0, problems)
+    return LiveTasks("Ray", len(tasks.running), len(tasks.waiting), problems)
+
+
+def submissions(run: RunDir) -> list[Submission]:
+    """All that was ever sent for a run, in order."""
+    found = []
+    for path in sorted(launcher_folder(run, "ray").glob("[0-9]*.json")):
+        record = read_json(path, "shape", "tasks", "job")
+        found.append(Submission(Shape(**record["shape"]), record["tasks"], record["job"], path))
+    return found
+
+
+def what_to_watch(run: RunDir, sent: Submission) -> str:
+    """The job and the commands to follow it, for a person."""
+    return "\n".join(
+        (
+            f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
+            f"watch   batchinfer status {run.root} --watch",
+            f"logs    ray job logs {sent.job}; {launcher_folder(run, 'ray')}/*.log",
+            f"change  batchinfer submit --resize {run.root} N",
+            f"end     batchinfer cancel {run.root}",
+        )
+    )
+
+
+def connect(shape: Shape) -> Any:
+    """Ray's client for jobs.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError:
+        raise ConfigError(
+            "Ray is not installed here; `pip install 'ray[default]'` into the environment of batchinfer, on all nodes"
+        ) from None
+    return _asked(JobSubmissionClient, shape.address)
+
+
+def _state(client: Any, job: str) -> str | None:
+    """What Ray says of a job; None: it has forgotten it."""
+    try:
+        return str(client.get_job_status(job).value)
+    except RuntimeError as error:
+        if "does not exist" in str(error):
+            return None
+        raise ConfigError(_refusal(error)) from None
+    except ConnectionError as error:
+        raise ConfigError(_refusal(error)) from None
+
+
+def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
+    try:
+        return call(*arguments, **named)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(_refusal(error)) from None
+
+
+def _refusal(error: Exception) -> str:
+    said = " ".join(str(error).split())[:300]
+    return f"Ray says: {said}; name the cluster's dashboard with --address http://HEAD:8265"
+
+
+def _last(run: RunDir) -> Submission:
+    found = submissions(run)
+    if not found:
+        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --to ray --array N`")
+    return found[-1]
+
+
+def _remember(sent: Submission) -> None:
+    record = {"submitted_s": time.time(), "shape": asdict(sent.shape), "tasks": sent.tasks, "job": sent.job}
+    publish_json(sent.path, record)

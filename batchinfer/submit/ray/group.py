@@ -1,0 +1,163 @@
+"""One task on Ray: a placement group of as many nodes as compute as one, and an actor on each that runs `work`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from batchinfer.records import ExitCode
+from batchinfer.rundir import RunDir, launcher_folder
+from batchinfer.submit.ray.client import LEAVE_S
+from batchinfer.submit.ray.shape import Shape
+
+LOST_S = 30.0  # in which Ray knows that an actor is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a task has ended: exit codes of its nodes, None for one that was lost."""
+
+    codes: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return "ended with " + ", ".join("a lost node" if code is None else f"code {code}" for code in self.codes)
+
+    @property
+    def is_done(self) -> bool:
+        return set(self.codes) == {ExitCode.OK}
+
+    @property
+    def is_failure(self) -> bool:
+        """Its own, and not that of a node, or of somebody who stopped it."""
+        return not set(self.codes) <= {ExitCode.OK, ExitCode.INTERRUPTED, None}
+
+    @property
+    def is_final(self) -> bool:
+        """The job is wrong, and will be at the next try."""
+        return ExitCode.BAD_JOB in self.codes
+
+
+class Node:
+    """The actor: one `work` of a task. `stop` comes while `run` waits."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def run(self, folder: str, variables: dict[str, str], log: str) -> int:
+        """Compute until no unit is left; returns the exit code."""
+        # Ray sets it for processes of its own; ranks know better, and their bits do not depend on it
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+        command = [sys.executable, "-P", "-m", "batchinfer.submit.ray.child", str(os.getpid()), "work", folder]
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            if self._is_stopped:
+                self._process.terminate()
+            return self._process.wait()
+
+    def stop(self) -> None:
+        """Have it commit what is finished and leave."""
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.terminate()
+
+
+class Group:
+    """One life of a task, from the wish for room to the end of all its nodes."""
+
+    def __init__(self, run: RunDir, name: str, shape: Shape, life: int = 0, failures: int = 0) -> None:
+        self.name, self.life, self.failures = name, life, failures
+        self._run, self._shape = run, shape
+        strategy = "STRICT_SPREAD" if shape.nodes_per_group > 1 else "PACK"
+        self._place = placement_group(shape.bundles(), strategy=strategy)
+        self._nodes: list[Any] = []
+        self._results: list[Any] = []
+        self._leave_by: float | None = None
+        self.is_leaving = False  # for good
+        self.has_ended = False
+
+    @property
+    def is_placed(self) -> bool:
+        return bool(self._nodes)
+
+    def look(self) -> None:
+        """Start the nodes when there is room; notice when they have ended. Without one of its nodes a group ends."""
+        if self.has_ended:
+            return
+        if not self._nodes:
+            if self._place.wait(0):
+                self._start()
+            return
+        ended, left = ray.wait(self._results, num_returns=len(self._results), timeout=0)
+        if ended and left and self._leave_by is None and not all(self._code(result) == 0 for result in ended):
+            self._stop_nodes()
+        if self._leave_by is not None and time.monotonic() > self._leave_by:
+            for node in self._nodes:
+                ray.kill(node)
+            left = []
+        if not left:
+            self._close()
+
+    def leave(self) -> None:
+        """Have it commit and end, for good."""
+        self.is_leaving = True
+        if self._nodes:
+            self._stop_nodes()
+        else:
+            self._close()
+
+    def how_ended(self) -> Ended:
+        """Once it has."""
+        return Ended(tuple(map(self._code, self._results)) or (int(ExitCode.INTERRUPTED),))
+
+    def again(self, *, failed: bool) -> Group:
+        """The next life of this task."""
+        return Group(self._run, self.name, self._shape, self.life + 1, self.failures + failed)
+
+    def _start(self) -> None:
+        actor: Any = ray.remote(Node)
+        launcher_folder(self._run, "ray").mkdir(exist_ok=True)
+        for index, bundle in enumerate(self._shape.bundles()):
+            where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=index)
+            node = actor.options(
+                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=2, scheduling_strategy=where
+            ).remote()
+            log = launcher_folder(self._run, "ray") / (
+                f"{self.name}.log" if self._shape.nodes_per_group == 1 else f"{self.name}-{index}.log"
+            )
+            self._nodes.append(node)
+            self._results.append(node.run.remote(str(self._run.root), self._variables(index), str(log)))
+
+    def _variables(self, index: int) -> dict[str, str]:
+        values = {"LAUNCHER": "Ray", "TASK": self.name, "RESTARTS": str(self.life)}
+        if self._shape.nodes_per_group > 1:
+            values |= {"GROUP": f"{self.name}-{self.life}", "GROUP_INDEX": str(index)}
+            values["GROUP_SIZE"] = str(self._shape.nodes_per_group)
+        return {f"BATCHINFER_{name}": value for name, value in values.items()}
+
+    def _stop_nodes(self) -> None:
+        self._leave_by = time.monotonic() + LEAVE_S
+        for node in self._nodes:
+            node.stop.remote()
+
+    def _close(self) -> None:
+        self.has_ended = True
+        remove_placement_group(self._place)
+
+    def _code(self, result: Any) -> int | None:
+        """A node's exit code; None: it was lost."""
+        try:
+            return int(ray.get(result, timeout=LOST_S))
+        except RayActorError:
+            return None
+        except RayError:  # our own code has failed there
+            return int(ExitCode.INTERNAL)

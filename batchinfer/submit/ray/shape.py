@@ -1,0 +1,44 @@
+"""What each task of a run gets on Ray."""
+
+import math
+from dataclasses import dataclass
+
+from batchinfer.config import JobConfig
+from batchinfer.records import ConfigError
+from batchinfer.submit.group import check_group
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Options of `submit --to ray`."""
+
+    nodes_per_group: int = 1
+    gpus_per_node: int | None = None  # None: none
+    cpus: str | None = None  # of a node; None: one
+    address: str | None = (
+        None  # of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS says, else this machine's
+    )
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What a placement group reserves, node by node."""
+        node = {"CPU": float(self.cpus or 1)}
+        if self.gpus_per_node:
+            node["GPU"] = float(self.gpus_per_node)
+        return [dict(node) for _ in range(self.nodes_per_group)]
+
+
+def check_shape(job: JobConfig, shape: Shape) -> None:
+    """Find what is wrong before anything is planned or sent.
+
+    Raises:
+        ConfigError: processors are no number, the run folder is no folder, or the ranks do not spread over the nodes.
+    """
+    try:
+        cpus = float(shape.cpus or 1)
+    except ValueError:
+        cpus = math.nan
+    if not 0 < cpus < math.inf:
+        raise ConfigError(f"--cpus is {shape.cpus!r}; on Ray it is a number of processors, for example 16")
+    if "://" in job.output.dir:
+        raise ConfigError(f"the run folder is {job.output.dir}; on Ray it must be on a disk that all nodes see")
+    check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)

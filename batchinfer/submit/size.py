@@ -1,0 +1,46 @@
+"""How many tasks."""
+
+import re
+from dataclasses import dataclass
+
+from batchinfer.records import ConfigError
+
+MOST_TASKS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySize:
+    """How many tasks there are, and how many of them may run at once (None: all)."""
+
+    tasks: int
+    at_once: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.tasks) if self.at_once is None else f"{self.tasks}%{self.at_once}"
+
+
+def parse_size(text: str) -> ArraySize:
+    """Read N or N%M.
+
+    Raises:
+        ConfigError: it is something else, or a number is out of range.
+    """
+    found = re.fullmatch(r"(\d{1,9})(?:%(\d{1,9}))?", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is not a number of tasks; write N, or N%M for at most M of them at once")
+    tasks, at_once = int(found[1]), None if found[2] is None else int(found[2])
+    if tasks > MOST_TASKS or at_once == 0:
+        raise ConfigError(f"{text!r}: N may be at most {MOST_TASKS:,} tasks, and M must be at least 1")
+    return ArraySize(tasks, at_once)
+
+
+def parse_tasks(text: str) -> int:
+    """Read N, where tasks end only when no unit is left, so that N%M would be M.
+
+    Raises:
+        ConfigError: it is something else, or out of range.
+    """
+    size = parse_size(text)
+    if size.at_once is not None:
+        raise ConfigError(f"{text!r}: {size.at_once} at once is the same as {size.at_once} tasks here; write that")
+    return size.tasks

@@ -1,0 +1,37 @@
+"""`finish --wait`: for clusters that start nothing behind other tasks."""
+
+from __future__ import annotations
+
+import threading
+
+from batchinfer.finish.wait import wait_for_units
+from batchinfer.plan import packing
+from batchinfer.rundir import RunDir
+from support.jobs import batchinfer, start, write_job, write_questions
+
+
+def test_it_returns_when_the_last_unit_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
+    write_questions(tmp_path / "prompts", (3,))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    run = RunDir(tmp_path / "run")
+    waiting = threading.Thread(target=wait_for_units, args=(run, 0.02), daemon=True)
+    waiting.start()
+    run.done_marks.mkdir(exist_ok=True)
+    for unit in range(3):
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        run.done(unit).touch()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_what_does_not_go_together_is_refused_and_a_signal_ends_it(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    assert batchinfer("finish", tmp_path / "run", "--wait", "--allow-partial").code == 2
+    waiting = start("finish", "--wait", tmp_path / "run")
+    assert waiting.stderr is not None
+    assert "units are not done yet" in waiting.stderr.readline()
+    waiting.terminate()
+    assert waiting.wait(30) == 75
