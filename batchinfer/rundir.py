@@ -41,6 +41,12 @@ class RunDir:
     """
 
     root: Path
+    uri: str | None = None  # of the run folder in an object store, of which `root` is this node's copy
+
+    @property
+    def shown(self) -> str:
+        """What a person calls it."""
+        return self.uri or str(self.root)
 
     @property
     def job(self) -> Path:
@@ -252,10 +258,19 @@ def read_json(path: Path, *needs: str, **remedy: str) -> dict[str, Any]:
         DamagedFileError: the file is missing or damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DamagedFileError(path, reason, **remedy) from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedFileError(path, error.strerror or str(error), **remedy) from None
+    return document_of(data, path, *needs, **remedy)
+
+
+def document_of(data: bytes, path: Path | str, *needs: str, **remedy: str) -> dict[str, Any]:
+    """The same of bytes that were read from somewhere, called `path` in messages."""
+    path = Path(path)
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(path, str(error), **remedy) from None
     if not isinstance(value, dict):
         raise DamagedFileError(path, "it is not a JSON object", **remedy)
     checksum = value.pop(CHECKSUM, None)

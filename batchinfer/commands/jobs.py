@@ -93,13 +93,14 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     from batchinfer.host_info import node_name, slurm_restarts, slurm_task
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
+    from batchinfer.run.storage import storage_of
     from batchinfer.rundir import refuse_bad_rows
 
     with Session("work", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
-        session.attach(run)
+        session.attach(storage_of(config))
         if slurm_task() is not None:
             click.echo(f"Slurm task {slurm_task()} on {node_name()}, restart {slurm_restarts()}", err=True)
         _work(run, config, session, stop, tracer_of(trace))
@@ -117,13 +118,14 @@ def finish(
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.storage import storage_of
     from batchinfer.rundir import refuse_bad_rows
 
     with alone("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
-        session.attach(run)
+        session.attach(storage_of(config))
         code = _finish(run, config, allow_partial=allow_partial)
     sys.exit(code)
 
@@ -138,9 +140,10 @@ def verify(target: Path, as_json: bool) -> None:
     """
     from batchinfer.finish.verify import verify_run
     from batchinfer.run.planned import run_folder
+    from batchinfer.run.storage import ALL_PARTS
     from batchinfer.rundir import RunDir
 
-    found = verify_run(RunDir(run_folder(target).absolute()))
+    found = verify_run(RunDir(run_folder(target, *ALL_PARTS).absolute()))
     if as_json:
         click.echo(json.dumps(asdict(found), indent=1))
     else:
@@ -267,10 +270,10 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
 
 
 def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
-    lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
+    lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
     if config.output.push is not None:
-        lines.append(f"the same as a Hugging Face dataset: {run_dir.dataset}; name the licence in its README.md")
+        lines.append(f"the same as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
     return "\n".join(lines)

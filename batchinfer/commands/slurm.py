@@ -125,12 +125,14 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
     """
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.storage import storage_of
     from batchinfer.slurm.status import StatusReader
     from batchinfer.slurm.status_text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
-    reader = StatusReader(planned_run(target, (), may_be_planning=True)[0])
+    run, config = planned_run(target, (), may_be_planning=True)
+    reader = StatusReader(run, storage_of(config))
     if watch:
         watch_status(reader, click.echo)
     else:
@@ -199,7 +201,8 @@ def _submit(
 
     from batchinfer.config import load_job
     from batchinfer.run.planned import planned_run
-    from batchinfer.rundir import RunDir, refuse_bad_rows
+    from batchinfer.run.storage import storage_of
+    from batchinfer.rundir import refuse_bad_rows
     from batchinfer.slurm.client import max_array_size
     from batchinfer.slurm.goal import write_goal
     from batchinfer.slurm.pursue import pursue
@@ -212,7 +215,7 @@ def _submit(
             refuse_bad_rows(run_dir)
     else:
         config = load_job(target, overrides)
-        run_dir = RunDir(Path(config.output.dir))
+        run_dir = storage_of(config).run
     check_shape(config, shape)
     parse_schedule(config.slurm.schedule)
     size, goal = asked.size, asked.goal(config) if asked.has_goal else None

@@ -5,6 +5,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.storage import Part, Storage, bucket_storage, storage_of, uri_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
@@ -29,24 +30,34 @@ def run_of(job: JobConfig, target: Path, *, may_be_planning: bool = False) -> Ru
     Raises:
         ConfigError, RunMismatchError: as `planned_run`.
     """
-    run = RunDir(Path(job.output.dir))
-    state = None
+    storage = storage_of(job)
+    storage.fetch("state")
+    run, state = storage.run, None
     if run.run_json.exists():
         trust_run(run, job)
         state = read_state(run)
     if state is None or (state["state"] == "planning" and not may_be_planning):
-        raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
-    check_same(state["fingerprint"], settings_fingerprint(job), run.root)
+        raise ConfigError(f"{run.shown} has no complete plan yet; run `batchinfer plan {target}` first")
+    check_same(state["fingerprint"], settings_fingerprint(job), run.shown)
     return run
 
 
-def run_folder(target: Path) -> Path:
-    """The run folder that is meant: itself, or the output.dir of a job file.
+def run_folder(target: Path, *parts: Part) -> Path:
+    """The run folder that is meant: itself, or the output.dir of a job file; of one in s3:// this node's copy.
+
+    Args:
+        parts: that are to be in such a copy, besides run.json and job.toml.
 
     Raises:
         ConfigError: there is no such file or folder, or the job file is wrong.
+        StoreError: the object store does not answer, or refuses to.
     """
-    return target if target.is_dir() else Path(job_of(target, ()).output.dir)
+    if target.is_dir():
+        return target
+    uri = uri_of(target)
+    storage = storage_of(job_of(target, ())) if uri is None else bucket_storage(uri, None)
+    storage.fetch("state", *parts)
+    return storage.run.root
 
 
 def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
@@ -55,6 +66,9 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     Raises:
         ConfigError: there is no such file or folder, or it is none.
     """
+    uri = uri_of(target)
+    if uri is not None:
+        return _job_in_bucket(bucket_storage(uri, None), overrides)
     if not target.is_dir():
         if not target.exists() and target.suffix != ".toml":
             raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
@@ -65,3 +79,13 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     job = load_job(run.job, overrides)
     # the folder itself counts, not the output.dir written in it: it may have been moved
     return job.model_copy(update={"output": job.output.model_copy(update={"dir": str(run.root)})})
+
+
+def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
+    """The job whose run folder is there: its own output.dir, or what that was copied to."""
+    storage.fetch("state")
+    run = storage.run
+    if not run.job.exists() or not run.run_json.exists():
+        raise ConfigError(f"{run.shown} holds no complete plan; give its job file, or `batchinfer plan` it first")
+    job = load_job(run.job, overrides)
+    return job.model_copy(update={"output": job.output.model_copy(update={"dir": run.shown})})
