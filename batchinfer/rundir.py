@@ -35,9 +35,7 @@ class RunDir:
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
-    published.json
-    work/sessions/<session>.json
-    slurm/<submission>.json  slurm/goal.json  slurm/*.log
+    published.json  work/sessions/<session>.json  slurm/{<submission>.json,goal.json,*.log}
     """
 
     root: Path
@@ -45,7 +43,6 @@ class RunDir:
 
     @property
     def shown(self) -> str:
-        """What a person calls it."""
         return self.uri or str(self.root)
 
     @property
@@ -109,7 +106,6 @@ class RunDir:
 
     @property
     def finish_scratch(self) -> Path:
-        """Scratch space of `finish`; emptied by it."""
         return self.root / "work" / "finish"
 
     @property
@@ -119,7 +115,6 @@ class RunDir:
 
     @property
     def slurm(self) -> Path:
-        """What was sent to Slurm, and what its tasks said."""
         return self.root / "slurm"
 
     @property
@@ -180,8 +175,7 @@ class RunDir:
         return self.stats / "steps" / f"{session}.journal"
 
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
-        suffix = "" if part is None else f"-{part:05d}"
-        return self.stats / table / f"{session}{suffix}.parquet"
+        return self.stats / table / f"{session}{'' if part is None else f'-{part:05d}'}.parquet"
 
 
 def is_run_folder(folder: str) -> bool:

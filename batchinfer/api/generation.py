@@ -17,7 +17,7 @@ from batchinfer.api.prompts import KINDS, reader_of, write_shard
 from batchinfer.config import JobConfig, did_you_mean, job_of_table
 from batchinfer.config.sampling import JobSampling
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import storage_of
+from batchinfer.run.open_storage import storage_of
 
 SHARD = "prompts.parquet"
 INPUT = "-input"  # behind the name of the run folder, which may hold nothing but the run

@@ -16,8 +16,9 @@ from batchinfer.data.parquet import own_file
 from batchinfer.finish.early import EarlyRows
 from batchinfer.manifest import Manifest
 from batchinfer.records import IncompleteRunError
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import run_of
-from batchinfer.run.storage import ALL_PARTS, storage_of
+from batchinfer.run.storage import ALL_PARTS, Part
 from batchinfer.rundir import RunDir, read_state
 
 Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
@@ -150,22 +151,19 @@ class Job:
         """
         from batchinfer.commands.so_far import report_document
 
-        run = self._run_dir(may_be_planning=True)
-        storage_of(self.config).fetch("state", *ALL_PARTS)
-        return report_document(run.root)
+        return report_document(self._run_dir(*ALL_PARTS, may_be_planning=True).root)
 
     def _run(self, command: str, progress: Progress | None) -> None:
         with self._start(command, self.config, progress) as process:
             while not process.ended():
                 pass
 
-    def _run_dir(self, *, may_be_planning: bool = False) -> RunDir:
-        return run_of(self.config, self.folder, may_be_planning=may_be_planning)
+    def _run_dir(self, *parts: Part, may_be_planning: bool = False) -> RunDir:
+        return run_of(self.config, self.folder, *parts, may_be_planning=may_be_planning)
 
     def _output_files(self) -> Iterator[tuple[int, pq.ParquetFile]]:
         """(shard, its output file, compared with what was written as it is read)."""
-        run = self._run_dir()
-        storage_of(self.config).fetch("state", "outputs")
+        run = self._run_dir("outputs")
         state = read_state(run)
         if "finished" not in state:
             raise IncompleteRunError(f"{run.root} is not finished; call run(), which goes on where it stopped")

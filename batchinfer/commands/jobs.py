@@ -91,9 +91,9 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     run it again: finished requests are kept.
     """
     from batchinfer.host_info import node_name, slurm_restarts, slurm_task
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
-    from batchinfer.run.storage import storage_of
     from batchinfer.rundir import refuse_bad_rows
 
     with Session("work", stop) as session:
@@ -117,8 +117,8 @@ def finish(
     stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool, allow_partial: bool
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.run.storage import storage_of
     from batchinfer.rundir import refuse_bad_rows
 
     with alone("finish", stop) as session:

@@ -124,8 +124,8 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
     next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
     """
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.run.storage import storage_of
     from batchinfer.slurm.status import StatusReader
     from batchinfer.slurm.status_text import as_document, format_status, watch_status
 
@@ -200,8 +200,8 @@ def _submit(
     import shlex
 
     from batchinfer.config import load_job
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.run.storage import storage_of
     from batchinfer.rundir import refuse_bad_rows
     from batchinfer.slurm.client import max_array_size
     from batchinfer.slurm.goal import write_goal

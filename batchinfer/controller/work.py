@@ -36,8 +36,8 @@ from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.session import Session
-from batchinfer.run.storage import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal

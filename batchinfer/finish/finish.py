@@ -17,8 +17,9 @@ from batchinfer.finish.statistics import run_equality, write_request_stats, writ
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import publish_run
-from batchinfer.run.storage import Storage, storage_of
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, publish_json, read_state, remove_leftovers
 
 

@@ -5,7 +5,7 @@ from batchinfer.host_info import has_gpu
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import storage_of
+from batchinfer.run.open_storage import storage_of
 from batchinfer.rundir import read_state
 from batchinfer.stop import StopSignal
 

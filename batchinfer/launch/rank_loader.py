@@ -26,7 +26,7 @@ from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError, ModelError
-from batchinfer.run.storage import storage_of
+from batchinfer.run.open_storage import storage_of
 from batchinfer.stop import StopSignal
 
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever

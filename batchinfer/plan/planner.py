@@ -44,10 +44,11 @@ from batchinfer.plan.unused_plan import make_way
 from batchinfer.progress import Progress, Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
-from batchinfer.run.storage import MADE, Storage, storage_of
+from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
 
@@ -91,8 +92,7 @@ def plan_job(
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         earlier = EarlierTokens(learn_from, fingerprint)
-        storage = storage_of(job)
-        run = storage.run
+        run = (storage := storage_of(job)).run
         if can_run_here is not None:
             can_run_here()
         with _locked(storage, job, again=again is not None):

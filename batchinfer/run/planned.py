@@ -5,7 +5,8 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
-from batchinfer.run.storage import Part, Storage, bucket_storage, storage_of, uri_of
+from batchinfer.run.open_storage import bucket_storage, storage_of
+from batchinfer.run.storage import Part, Storage, uri_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
@@ -21,17 +22,18 @@ def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bo
     return run_of(job, target, may_be_planning=may_be_planning), job
 
 
-def run_of(job: JobConfig, target: Path, *, may_be_planning: bool = False) -> RunDir:
+def run_of(job: JobConfig, target: Path, *parts: Part, may_be_planning: bool = False) -> RunDir:
     """The run folder of a job that is planned.
 
     Args:
         target: what a person calls the job.
+        parts: as in `run_folder`.
 
     Raises:
         ConfigError, RunMismatchError: as `planned_run`.
     """
     storage = storage_of(job)
-    storage.fetch("state")
+    storage.fetch("state", *parts)
     run, state = storage.run, None
     if run.run_json.exists():
         trust_run(run, job)

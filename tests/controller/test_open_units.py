@@ -88,7 +88,7 @@ def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(t
     """Clients of a network file system may be shown a folder as it was a minute ago."""
     run, tried = RunDir(tmp_path), []
     with UnitClaims(run) as other, UnitClaims(run) as mine:
-        monkeypatch.setattr(open_units, "_named", lambda _, num_units: np.zeros(num_units, dtype=bool))
+        monkeypatch.setattr(open_units, "_named", lambda *_: np.zeros(40, dtype=bool))
         units = OpenUnits(FolderStorage(run), rows(40))
         for unit in range(40):
             other.try_claim(unit)
