@@ -161,16 +161,17 @@ def retry(target: Path, array: str | None) -> None:
     Rows that the plan found to be bad stay error rows.
     """
     from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.client import max_array_size, parse_size
     from batchinfer.slurm.submit import Shape, submissions, what_to_watch
     from batchinfer.slurm.submit import submit as submit_run
 
-    run, _ = planned_run(target, ())
+    run, config = planned_run(target, ())
     size = None if array is None else parse_size(array)
     if size is not None and not size.tasks:
         raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
-    found = retry_failed(run)
+    found = retry_failed(storage_of(config))
     click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
     if found.num_held:
         click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
@@ -179,7 +180,7 @@ def retry(target: Path, array: str | None) -> None:
     if not found.num_open_units:
         click.echo("all units are done")
     elif size is None:
-        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.root}`, then `batchinfer finish`")
+        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
         earlier = submissions(run)
         shape = earlier[-1].shape if earlier else Shape()

@@ -14,12 +14,13 @@ unit costs in requests does not depend on how long it takes: workers renew one l
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from batchinfer.controller.claims import Claim
-from batchinfer.controller.result_files import damage
+from batchinfer.controller.result_files import damage, own_files
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError
@@ -70,7 +71,7 @@ class BucketClaims:
         found = self._bucket.read(name)
         if found is None:
             return None  # given up just now
-        lease = self._read_lease(unit, found)
+        lease = _read_lease(self._run, unit, found)
         if not lease["released"] and not self._watch.has_run_out(lease["worker"], self._bucket.read(lease["worker"])):
             return None
         if self._bucket.read(_mark_name(unit)) is not None:
@@ -104,10 +105,11 @@ class BucketClaims:
 
     def complete(self, claim: Claim) -> None:
         """Mark the unit done with this claim's results; the first claim to say so counts."""
-        held = self._held.pop(claim.unit)
+        held = self._held[claim.unit]
         if not held.is_lost:
             mark = {"unit": claim.unit, "claim": claim.name, "files": held.files, "by": self._worker.token}
             self._bucket.create(_mark_name(claim.unit), json_text(mark).encode())
+        del self._held[claim.unit]
         self.completed.add(claim.unit)
 
     def release(self, claim: Claim) -> None:
@@ -127,28 +129,7 @@ class BucketClaims:
         note(f"warning: unit {held.claim.unit} was taken over by another worker while this one was not heard of")
 
     def _document(self, claim: Claim, files: dict[str, int], *, released: bool = False) -> bytes:
-        said = {
-            "unit": claim.unit,
-            "claim": claim.name,
-            "worker": self._worker.name,
-            "holder": holder(),
-            "released": released,
-            "files": files,
-            "write": secrets.token_hex(8),  # no two writes are alike
-        }
-        return json_text(said).encode()
-
-    def _read_lease(self, unit: int, found: Found) -> dict[str, Any]:
-        """What a lease says.
-
-        Raises:
-            DamagedFileError: it is none, or another unit's.
-        """
-        place = self._run.root / _lease_name(unit)
-        lease = document_of(found.data, place, "unit", "claim", "worker", "released", "files")
-        if lease["unit"] != unit:
-            raise DamagedFileError(place, f"it is the lease of unit {lease['unit']}")
-        return lease
+        return _lease(claim.unit, claim.name, files, worker=self._worker.name, released=released)
 
     def _sound(self, unit: int, files: dict[str, int]) -> dict[str, int]:
         """Those of these results that are what their names say, fetched; rows of the others are computed again."""
@@ -166,6 +147,41 @@ class BucketClaims:
             else:
                 note(f"warning: {self._bucket.uri}/{name} is left out: {reason}; its rows are computed again")
         return sound
+
+
+def offer_again(run: RunDir, bucket: Bucket, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
+    """Replace a unit's lease by one that nobody holds, with other results; see claims.offer_again."""
+    found = bucket.read(_lease_name(unit))
+    if found is None:
+        return False
+    folder = run.claim(unit, f"{int(_read_lease(run, unit, found)['claim']) + 1:04d}")
+    folder.mkdir(parents=True, exist_ok=True)
+    fill(folder)
+    files = [*inherited, *own_files(folder)]
+    names = {path: path.relative_to(run.root).as_posix() for path in files}
+    for path in own_files(folder):
+        bucket.put(names[path], path)
+    sizes = {names[path]: path.stat().st_size for path in files}
+    given_back = _lease(unit, folder.name, sizes, worker="", released=True)
+    return bucket.replace(_lease_name(unit), given_back, found.version) is not None
+
+
+def _lease(unit: int, claim: str, files: dict[str, int], *, worker: str, released: bool) -> bytes:
+    said = {"unit": unit, "claim": claim, "worker": worker, "holder": holder(), "released": released, "files": files}
+    return json_text({**said, "write": secrets.token_hex(8)}).encode()  # no two writes are alike
+
+
+def _read_lease(run: RunDir, unit: int, found: Found) -> dict[str, Any]:
+    """What a lease says.
+
+    Raises:
+        DamagedFileError: it is none, or another unit's.
+    """
+    place = run.root / _lease_name(unit)
+    lease = document_of(found.data, place, "unit", "claim", "worker", "released", "files")
+    if lease["unit"] != unit:
+        raise DamagedFileError(place, f"it is the lease of unit {lease['unit']}")
+    return lease
 
 
 def _lease_name(unit: int) -> str:

@@ -1,9 +1,11 @@
 """How a controller gets units and hands in results, wherever the run folder is kept."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from batchinfer.controller import bucket_claims, claims
 from batchinfer.controller.bucket_claims import BucketClaims
 from batchinfer.controller.claims import Claim, UnitClaims
 from batchinfer.run.bucket_storage import BucketStorage
@@ -45,3 +47,10 @@ def claims_in(storage: Storage) -> Claims:
     if isinstance(storage, BucketStorage):
         return BucketClaims(storage.run, storage.bucket)
     return UnitClaims(storage.run)
+
+
+def offer_again(storage: Storage, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
+    """Have whoever claims a unit next inherit other results than the last claim's; see claims.offer_again."""
+    if isinstance(storage, BucketStorage):
+        return bucket_claims.offer_again(storage.run, storage.bucket, unit, inherited=inherited, fill=fill)
+    return claims.offer_again(storage.run, unit, inherited=inherited, fill=fill)

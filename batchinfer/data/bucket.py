@@ -117,6 +117,15 @@ class Bucket:
             for item in page:
                 yield Listed(item["path"], item["size"], item["last_modified"].timestamp(), str(item["e_tag"]))
 
+    def top_names(self) -> set[str]:
+        """Names of objects that are in no folder, and of the folders."""
+
+        def ask() -> set[str]:
+            found = _library().list_with_delimiter(self._store)
+            return {*found["common_prefixes"], *(item["path"] for item in found["objects"])}
+
+        return self._try("list", "", ask)
+
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
 

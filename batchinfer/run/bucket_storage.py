@@ -35,6 +35,9 @@ from batchinfer.run.lock import locked
 from batchinfer.run.storage import MADE, Part
 from batchinfer.rundir import RunDir, publish_json, published, read_state
 
+# of what a plan leaves that was killed, or that has not committed yet
+OWN_NAMES = {"job.toml", "plan", "tokens", "leases", "units", "done", "workers", "locks", "stats", "work", "quarantine"}
+
 
 class BucketStorage:
     """See module docstring; implements storage.Storage.
@@ -59,6 +62,12 @@ class BucketStorage:
 
     def check(self) -> None:
         check_bucket(self.bucket)
+        if self._version is None and self.bucket.read("run.json") is None:
+            foreign = self.bucket.top_names() - OWN_NAMES
+            if foreign:
+                raise ConfigError(
+                    f"output.dir {self.uri} holds {min(foreign)} but no run; choose an empty or a new folder"
+                )
 
     @contextmanager
     def locked(self, *, doing: str) -> Iterator[None]:
