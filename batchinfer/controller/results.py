@@ -80,8 +80,7 @@ class Results:
 
     def commit(self) -> None:
         """Make everything finished durable, then mark complete units done; goes on where an error ended it before."""
-        changed = list(self._finished)
-        for unit in changed:
+        for unit in list(self._finished):
             path = write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
             self._claims.add(self._open[unit], path)
             self._num_parts[unit] += 1
@@ -91,8 +90,8 @@ class Results:
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
             self._claims.complete(self._open[unit])
             del self._open[unit], self._missing[unit]
-        for unit in self._open.keys() & changed:
-            self._claims.commit(self._open[unit])
+        for claim in self._open.values():
+            self._claims.commit(claim)
         self._session.record("running")
         self.last_commit_s = time.monotonic()
 

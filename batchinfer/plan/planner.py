@@ -108,7 +108,7 @@ def plan_job(
                     storage.fetch("results", "claims")
                     again(run, prepared.manifest)
                 _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
-                storage.commit()
+                storage.commit(anew=again is not None)
             else:
                 note(f"{run.shown} is planned already; going on with that plan")
                 if learn_from is not None or expert_loads is not None:

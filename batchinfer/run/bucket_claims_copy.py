@@ -36,9 +36,13 @@ class ClaimsCopy:
     def fetch_results(self) -> None:
         """Have every done mark, and the results that it names."""
         listed = {int(PurePosixPath(item.name).name): item for item in self._bucket.objects("done")}
-        units = [row["unit"] for row in read_rows(self._run.units, self._manifest())]
-        # the listing may be older than a mark
-        self._each(lambda unit: self._fetch_mark(unit, listed.get(unit)), units)
+        manifest = Manifest(self._run.root, read_state(self._run).get("files"))
+        units = set(listed)
+        if self._run.units in manifest:  # it is not while a plan is made again
+            units |= {
+                row["unit"] for row in read_rows(self._run.units, manifest)
+            }  # the listing may be older than a mark
+        self._each(lambda unit: self._fetch_mark(unit, listed.get(unit)), sorted(units))
         self._done = {unit for unit in units if self._run.done(unit).exists()}
         self._each(self._fetch_result, [item for unit in self._done for item in self._named(unit)])
 
@@ -156,9 +160,6 @@ class ClaimsCopy:
                     temporary.write_text(text, encoding="utf-8")
         date_s = 0.0 if worker is None else worker.written_s + self._clock()
         os.utime(folder / "lease.json", (date_s, date_s))
-
-    def _manifest(self) -> Manifest:
-        return Manifest(self._run.root, read_state(self._run).get("files"))
 
     def _clock(self) -> float:
         """Seconds that this host's clock is ahead of the store's, by an object that is written for it."""

@@ -111,7 +111,7 @@ class BucketStorage:
         path.unlink(missing_ok=True)
         self.bucket.delete(self._files.name(path))
 
-    def commit(self) -> None:
+    def commit(self, *, anew: bool = False) -> None:
         state = read_state(self.run)
         if MADE not in state:
             self._clear_bucket()
@@ -119,7 +119,7 @@ class BucketStorage:
             publish_json(self.run.run_json, state)
         manifest = Manifest(self.run.root, state.get("files"))
         named = {self._files.vouched_name(path, manifest[path]): path for path in manifest}
-        due = [name for name, path in named.items() if self._vouched.get(name) != manifest[path]]
+        due = [name for name, path in named.items() if anew or self._vouched.get(name) != manifest[path]]
         self._files.each(lambda name: self.bucket.put(name, named[name]), due)
         others = [self.run.job, *self.run.stats.glob("*.parquet"), *self.run.stats.glob("*/*-lost.parquet")]
         single = (self.run.published, self.run.trace, self.run.dataset / "README.md")

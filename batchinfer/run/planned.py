@@ -6,7 +6,7 @@ from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
 from batchinfer.run.open_storage import bucket_storage, storage_of
-from batchinfer.run.storage import Part, Storage, uri_of
+from batchinfer.run.storage import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
@@ -79,6 +79,8 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     if not run.job.exists() or not (run.run_json.exists() or run.unit_folders.exists()):
         raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
     job = load_job(run.job, overrides)
+    if is_in_bucket(job.output.dir):  # the folder is this node's copy of that
+        return job
     # the folder itself counts, not the output.dir written in it: it may have been moved
     return job.model_copy(update={"output": job.output.model_copy(update={"dir": str(run.root)})})
 

@@ -60,8 +60,12 @@ class Storage(Protocol):
     def sweep(self) -> None:
         """Once all units are done: delete what dead workers have left where nobody else would."""
 
-    def commit(self) -> None:
-        """Make a plan or outputs count: the files that run.json vouches for, statistics, and run.json itself, last."""
+    def commit(self, *, anew: bool = False) -> None:
+        """Make a plan or outputs count: the files that run.json vouches for, statistics, and run.json itself, last.
+
+        Args:
+            anew: also files that are there already: they may be damaged.
+        """
 
 
 class FolderStorage:
@@ -99,7 +103,7 @@ class FolderStorage:
     def sweep(self) -> None:
         pass
 
-    def commit(self) -> None:
+    def commit(self, *, anew: bool = False) -> None:
         pass
 
 

@@ -66,9 +66,9 @@ class InBucket:
         assert "Traceback" not in found.err
         return found
 
-    def refused(self, name, node="a", **settings):
+    def refused(self, name, node="a", code=2, **settings):
         (line,) = [
-            line for line in self.command(name, node=node, code=2, **settings).err.splitlines() if "error: " in line
+            line for line in self.command(name, node=node, code=code, **settings).err.splitlines() if "error: " in line
         ]
         return line
 
@@ -113,7 +113,7 @@ def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path
     run.command("work")
     (name, data), *_ = [item for item in server.objects("runs", "damaged").items() if item[0].startswith("units/")]
     server.put("runs", f"damaged/{name}", data[:-9] + b"something")
-    assert "results of 1 are damaged" in run.refused("finish", node="b")
+    assert "results of 1 are damaged" in run.refused("finish", node="b", code=1)
     run.command("work", node="c")
     run.command("finish", node="b")
     assert outputs_in(server, "damaged") == calm[1]
@@ -134,7 +134,7 @@ def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, se
         # as if its worker had been killed before the unit's first commit
         assert said["files"] == {}
     options = run.options("b")
-    assert "are not done" in run.refused("finish", node="b")
+    assert "are not done" in run.refused("finish", node="b", code=1)
     partial = batchinfer("finish", run.job, *options, "--allow-partial")
     assert partial.code == 3
     assert "requests were not computed" in partial.err
@@ -158,7 +158,7 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
     storage.fetch("state", "plan", "results")
 
     def fail_one(folder):
-        (file,) = [path for path in (storage.run.root / "units" / "000000").glob("*/part-*.parquet")]
+        (file,) = (storage.run.root / "units" / "000000").glob("*/part-*.parquet")
         rows = pq.read_table(file)
         table = rows.to_pylist()
         table[0] |= {"status": "error", "error": "the rank died", "text": None, "finish_reason": "error"}
@@ -216,9 +216,11 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
 
 
-def test_a_group_of_several_processes_needs_a_folder(calm, server, tmp_path, monkeypatch):
+def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path, monkeypatch):
     run = InBucket(calm, server.endpoint, "group", tmp_path)
     run.plan()
+    found = run.command("submit", "--array", "2", code=2)
+    assert "tasks of `submit` share a folder" in found.err
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert "meets in a folder; choose a folder on a shared file system" in run.refused(
