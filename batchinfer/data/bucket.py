@@ -191,17 +191,10 @@ class Bucket:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of a file on this machine
                 if attempt == ATTEMPTS - 1 or _is_final(error):
-                    raise self._failure(kind, name, error) from None
+                    raise _failure(kind, f"{self.uri}/{name}", error) from None
             time.sleep(random.uniform(0, pause_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("the last attempt returns or raises")
-
-    def _failure(self, kind: str, name: str, error: Exception) -> StoreError:
-        doing = {"get": "read", "put": "write"}.get(kind, kind)
-        return StoreError(
-            f"cannot {doing} {self.uri}/{name}: {_reason(error)}; "
-            "check the bucket's name, the credentials, s3.endpoint and the network"
-        )
 
     def _refuse_no_bucket(self, error: Exception) -> None:
         """An object that is missing is an answer; a bucket that is missing is none."""
@@ -297,6 +290,13 @@ def _connection(uri: str, s3: S3Config, connect_s: float, request_s: float) -> A
         },
         retry_config={"max_retries": 0},
         **options,
+    )
+
+
+def _failure(kind: str, uri: str, error: Exception) -> StoreError:
+    doing = {"get": "read", "put": "write"}.get(kind, kind)
+    return StoreError(
+        f"cannot {doing} {uri}: {_reason(error)}; check the bucket's name, the credentials, s3.endpoint and the network"
     )
 
 

@@ -26,7 +26,7 @@ class Heartbeat:
 
     def __init__(self, storage: Storage, session: str, command: str) -> None:
         self._storage, self._path, self._command = storage, storage.run.heartbeat(session), command
-        self._last_s = 0.0  # when it was kept
+        self._last_s = float("-inf")  # when it was kept
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._has_failed = False

@@ -62,7 +62,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     """
     if is_in_bucket(job.output.dir):
         raise ConfigError(
-            f"output.dir is {job.output.dir}, but tasks of `submit` share a folder; name one on a shared file system, or "
+            f"output.dir is {job.output.dir}, but tasks of `submit` share a folder; name one that all nodes see, or "
             f"have your own array start `batchinfer work {job.output.dir}`"
         )
     for option in _WHERE:

@@ -17,6 +17,7 @@ from support.jobs import batchinfer, output_bytes, start, write_job, write_quest
 from support.object_store import s3_server
 
 KILLS, ERRORS = 200, 200
+PARTS = 4  # of the test of whole jobs, each with its share of them
 COUNTS = (60, 40, 20)  # rows of a job's shards
 
 
@@ -35,26 +36,28 @@ def test_workers_are_killed_and_the_store_fails_while_units_are_claimed(server, 
     print(f"kills {KILLS}, errors {dict(faults.injected)}, requests {dict(faults.requests)} of 1500 units")
 
 
-def test_jobs_are_killed_and_the_store_fails_and_outputs_stay_equal(server, tmp_path):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_jobs_are_killed_and_the_store_fails_and_outputs_stay_equal(server, tmp_path, part):
     """Whole jobs, one after the other, by three `work` commands at a time, until there were enough kills and errors."""
     write_questions(tmp_path / "prompts", COUNTS)
     job = write_job(tmp_path, cluster=SLOW, sampling=MIXED)
     assert batchinfer("run", job).code == 0
-    expected, rng = output_bytes(tmp_path / "run"), random.Random(0)
-    faults = Faults(share=0.05, kinds=("500", "503", "lost", "late", "stale"), seed=2)
+    expected, rng = output_bytes(tmp_path / "run"), random.Random(part)
+    faults = Faults(share=0.05, kinds=("500", "503", "lost", "late", "stale"), seed=part)
     num_killed = number = 0
     with faulty_store(server, faults) as url:
-        while num_killed < KILLS or faults.injected.total() < ERRORS:
-            uri = f"s3://runs/job-{number}"
+        while num_killed < KILLS / PARTS or faults.injected.total() < ERRORS / PARTS:
+            name = f"part-{part}-job-{number}"
+            uri = f"s3://runs/{name}"
             settings = {"output.dir": uri, "output.work_dir": tmp_path / f"node-{number}", "s3.endpoint": url}
             options = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
             plan_units(job, uri, *options)
             num_killed += _work_and_kill(job, options, rng)
             ended = batchinfer("finish", job, *options)
             assert ended.code == 0, ended.err
-            found = server.objects("runs", f"job-{number}")
+            found = server.objects("runs", name)
             assert {name: data for name, data in found.items() if name.startswith("outputs/")} == expected
-            marks = [path for path in faults.written if path.startswith(f"/runs/job-{number}/done/")]
+            marks = [path for path in faults.written if path.startswith(f"/runs/{name}/done/")]
             assert sorted(marks) == sorted(set(marks))
             number += 1
             print(f"{number} jobs, kills {num_killed}, errors {dict(faults.injected)}", flush=True)
