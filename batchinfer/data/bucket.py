@@ -65,7 +65,7 @@ class Bucket:
 
     def __init__(self, uri: str, s3: S3Config) -> None:
         self.uri = uri.rstrip("/")
-        self._store = _connection(self.uri, s3, CONNECT_S, REQUEST_S)
+        self._store = _connection(self.uri, s3, s3_endpoint(s3), CONNECT_S, REQUEST_S)
         self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
 
     def read(self, name: str) -> Found | None:
@@ -267,17 +267,16 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _connection(uri: str, s3: S3Config, connect_s: float, request_s: float) -> Any:
+def _connection(uri: str, s3: S3Config, endpoint: str | None, connect_s: float, request_s: float) -> Any:
     name, _, prefix = uri.removeprefix("s3://").partition("/")
     if not name or not uri.startswith("s3://"):
         raise ConfigError(f"{uri} names no bucket; write s3://bucket/folder")
     library = _library()
-    endpoint = s3_endpoint(s3)
     if endpoint is not None and "://" not in endpoint:
         endpoint = f"https://{endpoint}"
     options: dict[str, Any] = {"skip_signature": True} if s3.anonymous else profile_keys()
     if endpoint is not None:
-        options["endpoint"] = endpoint.rstrip("/")
+        options["aws_endpoint_url_s3"] = endpoint.rstrip("/")  # the key that goes before the environment
     return library.store.S3Store(
         name,
         prefix=prefix or None,

@@ -59,6 +59,8 @@ def run_folder(target: Path, *parts: Part) -> Path:
     uri = uri_of(target)
     storage = storage_of(job_of(target, ())) if uri is None else bucket_storage(uri, None)
     storage.fetch("state", *parts)
+    if uri is not None:
+        _refuse_nothing(storage.run)
     return storage.run.root
 
 
@@ -89,7 +91,11 @@ def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
     """The job whose run folder is there: its own output.dir, or what that was copied to."""
     storage.fetch("state")
     run = storage.run
-    if not run.job.exists() or not run.run_json.exists():
-        raise ConfigError(f"{run.shown} holds no complete plan; give its job file, or `batchinfer plan` it first")
+    _refuse_nothing(run)
     job = load_job(run.job, overrides)
     return job.model_copy(update={"output": job.output.model_copy(update={"dir": run.shown})})
+
+
+def _refuse_nothing(run: RunDir) -> None:
+    if not run.job.exists() or not run.run_json.exists():
+        raise ConfigError(f"{run.shown} holds no complete plan; give its job file, or `batchinfer plan` it first")

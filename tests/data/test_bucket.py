@@ -64,7 +64,9 @@ def test_a_file_is_put_and_fetched_in_pieces(server, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", ["500", "503", "lost", "timeout", "late"])
 def test_a_write_whose_answer_is_lost_is_known_for_what_it_did(server, fault):
     """Many requests fail: who has created or replaced is told so, once, and nobody else."""
-    with faulty_store(server, Faults(share=0.3, kinds=(fault,), hold_s=0.6, most=20)) as url:
+    with faulty_store(
+        server, Faults(share=0.3, kinds=(fault,), hold_s=0.6, most=4 if fault == "timeout" else 20)
+    ) as url:
         here = bucket_at(url, f"lost-{fault}")
         for number in range(8):
             name, mine = f"name-{number}", f"mine {number}".encode()

@@ -121,6 +121,7 @@ def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path
     assert name not in left  # swept: no mark names it
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "partial", tmp_path)
     run.plan()
@@ -143,6 +144,7 @@ def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, se
     assert outputs_in(server, "partial") == calm[1]
 
 
+@pytest.mark.slow
 def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
     from batchinfer.controller.claiming import offer_again
     from batchinfer.controller.result_files import write_results
@@ -175,6 +177,7 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
     assert outputs_in(server, "retry") == calm[1]
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "again", tmp_path)
     run.plan()
@@ -202,6 +205,9 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     ):
         assert told in run.refused("plan", **{"output.dir": value})
     assert "has no complete plan yet" in run.refused("work")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    for command in ("status", "report", "work"):
+        assert "s3://runs/wrong holds no complete plan" in batchinfer(command, run.uri).err
     server.put("runs", "wrong/holiday.jpg", b"x")
     assert "output.dir s3://runs/wrong holds holiday.jpg but no run" in run.refused("plan")
     with faulty_store(server, Faults(conditions="ignored")) as url:
