@@ -47,7 +47,7 @@ def work(options: dict[str, Any]) -> None:
     open_units.FIRST_PAUSE_S = open_units.LONGEST_PAUSE_S = 0.2
     host = options["host"]
     if host is not None:
-        liveness.socket = type("Other", (), {"gethostname": staticmethod(lambda: host)})  # type: ignore[misc,assignment]
+        liveness.socket = type("Other", (), {"gethostname": staticmethod(lambda: host)})  # type: ignore[assignment]
     storage = at(options)
     assert isinstance(storage, BucketStorage)
     units = OpenUnits(
