@@ -36,12 +36,16 @@ class RunDir:
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
-    published.json
-    work/sessions/<session>.json
+    published.json  work/sessions/<session>.json
     {slurm,k8s,ray}/<submission>.json  slurm/goal.json  ray/{wanted,tasks}.json  {slurm,ray}/*.log
     """
 
     root: Path
+    uri: str | None = None  # of the run folder in an object store, of which `root` is this node's copy
+
+    @property
+    def shown(self) -> str:
+        return self.uri or str(self.root)
 
     @property
     def job(self) -> Path:
@@ -104,7 +108,6 @@ class RunDir:
 
     @property
     def finish_scratch(self) -> Path:
-        """Scratch space of `finish`; emptied by it."""
         return self.root / "work" / "finish"
 
     @property
@@ -114,7 +117,6 @@ class RunDir:
 
     @property
     def slurm(self) -> Path:
-        """What was sent to Slurm, and what its tasks said."""
         return self.root / "slurm"
 
     @property
@@ -175,8 +177,7 @@ class RunDir:
         return self.stats / "steps" / f"{session}.journal"
 
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
-        suffix = "" if part is None else f"-{part:05d}"
-        return self.stats / table / f"{session}{suffix}.parquet"
+        return self.stats / table / f"{session}{'' if part is None else f'-{part:05d}'}.parquet"
 
 
 def launcher_folder(run: RunDir, launcher: str) -> Path:
@@ -263,10 +264,19 @@ def read_json(path: Path, *needs: str, **remedy: str) -> dict[str, Any]:
         DamagedFileError: the file is missing or damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DamagedFileError(path, reason, **remedy) from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedFileError(path, error.strerror or str(error), **remedy) from None
+    return document_of(data, path, *needs, **remedy)
+
+
+def document_of(data: bytes, path: Path | str, *needs: str, **remedy: str) -> dict[str, Any]:
+    """The same of bytes that were read from somewhere, called `path` in messages."""
+    path = Path(path)
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(path, str(error), **remedy) from None
     if not isinstance(value, dict):
         raise DamagedFileError(path, "it is not a JSON object", **remedy)
     checksum = value.pop(CHECKSUM, None)

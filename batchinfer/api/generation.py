@@ -17,7 +17,7 @@ from batchinfer.api.prompts import KINDS, reader_of, write_shard
 from batchinfer.config import JobConfig, did_you_mean, job_of_table
 from batchinfer.config.sampling import JobSampling
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir
+from batchinfer.run.open_storage import storage_of
 
 SHARD = "prompts.parquet"
 INPUT = "-input"  # behind the name of the run folder, which may hold nothing but the run
@@ -138,7 +138,7 @@ def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], sta
         outputs["dir"] = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-"))) / "run")
     inputs |= {"files": [SHARD], **found}
     config = job_of_table(parts, _CALL, Path.cwd())
-    run = RunDir(Path(config.output.dir))
+    run = storage_of(config).run
     shard = run.root.with_name(run.root.name + INPUT) / SHARD
     write_shard(reader, shard, run.run_json, config.output.shared_group)
     files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})

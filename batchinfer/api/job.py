@@ -16,7 +16,9 @@ from batchinfer.data.parquet import own_file
 from batchinfer.finish.early import EarlyRows
 from batchinfer.manifest import Manifest
 from batchinfer.records import IncompleteRunError
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import run_of
+from batchinfer.run.storage import ALL_PARTS, Part
 from batchinfer.rundir import RunDir, read_state
 
 Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
@@ -73,7 +75,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run folder, which the commands take as well: `batchinfer report FOLDER`."""
-        return Path(self.config.output.dir)
+        return storage_of(self.config).run.root
 
     def plan(self, *, progress: Progress | None = None) -> dict[str, Any]:
         """Check and tokenise every row and order the requests: `batchinfer plan`; a plan that is there stays.
@@ -130,7 +132,7 @@ class Job:
         from batchinfer.slurm.status import StatusReader
         from batchinfer.slurm.status_text import as_document
 
-        return as_document(StatusReader(self._run_dir(may_be_planning=True)).read())
+        return as_document(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
 
     def outputs(self) -> pa.Table:
         """All output rows in input order, shard by shard.
@@ -149,19 +151,19 @@ class Job:
         """
         from batchinfer.commands.so_far import report_document
 
-        return report_document(self._run_dir(may_be_planning=True).root)
+        return report_document(self._run_dir(*ALL_PARTS, may_be_planning=True).root)
 
     def _run(self, command: str, progress: Progress | None) -> None:
         with self._start(command, self.config, progress) as process:
             while not process.ended():
                 pass
 
-    def _run_dir(self, *, may_be_planning: bool = False) -> RunDir:
-        return run_of(self.config, self.folder, may_be_planning=may_be_planning)
+    def _run_dir(self, *parts: Part, may_be_planning: bool = False) -> RunDir:
+        return run_of(self.config, self.folder, *parts, may_be_planning=may_be_planning)
 
     def _output_files(self) -> Iterator[tuple[int, pq.ParquetFile]]:
         """(shard, its output file, compared with what was written as it is read)."""
-        run = self._run_dir()
+        run = self._run_dir("outputs")
         state = read_state(run)
         if "finished" not in state:
             raise IncompleteRunError(f"{run.root} is not finished; call run(), which goes on where it stopped")

@@ -91,6 +91,7 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     run it again: finished requests are kept.
     """
     from batchinfer.host_info import launcher_name, node_name, task_name, task_restarts
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
     from batchinfer.rundir import refuse_bad_rows
@@ -99,7 +100,7 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
-        session.attach(run)
+        session.attach(storage_of(config))
         if task_name() is not None:
             click.echo(f"{launcher_name()} task {task_name()} on {node_name()}, restart {task_restarts()}", err=True)
         _work(run, config, session, stop, tracer_of(trace))
@@ -124,6 +125,7 @@ def finish(
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
     from batchinfer.finish.wait import wait_for_units
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.rundir import refuse_bad_rows
 
@@ -133,9 +135,10 @@ def finish(
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
-        session.attach(run)
+        storage = storage_of(config)
+        session.attach(storage)
         if wait:
-            wait_for_units(run)
+            wait_for_units(storage)
         code = _finish(run, config, allow_partial=allow_partial)
     sys.exit(code)
 
@@ -150,9 +153,10 @@ def verify(target: Path, as_json: bool) -> None:
     """
     from batchinfer.finish.verify import verify_run
     from batchinfer.run.planned import run_folder
+    from batchinfer.run.storage import ALL_PARTS
     from batchinfer.rundir import RunDir
 
-    found = verify_run(RunDir(run_folder(target).absolute()))
+    found = verify_run(RunDir(run_folder(target, *ALL_PARTS).absolute()))
     if as_json:
         click.echo(json.dumps(asdict(found), indent=1))
     else:
@@ -279,10 +283,10 @@ def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
 
 
 def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
-    lines = [f"{result.num_rows:,} rows in {run_dir.outputs}, {result.num_errors:,} of them error rows"]
+    lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
     if config.output.push is not None:
-        lines.append(f"the same as a Hugging Face dataset: {run_dir.dataset}; name the licence in its README.md")
+        lines.append(f"the same as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
     return "\n".join(lines)

@@ -36,13 +36,16 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
       batchinfer peek runs/demo --sql "SELECT finish_reason, count(*) FROM results GROUP BY ALL"
     """
     from batchinfer.report.results import newest_rows, query_results
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.status import StatusReader
 
     if follow and (sql is not None or as_json):
         raise click.UsageError("--follow prints lines as they come; leave --sql and --json out")
-    run, _ = planned_run(target, (), may_be_planning=True)
-    reader = StatusReader(run)
+    run, config = planned_run(target, (), may_be_planning=True)
+    storage = storage_of(config)
+    storage.fetch("state", "tokens")
+    reader = StatusReader(run, storage)
     if follow:
         _follow(run, reader)
         return

@@ -27,13 +27,15 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
     next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
     """
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.status import StatusReader
     from batchinfer.slurm.status_text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
-    reader = StatusReader(planned_run(target, (), may_be_planning=True)[0])
+    run, config = planned_run(target, (), may_be_planning=True)
+    reader = StatusReader(run, storage_of(config))
     if watch:
         watch_status(reader, click.echo)
     else:
@@ -66,14 +68,15 @@ def retry(target: Path, array: str | None) -> None:
     Rows that the plan found to be bad stay error rows.
     """
     from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.submit.size import parse_size
 
-    run, _ = planned_run(target, ())
+    run, config = planned_run(target, ())
     size = None if array is None else parse_size(array)
     if size is not None and not size.tasks:
         raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
-    found = retry_failed(run)
+    found = retry_failed(storage_of(config))
     click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
     if found.num_held:
         click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
@@ -82,7 +85,7 @@ def retry(target: Path, array: str | None) -> None:
     if not found.num_open_units:
         click.echo("all units are done")
     elif size is None:
-        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.root}`, then `batchinfer finish`")
+        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
         click.echo(_send_again(run, size))
 

@@ -34,21 +34,29 @@ class Target:
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
         """The run folder and its job; a run folder that is named must have a plan."""
         from batchinfer.config import load_job
+        from batchinfer.run.open_storage import storage_of
         from batchinfer.run.planned import planned_run
-        from batchinfer.rundir import RunDir, refuse_bad_rows
+        from batchinfer.rundir import refuse_bad_rows
 
-        if self.path.is_dir():
+        if self.is_run:
             run, job = planned_run(self.path, self.overrides)
             if self.strict:
                 refuse_bad_rows(run)
             return run, job
         job = load_job(self.path, self.overrides)
-        return RunDir(Path(job.output.dir)), job
+        return storage_of(job).run, job
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run folder was named, not a job file."""
+        from batchinfer.run.storage import uri_of
+
+        return self.path.is_dir() or uri_of(self.path) is not None
 
     def plan(self) -> None:
         """Make the plan of a job file, or go on with it."""
         _, job = self.run_and_job
-        if not self.path.is_dir():
+        if not self.is_run:
             with alone("plan", self.stop) as session:
                 plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
 

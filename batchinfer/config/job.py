@@ -130,7 +130,13 @@ class InputConfig(Part):
 class OutputConfig(Part):
     """Where the run folder is and what goes along to the outputs."""
 
-    dir: Text = Field(description="run folder: plan, durable results, outputs/ and stats/")
+    dir: Text = Field(
+        description="run folder: plan, durable results, outputs/ and stats/; a folder that all workers see, or "
+        "s3://bucket/folder in a store with conditional writes"
+    )
+    work_dir: Text | None = Field(
+        None, description="folder for each node's copy of a run folder in s3://; unset: one in the temporary folder"
+    )
     format: Literal["parquet", "jsonl", "openai"] = Field(
         "parquet",
         description="of outputs/: Parquet always; jsonl: the same rows as lines, too; openai: lines as OpenAI answers "
@@ -156,10 +162,14 @@ class OutputConfig(Part):
     @field_validator("dir")
     @classmethod
     def _is_folder(cls, value: str) -> str:
+        if value.startswith("s3:"):
+            if re.fullmatch(r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?", value) is None:
+                raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
+            return value.rstrip("/")
         if is_uri(value) and not value.startswith("file:"):
             raise ValueError(
-                "is a URI, but a run folder needs rename and exclusive create, which object stores do not have; name a "
-                "folder that all workers see, and have `finish` copy the results with output.publish"
+                "is a URI, but a run folder is on a file system or in S3 (s3://bucket/folder), since it needs "
+                "exclusive create; have `finish` copy the results elsewhere with output.publish"
             )
         return value
 
@@ -489,6 +499,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     for what, value in [
         ("input.files", "".join(job.input.files)),
         ("output.dir", job.output.dir),
+        ("output.work_dir", job.output.work_dir or ""),
         ("model.path", job.model.path),
         ("kv.dir", job.kv.dir or ""),
     ]:
@@ -497,14 +508,19 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     for pattern in job.input.files:
         _refuse_credentials("input.files", pattern)
     _refuse_credentials("output.publish", job.output.publish or "")
+    _refuse_credentials("output.dir", job.output.dir)
     for what, value in [("model.path", job.model.path), ("kv.dir", job.kv.dir or "")]:
         if is_uri(value):
             raise ConfigError(f"{what} is a URI, but must be a folder on a file system; copy what is there to one")
     files = [_absolute_pattern(folder, pattern) for pattern in job.input.files]
-    run_folder = os.path.normpath(folder / _local_path("output.dir", job.output.dir))
+    output: dict[str, str] = {}
+    if not job.output.dir.startswith("s3:"):
+        output["dir"] = os.path.normpath(folder / _local_path("output.dir", job.output.dir))
+    if job.output.work_dir is not None:
+        output["work_dir"] = os.path.normpath(folder / job.output.work_dir)
     update = {
         "input": job.input.model_copy(update={"files": files}),
-        "output": job.output.model_copy(update={"dir": run_folder}),
+        "output": job.output.model_copy(update=output),
         "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
     }
     if job.kv.dir is not None:

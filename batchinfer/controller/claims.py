@@ -97,6 +97,12 @@ class UnitClaims:
                 self._held[unit] = claim
         return claim
 
+    def add(self, claim: Claim, path: Path) -> None:
+        """On a file system a result file counts as soon as it has its name."""
+
+    def commit(self, claim: Claim) -> None:
+        """See `add`."""
+
     def complete(self, claim: Claim) -> None:
         """Mark the unit done with this claim's results; the first claim to say so counts."""
         files = [*claim.inherited, *own_files(claim.folder)]

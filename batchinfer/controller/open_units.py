@@ -11,7 +11,6 @@ else is met, the controller goes on at another unit, by chance: so controllers s
 Units that others hold are tried last, a few at each look: their lease may have been given back or have run out.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.controller.claims import Claim
-from batchinfer.rundir import RunDir
+from batchinfer.run.storage import Storage
 
 MISSES = 8  # units in a row that others were quicker to claim: look which are left
 MOST_WATCHED = 16  # units of others to try at each look
@@ -36,8 +35,8 @@ class OpenUnits:
         start: the unit to begin with; None: one by chance, for controllers of which many start at once.
     """
 
-    def __init__(self, run: RunDir, rows: list[dict[str, Any]], *, start: int | None = 0) -> None:
-        self._run, self._rows = run, rows
+    def __init__(self, storage: Storage, rows: list[dict[str, Any]], *, start: int | None = 0) -> None:
+        self._storage, self._run, self._rows = storage, storage.run, rows
         self._random = random.Random()
         self._is_open = np.ones(len(rows), dtype=bool)  # not done at the last look
         # by anybody, at any time: a listing may be older than what this controller has met itself
@@ -124,9 +123,9 @@ class OpenUnits:
 
     def _look(self) -> None:
         before = self._is_open
-        self._is_open = ~_named(self._run.done_marks, len(self._rows))
+        self._is_open = ~_named(self._storage, self._run.done_marks, len(self._rows))
         if (self._is_open & ~self._was_claimed).any():  # a folder of a unit stays for ever
-            self._was_claimed |= _named(self._run.unit_folders, len(self._rows))
+            self._was_claimed |= _named(self._storage, self._run.unit_folders, len(self._rows))
         reopened = self._is_open & ~before
         self._reopened += np.flatnonzero(reopened).tolist()
         self._is_taken &= ~reopened
@@ -173,12 +172,8 @@ class OpenUnits:
         return int(self._random.choice(self._untried)) if len(self._untried) else 0
 
 
-def _named(folder: Path, num_units: int) -> np.ndarray:
+def _named(storage: Storage, folder: Path, num_units: int) -> np.ndarray:
     """[U] bool, the units that a folder has a name for."""
     is_named = np.zeros(num_units, dtype=bool)
-    try:
-        units = [int(name) for name in os.listdir(folder) if name.isdecimal()]
-    except FileNotFoundError:  # nobody has claimed one yet
-        return is_named
-    is_named[units] = True
+    is_named[[int(name) for name in storage.names(folder) if name.isdecimal()]] = True
     return is_named

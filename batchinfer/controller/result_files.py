@@ -14,8 +14,8 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.rundir import RunDir, published
 
 
-def write_results(folder: Path, number: int, table: pa.Table) -> None:
-    """Publish a result file (schemas.RESULTS) in a claim's folder.
+def write_results(folder: Path, number: int, table: pa.Table) -> Path:
+    """Publish a result file (schemas.RESULTS) in a claim's folder; its path.
 
     Raises:
         ConfigError: it cannot be written.
@@ -23,8 +23,10 @@ def write_results(folder: Path, number: int, table: pa.Table) -> None:
     content = io.BytesIO()
     checked = ChecksummedWriter(content)
     pq.write_table(table, checked, compression="zstd")
-    with published(folder / f"part-{number:05d}-{checked.checksums.digest}.parquet") as temporary:
+    path = folder / f"part-{number:05d}-{checked.checksums.digest}.parquet"
+    with published(path) as temporary:
         temporary.write_bytes(content.getbuffer())
+    return path
 
 
 def own_files(claim: Path) -> list[Path]:

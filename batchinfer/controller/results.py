@@ -5,7 +5,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.controller.claims import Claim, UnitClaims
+from batchinfer.controller.claiming import Claims
+from batchinfer.controller.claims import Claim
 from batchinfer.controller.result_files import result_keys, write_results
 from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_table
@@ -20,7 +21,7 @@ from batchinfer.rundir import RunDir
 class Results:
     """The open units of this process and what is finished of them."""
 
-    def __init__(self, run: RunDir, session: Session, claims: UnitClaims) -> None:
+    def __init__(self, run: RunDir, session: Session, claims: Claims) -> None:
         self._run, self._session, self._claims = run, session, claims
         self._open: dict[int, Claim] = {}
         self._missing: dict[int, int] = {}  # unit -> requests without a completion
@@ -80,7 +81,8 @@ class Results:
     def commit(self) -> None:
         """Make everything finished durable, then mark complete units done; goes on where an error ended it before."""
         for unit in list(self._finished):
-            write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
+            path = write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
+            self._claims.add(self._open[unit], path)
             self._num_parts[unit] += 1
             del self._finished[unit]
         self._write_steps()
@@ -88,6 +90,8 @@ class Results:
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
             self._claims.complete(self._open[unit])
             del self._open[unit], self._missing[unit]
+        for claim in self._open.values():
+            self._claims.commit(claim)
         self._session.record("running")
         self.last_commit_s = time.monotonic()
 

@@ -6,14 +6,15 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import done_mark, is_released, last_claim, offer_again, result_files
+from batchinfer.controller.claiming import offer_again
+from batchinfer.controller.claims import done_mark, is_released, last_claim, result_files
 from batchinfer.controller.result_files import damage, write_results
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import DamagedFileError
-from batchinfer.run.lock import locked
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import publish_json, read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Retried:
     num_bad_rows: int  # rows that are bad in the input: no try helps them
 
 
-def retry_failed(run: RunDir) -> Retried:
+def retry_failed(storage: Storage) -> Retried:
     """Take failed requests out of the results that count.
 
     A unit gets a new claim, already given back, with the good results only; then its mark that it is done goes. Killed
@@ -37,11 +38,13 @@ def retry_failed(run: RunDir) -> Retried:
         ConfigError: a file of the run folder is missing, damaged or cannot be written; or the run is being finished.
     """
     # a finish that had begun before would call the run finished afterwards
-    with locked(run, doing="retry or finish this run"):
-        return _retry(run)
+    with storage.locked(doing="retry or finish this run"):
+        storage.fetch("plan", "results", "claims")
+        return _retry(storage)
 
 
-def _retry(run: RunDir) -> Retried:
+def _retry(storage: Storage) -> Retried:
+    run = storage.run
     state = read_state(run)
     manifest = Manifest(run.root, state.get("files"))
     num_requests = num_units = num_open = num_held = 0
@@ -62,10 +65,11 @@ def _retry(run: RunDir) -> Retried:
             # its outputs hold the failed rows: finish has to write them anew
             state = {name: value for name, value in state.items() if name != "finished"} | {"state": "planned"}
             publish_json(run.run_json, state)
-        if not _open_again(run, unit, failed):
+            storage.commit()
+        if not _open_again(storage, unit, failed):
             num_held += 1
             continue
-        run.done(unit).unlink(missing_ok=True)
+        storage.forget(run.done(unit))
         num_requests, num_units, num_open = num_requests + num_failed, num_units + 1, num_open + (done is not None)
     return Retried(num_requests, num_units, num_open, num_held, state["counts"]["bad_rows"])
 
@@ -81,7 +85,7 @@ def _failed_in(files: list[Path]) -> dict[Path, int]:
     return {path: pc.sum(pc.equal(status, "error")).as_py() or 0 for path, status in statuses.items()}
 
 
-def _open_again(run: RunDir, unit: int, failed: dict[Path, int]) -> bool:
+def _open_again(storage: Storage, unit: int, failed: dict[Path, int]) -> bool:
     """Offer a unit with its good results only; False when somebody else claimed it first."""
     whole = [path for path, count in failed.items() if not count]
     mixed = [path for path, count in failed.items() if count]
@@ -91,4 +95,4 @@ def _open_again(run: RunDir, unit: int, failed: dict[Path, int]) -> bool:
             table = pq.read_table(path, schema=RESULTS.schema)
             write_results(folder, number, table.filter(pc.equal(table["status"], "ok")))
 
-    return offer_again(run, unit, inherited=whole, fill=write_good_rows)
+    return offer_again(storage, unit, inherited=whole, fill=write_good_rows)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.claiming import Claims
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
@@ -26,7 +26,7 @@ class UnitQueue:
     manifest: Manifest  # of the plan
     default: Sampling
     units: OpenUnits
-    claims: UnitClaims
+    claims: Claims
     results: Results
     dealer: Dealer
     progress: WorkProgress

@@ -8,7 +8,7 @@ from batchinfer.balance.decode_loads import MOVE_STEPS, MOVE_STEPS_BETWEEN_HOSTS
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.claiming import Claims, claims_in
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.deaths import Deaths
@@ -34,9 +34,9 @@ from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
-from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
+from batchinfer.records import ConfigError, InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
-from batchinfer.run.probe import check_file_system
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir, read_state
@@ -65,15 +65,22 @@ def work_on(
         RanksFailError: the ranks die again and again before they have computed anything.
     """
     # tasks of an array start together: each begins at another unit
+    storage = storage_of(job)
+    storage.fetch("state", "plan")
     manifest = Manifest(run.root, read_state(run).get("files"))
-    units = OpenUnits(run, read_rows(run.units, manifest), start=0 if task_name() is None else None)
+    units = OpenUnits(storage, read_rows(run.units, manifest), start=0 if task_name() is None else None)
     if not units.num_open:
         return
-    check_file_system(run)
+    storage.check()
     _check_inputs(run, job)
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
+    if run.uri is not None and node.count > 1:
+        raise ConfigError(
+            f"output.dir is {run.uri}, but a group of ranks in several processes meets in a folder; choose a folder on "
+            "a shared file system, or start each process as a group of its own"
+        )
     if ranks_ahead is None:
         refuse_too_large(job, node.ranks)
     session.hold_ranks(job.cluster, node.ranks)
@@ -82,7 +89,7 @@ def work_on(
         return
     open_units = [row["unit"] for row in units.rows]
     with (
-        UnitClaims(run) as claims,
+        claims_in(storage) as claims,
         WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
         _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
@@ -131,7 +138,7 @@ def _controller(
     stop: StopSignal,
     tracer: Tracer,
     ranks: RankLoader,
-    claims: UnitClaims,
+    claims: Claims,
     units: OpenUnits,
     progress: WorkProgress,
 ) -> Controller:

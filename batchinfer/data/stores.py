@@ -188,9 +188,27 @@ def reason_of(error: BaseException) -> str:
 
 def _s3_files(bucket: str, s3: S3Config) -> fs.S3FileSystem:
     environment = os.environ
-    endpoint = s3.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     region = s3.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    endpoint = s3_endpoint(s3)
     return _s3_connection(bucket if endpoint is None and region is None else None, endpoint, region, s3.anonymous)
+
+
+def s3_endpoint(s3: S3Config) -> str | None:
+    """The URL of the S3 service; None: Amazon's."""
+    return s3.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def s3_region(bucket: str, s3: S3Config) -> str:
+    """The region of a bucket; asked of Amazon where nobody has said it.
+
+    Raises:
+        StoreError: Amazon does not know the bucket, or does not answer.
+    """
+    said = s3.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if said is not None or s3_endpoint(s3) is not None:
+        return said or "us-east-1"  # other services take any
+    with store_errors(f"find the bucket {bucket}"):
+        return str(fs.resolve_s3_region(bucket))
 
 
 @lru_cache(maxsize=64)

@@ -17,8 +17,9 @@ from batchinfer.finish.statistics import run_equality, write_request_stats, writ
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
-from batchinfer.run.lock import locked
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import publish_run
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, publish_json, read_state, remove_leftovers
 
 
@@ -44,10 +45,14 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
         RunMismatchError: an input shard is not the file that was planned; or output.publish is another job's.
         StoreError: an object store does not answer or refuses to.
     """
-    with _scratch(run, is_last=not allow_partial):
+    storage = storage_of(job)
+    with _scratch(storage, is_last=not allow_partial):
+        storage.fetch("plan", "tokens", "results", "stats", "outputs", *(("claims",) if allow_partial else ()))
         result = _finish(run, job, allow_partial=allow_partial)
+        storage.commit()
         if job.output.publish is not None:
             _publish(run, job, result)
+            storage.commit()
     return result
 
 
@@ -56,7 +61,7 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
         num_objects = publish_run(run, job, asdict(result))
     except BatchinferError as error:
         raise type(error)(
-            f"{error}; the results are all in {run.outputs}: run `batchinfer finish {run.root}` to publish them"
+            f"{error}; the results are all in {run.outputs}: run `batchinfer finish {run.shown}` to publish them"
         ) from None
     note(
         f"{num_objects:,} files put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date"
@@ -104,17 +109,19 @@ def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shard
 
 
 @contextmanager
-def _scratch(run: RunDir, *, is_last: bool) -> Iterator[None]:
+def _scratch(storage: Storage, *, is_last: bool) -> Iterator[None]:
     """One finish at a time, with an empty scratch folder that is gone afterwards.
 
     Args:
         is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
     """
-    with locked(run, doing="finish this run"):
+    run = storage.run
+    with storage.locked(doing="finish this run"):
         shutil.rmtree(run.finish_scratch, ignore_errors=True)
         try:
             yield
             if is_last:
+                storage.sweep()
                 shutil.rmtree(run.work, ignore_errors=True)
                 remove_leftovers(run.root)
                 for folder in (run.requests.parent, run.tokens(0).parent, run.unit_folders, run.done_marks, run.stats):

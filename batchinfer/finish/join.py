@@ -44,7 +44,7 @@ def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"cannot finish {run.root}: {reason}; free space, or use another output.dir if a file is damaged"
+            f"cannot finish {run.shown}: {reason}; free space, or use another output.dir if a file is damaged"
         ) from None
 
 
@@ -90,7 +90,7 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
     if (damaged or missing) and not allow_partial:
         how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} are not done"
         raise IncompleteRunError(
-            f"of {len(units)} work units in {run.root} {how}; run `batchinfer work {run.root}`, "
+            f"of {len(units)} work units in {run.shown} {how}; run `batchinfer work {run.shown}`, "
             f"{'which computes only the rows that are gone, ' if damaged else ''}or finish with --allow-partial"
         )
     return counted
@@ -112,14 +112,14 @@ def join_results(
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
     if surplus or unplanned:
         raise IncompleteRunError(
-            f"{surplus} results in {run.root} are double and {unplanned} are of another plan; {plan_again(run.root)}"
+            f"{surplus} results in {run.shown} are double and {unplanned} are of another plan; {plan_again(run.root)}"
         )
     target = run.finish_scratch / "delivered.parquet"
     connection.execute(f"COPY ({query('delivered')}) TO {literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)")
     connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {read_parquet(target)}")
     if missing and not allow_partial:
         raise IncompleteRunError(
-            f"{missing} results are not in {run.root}, although their units are marked done; {plan_again(run.root)}"
+            f"{missing} results are not in {run.shown}, although their units are marked done; {plan_again(run.root)}"
         )
     return missing
 

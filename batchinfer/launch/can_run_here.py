@@ -1,13 +1,12 @@
 """Whether this machine runs what a job names: a backend, an exchange, a dtype. Its ranks know."""
 
-from pathlib import Path
-
 from batchinfer.config import JobConfig
 from batchinfer.host_info import has_gpu
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.run.open_storage import storage_of
+from batchinfer.rundir import read_state
 from batchinfer.stop import StopSignal
 
 
@@ -48,7 +47,9 @@ def _depends_on_machine(job: JobConfig) -> bool:
 
 def _is_planned(job: JobConfig) -> bool:
     """Whether the run folder has a whole plan, or one that cannot be read, which the planner says."""
-    run = RunDir(Path(job.output.dir))
+    storage = storage_of(job)
+    storage.fetch("state")
+    run = storage.run
     try:
         return run.run_json.exists() and read_state(run)["state"] != "planning"
     except (ConfigError, LookupError, TypeError):

@@ -26,7 +26,7 @@ from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError, ModelError
-from batchinfer.rundir import RunDir
+from batchinfer.run.open_storage import storage_of
 from batchinfer.stop import StopSignal
 
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
@@ -215,7 +215,7 @@ def ranks_ahead(
     Args:
         know_experts: whether the plan will say that.
     """
-    if know_experts or RunDir(Path(job.output.dir)).run_json.exists():
+    if know_experts or _is_begun(job):
         yield None
         return
     ranks = open_local_ranks(job, stop, spare)
@@ -225,6 +225,12 @@ def ranks_ahead(
         yield ranks
     finally:
         ranks.close()
+
+
+def _is_begun(job: JobConfig) -> bool:
+    storage = storage_of(job)
+    storage.fetch("state")
+    return storage.run.run_json.exists()
 
 
 def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:

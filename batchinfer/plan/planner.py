@@ -45,11 +45,11 @@ from batchinfer.plan.unused_plan import make_way
 from batchinfer.progress import Progress, Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
-from batchinfer.run.lock import locked
-from batchinfer.run.probe import check_file_system
+from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
+from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
 
@@ -93,23 +93,25 @@ def plan_job(
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         learned = learn(learn_from, expert_loads, model, fingerprint)
         earlier = EarlierTokens(learn_from, fingerprint)
-        run = RunDir(Path(job.output.dir))
+        run = (storage := storage_of(job)).run
         if can_run_here is not None:
             can_run_here()
-        with _locked(run, job, again=again is not None):
+        with _locked(storage, job, again=again is not None):
             check_names(run, shards, job.output.format)
             claim_place(job, fingerprint)
-            state = _open_run(run, job, fingerprint, shards, again=again is not None)
-            session.attach(run)
+            state = _open_run(storage, job, fingerprint, shards, again=again is not None)
+            session.attach(storage)
             publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
             if state["state"] == "planning":
                 prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, earlier)
                 shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
                 if again is not None:
+                    storage.fetch("results", "claims")
                     again(run, prepared.manifest)
                 _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
+                storage.commit(anew=again is not None)
             else:
-                note(f"{run.root} is planned already; going on with that plan")
+                note(f"{run.shown} is planned already; going on with that plan")
                 if learn_from is not None or expert_loads is not None:
                     note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
     if strict:
@@ -118,9 +120,10 @@ def plan_job(
 
 
 def _open_run(
-    run: RunDir, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
+    storage: Storage, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
 ) -> dict[str, Any]:
     """What run.json says; written when it is not there, or the plan is to be made again."""
+    run, carried = storage.run, {}
     if run.run_json.exists():
         try:
             state = read_state(run)
@@ -129,11 +132,15 @@ def _open_run(
                 raise
             set_aside(run, error.path, error.reason)
         else:
-            if _is_same(run, state, fingerprint, again=again):
+            if _is_same(storage, state, fingerprint, again=again):
                 if not again:
+                    storage.fetch("plan")
                     return state
+                carried = {key: state[key] for key in (MADE,) if key in state}
+                storage.fetch("plan", "tokens")
                 _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
     state = {
+        **carried,
         "state": "planning",
         "fingerprint": fingerprint,
         "shards": [asdict(shard) for shard in shards],
@@ -143,15 +150,17 @@ def _open_run(
     return state
 
 
-def _is_same(run: RunDir, state: dict[str, Any], fingerprint: dict[str, Any], *, again: bool) -> bool:
+def _is_same(storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any], *, again: bool) -> bool:
     """Whether the plan in the run folder is this job's; another one has made way for it."""
+    run = storage.run
     try:
-        check_same(state["fingerprint"], fingerprint, run.root)
+        check_same(state["fingerprint"], fingerprint, run.shown)
     except RunMismatchError as mismatch:
         if again:
             raise
+        storage.fetch("plan", "results", "claims", "stats", "signs")
         make_way(run, state, mismatch)
-        note(f"{run.root} held the plan of another job, of which nothing was computed; it is planned anew")
+        note(f"{run.shown} held the plan of another job, of which nothing was computed; it is planned anew")
         return False
     return True
 
@@ -300,21 +309,25 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
 
 
 @contextmanager
-def _locked(run: RunDir, job: JobConfig, *, again: bool) -> Iterator[None]:
+def _locked(storage: Storage, job: JobConfig, *, again: bool) -> Iterator[None]:
     """Only one plan at a time in a run folder, which holds nothing else, can hold a run and is nobody else's."""
+    run = storage.run
     gid = group_id(job.output.shared_group, "output.shared_group")
     try:
         run.root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(run.root, gid)
         trust_run(run, job)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
-        if foreign and not run.run_json.exists() and not (again and run.job.exists()):
+        if run.uri is None and foreign and not run.run_json.exists() and not (again and run.job.exists()):
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
-    with locked(run, doing="plan this job"):
-        check_file_system(run)
+    if run.uri is not None:
+        storage.check()  # first: its reason is clearer than that of the lock, which is made by what is checked
+    with storage.locked(doing="plan this job"):
+        if run.uri is None:
+            storage.check()
         yield
 
 
@@ -357,7 +370,7 @@ def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> list[Shard
     """The job's shards, of which at least one can be read and has the columns that the job names."""
     with Stage("planning", "looking through the inputs"):
         roles = column_roles(job, encoders.columns)
-        shards = find_shards(job.input.files, Path(job.output.dir), job.s3, format=job.input.format, roles=roles)
+        shards = find_shards(job.input.files, storage_of(job).run.root, job.s3, format=job.input.format, roles=roles)
         _check_shards(shards, strict)
         _check_input(job, shards, encoders)
     return shards

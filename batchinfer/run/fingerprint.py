@@ -58,7 +58,7 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
     }
 
 
-def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path) -> None:
+def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path | str) -> None:
     """Refuse to go on in a run folder that another job made.
 
     Raises:

@@ -7,13 +7,15 @@ What is left of a killed session says so by its process, where that would be see
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note, under_way
-from batchinfer.records import DamagedFileError
+from batchinfer.records import DamagedFileError, StoreError
 from batchinfer.run.liveness import SILENT_S, is_dead, this_process
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, file_system_s, json_text, read_json
 
 BEAT_S = 5.0
@@ -22,8 +24,9 @@ BEAT_S = 5.0
 class Heartbeat:
     """The sign of life of a session of this process, from `start` to `stop`."""
 
-    def __init__(self, run: RunDir, session: str, command: str) -> None:
-        self._path, self._command = run.heartbeat(session), command
+    def __init__(self, storage: Storage, session: str, command: str) -> None:
+        self._storage, self._path, self._command = storage, storage.run.heartbeat(session), command
+        self._last_s = float("-inf")  # when it was kept
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._has_failed = False
@@ -46,9 +49,13 @@ class Heartbeat:
                 beside = self._path.with_suffix(".tmp")
                 beside.write_text(text, encoding="utf-8")
                 os.replace(beside, self._path)
-            except OSError as error:
+                if time.monotonic() - self._last_s >= self._storage.beat_s:
+                    self._storage.keep(self._path)
+                    self._last_s = time.monotonic()
+            except (OSError, StoreError) as error:
                 if not self._has_failed:
-                    note(f"warning: cannot write {self._path}: {error.strerror}; `status` does not see this command")
+                    reason = error.strerror if isinstance(error, OSError) else error
+                    note(f"warning: cannot write {self._path}: {reason}; `status` does not see this command")
                 self._has_failed = True
 
     def stop(self) -> None:
@@ -58,10 +65,10 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         try:
-            self._path.unlink(missing_ok=True)
+            self._storage.forget(self._path)
             for folder in self._path.parents[:2]:
                 folder.rmdir()
-        except OSError:  # others have something in it, or it is gone
+        except (OSError, StoreError):  # others have something in it, or it is gone
             return
 
     def _run(self) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.open_storage import bucket_storage, storage_of
+from batchinfer.run.storage import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
@@ -20,33 +22,46 @@ def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bo
     return run_of(job, target, may_be_planning=may_be_planning), job
 
 
-def run_of(job: JobConfig, target: Path, *, may_be_planning: bool = False) -> RunDir:
+def run_of(job: JobConfig, target: Path, *parts: Part, may_be_planning: bool = False) -> RunDir:
     """The run folder of a job that is planned.
 
     Args:
         target: what a person calls the job.
+        parts: as in `run_folder`.
 
     Raises:
         ConfigError, RunMismatchError: as `planned_run`.
     """
-    run = RunDir(Path(job.output.dir))
-    state = None
+    storage = storage_of(job)
+    storage.fetch("state", *parts)
+    run, state = storage.run, None
     if run.run_json.exists():
         trust_run(run, job)
         state = read_state(run)
     if state is None or (state["state"] == "planning" and not may_be_planning):
-        raise ConfigError(f"{run.root} has no complete plan yet; run `batchinfer plan {target}` first")
-    check_same(state["fingerprint"], settings_fingerprint(job), run.root)
+        raise ConfigError(f"{run.shown} has no complete plan yet; run `batchinfer plan {target}` first")
+    check_same(state["fingerprint"], settings_fingerprint(job), run.shown)
     return run
 
 
-def run_folder(target: Path) -> Path:
-    """The run folder that is meant: itself, or the output.dir of a job file.
+def run_folder(target: Path, *parts: Part) -> Path:
+    """The run folder that is meant: itself, or the output.dir of a job file; of one in s3:// this node's copy.
+
+    Args:
+        parts: that are to be in such a copy, besides run.json and job.toml.
 
     Raises:
         ConfigError: there is no such file or folder, or the job file is wrong.
+        StoreError: the object store does not answer, or refuses to.
     """
-    return target if target.is_dir() else Path(job_of(target, ()).output.dir)
+    if target.is_dir():
+        return target
+    uri = uri_of(target)
+    storage = storage_of(job_of(target, ())) if uri is None else bucket_storage(uri, None)
+    storage.fetch("state", *parts)
+    if uri is not None:
+        _refuse_nothing(storage.run)
+    return storage.run.root
 
 
 def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
@@ -55,6 +70,9 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     Raises:
         ConfigError: there is no such file or folder, or it is none.
     """
+    uri = uri_of(target)
+    if uri is not None:
+        return _job_in_bucket(bucket_storage(uri, None), overrides)
     if not target.is_dir():
         if not target.exists() and target.suffix != ".toml":
             raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
@@ -63,5 +81,21 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     if not run.job.exists() or not (run.run_json.exists() or run.unit_folders.exists()):
         raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
     job = load_job(run.job, overrides)
+    if is_in_bucket(job.output.dir):  # the folder is this node's copy of that
+        return job
     # the folder itself counts, not the output.dir written in it: it may have been moved
     return job.model_copy(update={"output": job.output.model_copy(update={"dir": str(run.root)})})
+
+
+def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
+    """The job whose run folder is there: its own output.dir, or what that was copied to."""
+    storage.fetch("state")
+    run = storage.run
+    _refuse_nothing(run)
+    job = load_job(run.job, overrides)
+    return job.model_copy(update={"output": job.output.model_copy(update={"dir": run.shown})})
+
+
+def _refuse_nothing(run: RunDir) -> None:
+    if not run.job.exists() or not run.run_json.exists():
+        raise ConfigError(f"{run.shown} holds no complete plan; give its job file, or `batchinfer plan` it first")

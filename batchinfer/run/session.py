@@ -18,6 +18,7 @@ from batchinfer.host_info import node_name
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
@@ -49,11 +50,13 @@ class Session:
         self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
+        self._storage: Storage
         self._heart: Heartbeat | None = None
 
-    def attach(self, run: RunDir) -> None:
+    def attach(self, storage: Storage) -> None:
         """Start recording, once the run folder is known to be this job's."""
-        self._run, self._heart = run, Heartbeat(run, self.name, self.command)
+        self._storage, self._run = storage, storage.run
+        self._heart = Heartbeat(storage, self.name, self.command)
         self._heart.start()  # first: a row without a sign of life is one of which nobody knows
         self.record("running")
 
@@ -87,6 +90,7 @@ class Session:
         }
         with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
             writer.write_table(pa.Table.from_pylist([row], schema=STATS_NODES.schema))
+        self._storage.keep_statistics(self.name)
         if self._heart is not None:
             self._heart.beat()
 

@@ -16,7 +16,7 @@ def trust_run(run: RunDir, job: JobConfig) -> None:
         ConfigError: others than its owner or its group may write in it, or a group of the job cannot be had.
     """
     group_id(job.kv.shared_group, "kv.shared_group")  # ranks would only go on without the store
-    gid = group_id(job.output.shared_group, "output.shared_group")
+    gid = group_id(job.output.shared_group, "output.shared_group") if run.uri is None else None  # a copy is private
     try:
         warning = check_folder(run.root, gid, setting="output.dir")
     except OSError as error:

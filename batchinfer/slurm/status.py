@@ -16,6 +16,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.heartbeat import Sign, signs_of_life
+from batchinfer.run.storage import Part, Storage
 from batchinfer.rundir import RunDir, file_system_s, read_json, read_state
 from batchinfer.slurm import client, submit
 from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
@@ -96,6 +97,9 @@ class _File:
     errors: tuple[str, ...] = ()
 
 
+STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats", "signs")
+
+
 class StatusReader:
     """Reads a run's status again and again; what cannot change any more is read once.
 
@@ -103,8 +107,8 @@ class StatusReader:
         counted: the result files that counted when it was last read.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, storage: Storage | None = None) -> None:
+        self._run, self._storage = run, storage
         self.counted: list[Path] = []
         self._units: list[dict[str, Any]] = []  # read when the plan is complete
         self._files: dict[Path, _File] = {}
@@ -117,10 +121,12 @@ class StatusReader:
         Raises:
             ConfigError: a file of the run folder is missing or damaged.
         """
+        if self._storage is not None:
+            self._storage.fetch(*STATUS_PARTS)
         state = read_state(self._run)
         sessions = [sign for sign in signs_of_life(self._run).values() if sign.may_live]
         if state["state"] == "planning":
-            return Status(run=str(self._run.root), state="planning", activity="planning", sessions=sessions)
+            return Status(run=self._run.shown, state="planning", activity="planning", sessions=sessions)
         if not self._units:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
@@ -161,7 +167,7 @@ class StatusReader:
         workers = [sign for sign in sessions if sign.command in ("work", "run")]
         is_running = bool(holders or workers) and len(self._done) < len(self._units)
         return Status(
-            run=str(self._run.root),
+            run=self._run.shown,
             state=state["state"],
             activity="running" if is_running else _idle(state["state"], was_begun, len(self._done), len(self._units)),
             workers=len({(holder.node, holder.process) for holder in holders}) or len(workers) * is_running,
@@ -370,5 +376,5 @@ def _problems(
     errors = Counter(error for file in files for error in file.errors)
     problems += [f"{count} x {error}" for error, count in errors.most_common(3)]
     if errors:
-        problems.append(f"`batchinfer retry {run.root}` gives failed requests another try")
+        problems.append(f"`batchinfer retry {run.shown}` gives failed requests another try")
     return problems

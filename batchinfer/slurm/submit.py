@@ -17,6 +17,7 @@ from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
+from batchinfer.run.storage import is_in_bucket
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
@@ -59,8 +60,13 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
 
     Raises:
         ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
-            their rows cannot travel between these.
+            their rows cannot travel between these; or the run folder is in an object store.
     """
+    if is_in_bucket(job.output.dir):
+        raise ConfigError(
+            f"output.dir is {job.output.dir}, but tasks of `submit` share a folder; name one that all nodes see, or "
+            f"have your own array start `batchinfer work {job.output.dir}`"
+        )
     for option in _WHERE:
         value = getattr(shape, option)
         if value is not None:

@@ -157,7 +157,7 @@ WRONG = [
     ({"data": ["a"], "cluster": 2}, "cluster is 2, not a dict"),
     ({"data": ["a"], "cluster": {"ranks": 2}}, "cluster.ranks is not a known key"),
     ({"data": ["a"], "input": {"files": ["x"]}}, "input.files is set, but the rows of generate() are its data"),
-    ({"data": ["a"], "output": {"dir": "s3://a/b"}}, "output.dir is a URI"),
+    ({"data": ["a"], "output": {"dir": "gs://a/b"}}, "output.dir is a URI"),
     ({"data": ["a"], "token_ids": "x"}, "token_ids is 'x', but data is a list of prompt"),
     ({"data": ["a", [1]]}, "data holds rows of several kinds (prompt and token_ids)"),
     ({"data": ["a", 1.5]}, "row 1 of data is a float that is no prompt"),

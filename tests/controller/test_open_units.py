@@ -15,6 +15,7 @@ import pytest
 from batchinfer.controller import claims, open_units
 from batchinfer.controller.claims import UnitClaims, last_claim
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from support.claimants import Counter, claim_all
 
@@ -65,7 +66,7 @@ def test_calls_per_unit_hardly_grow_with_the_number_of_controllers(quick_folder,
 def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
     run = RunDir(tmp_path)
     with UnitClaims(run) as mine:
-        units = OpenUnits(run, rows(4))
+        units = OpenUnits(FolderStorage(run), rows(4))
         assert [take(units, mine) for _ in range(4)] == [0, 1, 2, 3]
         assert take(units, mine, held=range(4)) is None
         assert not units.are_all_done(mine.completed)
@@ -74,7 +75,7 @@ def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
 def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
     run = RunDir(tmp_path)
     with UnitClaims(run) as first, UnitClaims(run) as second:
-        ours, theirs = OpenUnits(run, rows(40)), OpenUnits(run, rows(40))
+        ours, theirs = OpenUnits(FolderStorage(run), rows(40)), OpenUnits(FolderStorage(run), rows(40))
         assert [take(ours, first) for _ in range(3)] == [0, 1, 2]
         taken = [take(theirs, second) for _ in range(20)]
         assert not set(taken) & {0, 1, 2}
@@ -87,8 +88,8 @@ def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(t
     """Clients of a network file system may be shown a folder as it was a minute ago."""
     run, tried = RunDir(tmp_path), []
     with UnitClaims(run) as other, UnitClaims(run) as mine:
-        monkeypatch.setattr(open_units, "_named", lambda _, num_units: np.zeros(num_units, dtype=bool))
-        units = OpenUnits(run, rows(40))
+        monkeypatch.setattr(open_units, "_named", lambda *_: np.zeros(40, dtype=bool))
+        units = OpenUnits(FolderStorage(run), rows(40))
         for unit in range(40):
             other.try_claim(unit)
 
@@ -104,9 +105,9 @@ def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(t
 def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
     run = RunDir(tmp_path)
     with UnitClaims(run) as first, UnitClaims(run) as second:
-        ours = OpenUnits(run, rows(2))
+        ours = OpenUnits(FolderStorage(run), rows(2))
         held = [ours.claim(first.try_claim, set())[1] for _ in range(2)]
-        theirs = OpenUnits(run, rows(2))
+        theirs = OpenUnits(FolderStorage(run), rows(2))
         assert take(theirs, second) is None
         assert not theirs.are_all_done(second.completed)
         first.complete(held[0])
@@ -122,7 +123,7 @@ def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pause
 def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_path, without_pauses):
     run = RunDir(tmp_path)
     with UnitClaims(run) as mine, UnitClaims(run) as other:
-        units = OpenUnits(run, rows(2))
+        units = OpenUnits(FolderStorage(run), rows(2))
         mine.complete(units.claim(mine.try_claim, set())[1])
         assert other.try_claim(1) is not None  # so that there is something to wait for
         assert take(units, mine) is None
@@ -157,7 +158,7 @@ def test_asking_whether_all_is_done_does_not_keep_a_controller_from_claiming(tmp
     run = RunDir(tmp_path)
     with UnitClaims(run) as other, UnitClaims(run) as mine:
         held = other.try_claim(0)
-        units = OpenUnits(run, rows(1))
+        units = OpenUnits(FolderStorage(run), rows(1))
         assert take(units, mine) is None
         other.release(held)
         for _ in range(100):

@@ -290,7 +290,7 @@ BAD = [
     ({"output.publish": "s3://no-such-bucket/results"}, "NO_SUCH_BUCKET"),
     ({"output.publish": "s3://me:hush@results"}, "holds credentials"),
     ({"output.publish": "results"}, "output.dir is the place for a folder"),
-    ({"output.dir": "s3://results/run"}, "output.publish"),
+    ({"output.dir": "gs://results/run"}, "output.publish"),
     ({"model.path": "s3://data/model"}, "must be a folder"),
     ({"kv.dir": "s3://data/kv"}, "must be a folder"),
     ({"s3.endpoint": "http://me:hush@127.0.0.1"}, "of the form https://host:port"),

@@ -6,6 +6,7 @@ import threading
 
 from batchinfer.finish.wait import wait_for_units
 from batchinfer.plan import packing
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, start, write_job, write_questions
 
@@ -15,7 +16,7 @@ def test_it_returns_when_the_last_unit_is_done(tmp_path, monkeypatch):
     write_questions(tmp_path / "prompts", (3,))
     assert batchinfer("plan", write_job(tmp_path)).code == 0
     run = RunDir(tmp_path / "run")
-    waiting = threading.Thread(target=wait_for_units, args=(run, 0.02), daemon=True)
+    waiting = threading.Thread(target=wait_for_units, args=(FolderStorage(run), 0.02), daemon=True)
     waiting.start()
     run.done_marks.mkdir(exist_ok=True)
     for unit in range(3):

@@ -14,6 +14,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.plan.preflight import check_names
 from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.run.session import Session
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 
@@ -204,7 +205,7 @@ def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interru
     # DuckDB, interrupted in a query, raises a RuntimeError of its own instead of the signal's exception
     stop = SimpleNamespace(requested=True)
     session = Session("finish", stop)
-    session.attach(RunDir(tmp_path))
+    session.attach(FolderStorage(RunDir(tmp_path)))
     with pytest.raises(InterruptedRunError, match="run the same command"), session:
         raise RuntimeError("Query interrupted")
     (row,) = pq.read_table(next((tmp_path / "stats" / "nodes").glob("*.parquet"))).to_pylist()

@@ -9,6 +9,7 @@ import pytest
 
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
 from support.jobs import answers, batchinfer, start, write_job, write_questions
 
@@ -68,7 +69,7 @@ def add_session(run):
     row = {**pq.read_table(session).to_pylist()[0], "session": "other", "command": "work", "state": "running"}
     table = pa.Table.from_pylist([{**row, "node": "far"}], STATS_NODES.schema)
     pq.write_table(table, session.with_name("other.parquet"))
-    return Heartbeat(RunDir(run), "other", "work")
+    return Heartbeat(FolderStorage(RunDir(run)), "other", "work")
 
 
 def write_sign(run, **changes):

@@ -18,6 +18,7 @@ import pytest
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
 from support.faults import fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
@@ -136,7 +137,7 @@ def test_a_plan_under_way_is_planning(planned):
     found = status(planned)
     assert (found["state"], found["activity"], found["units"], found["sessions"]) == ("planning", "planning", 0, [])
     assert "planning was interrupted, nobody is at it: `batchinfer plan` goes on" in batchinfer("status", planned).out
-    session, meter = Heartbeat(run, "1", "plan"), Progress("tokenise", 30, "rows", phase="planning")
+    session, meter = Heartbeat(FolderStorage(run), "1", "plan"), Progress("tokenise", 30, "rows", phase="planning")
     with meter:
         meter.advance(12)
         session.start()

@@ -25,6 +25,7 @@ import numpy as np
 from batchinfer.controller import open_units
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.run.storage import FolderStorage, Storage
 from batchinfer.rundir import RunDir
 
 NAMES_PER_CALL = 1000
@@ -126,10 +127,10 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
     """Pauses by the simulated clock, listings shared by those who ask within a while and counted for each."""
     listings: dict[Path, tuple[float, np.ndarray]] = {}
 
-    def named(folder: Path, num_units: int) -> np.ndarray:
+    def named(storage: Storage, folder: Path, num_units: int) -> np.ndarray:
         listed_s, found = listings.get(folder, (-LISTING_S, None))
         if found is None or clock.now_s >= listed_s + LISTING_S:
-            found = plain_named(folder, num_units)
+            found = plain_named(storage, folder, num_units)
             listings[folder] = clock.now_s, found
         counter.calls["list"] += 1 + int(found.sum()) // NAMES_PER_CALL
         return found
@@ -145,7 +146,7 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
 class _Controller:
     def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random) -> None:
         self._claims, self._rng = UnitClaims(run), rng
-        self._units = OpenUnits(run, rows, start=None)
+        self._units = OpenUnits(FolderStorage(run), rows, start=None)
         self._units._random = rng  # the same every time
         self._claim: Any = None
 

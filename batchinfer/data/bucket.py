@@ -1,0 +1,323 @@
+"""A folder in an S3-compatible object store whose objects are created once and replaced by whoever saw them last.
+
+What a run folder on a disk does by links and renames is done here by conditional writes: If-None-Match creates an
+object unless it is there, If-Match replaces it unless somebody else has. A write whose answer is lost may have
+happened all the same: after any error that says neither yes nor no, and after each refusal, the object is read back
+and compared with what was to be written. So what is written under a condition must differ from all other writes of
+its name (a token, a counter). ETags are only ever compared, never understood.
+
+obstore's own retries are off: it would take the refusal of a second try for the loss of a race that the first had won.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchinfer.config import S3Config
+from batchinfer.data.profiles import profile_keys
+from batchinfer.data.stores import CONNECT_S, REQUEST_S, reason_of, s3_endpoint, s3_region
+from batchinfer.records import ConfigError, StoreError
+
+ATTEMPTS = 8  # of a request that a store may answer later
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two of them, drawn by chance up to twice the last
+CHUNK_BYTES = 16 << 20
+WHOLE_S = 600.0  # of a request with all its bytes
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object as it was read; `version` is what `replace` wants."""
+
+    data: bytes
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object by a listing, which may be older than the object."""
+
+    name: str  # below the folder
+    num_bytes: int
+    written_s: float  # Unix time by the store's clock
+    version: str
+
+
+class Bucket:
+    """The objects below a URI such as s3://bucket/folder; names count from there.
+
+    Nothing is asked of the store when this is made, but which region a bucket of Amazon's is in.
+
+    Raises:
+        ConfigError: the URI names no bucket, or obstore is not installed.
+        StoreError: from every method, when the store does not answer, refuses, or has no such bucket.
+    """
+
+    def __init__(self, uri: str, s3: S3Config) -> None:
+        self.uri = uri.rstrip("/")
+        self._store = _connection(self.uri, s3, s3_endpoint(s3), CONNECT_S, REQUEST_S)
+        self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
+
+    def read(self, name: str) -> Found | None:
+        """An object; None when it is not there."""
+
+        return self._try("get", name, lambda: self._get(name))
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write an object that is not there yet; its version, or None when somebody else's is there."""
+        return self._write(name, data, "create", None)
+
+    def replace(self, name: str, data: bytes, version: str) -> str | None:
+        """Write over an object as it was seen; its new version, or None when it is another one meanwhile, or gone."""
+        return self._write(name, data, {"e_tag": version}, version)
+
+    def put(self, name: str, source: bytes | Path) -> None:
+        """Write an object whatever is there: for names that only one process writes, or whose bytes they tell."""
+        self._try("put", name, lambda: self._put(name, source, "overwrite"))
+
+    def fetch(self, name: str, target: Path) -> bool:
+        """Write an object's bytes to a file; False when there is no such object."""
+
+        def get() -> bool:
+            try:
+                got = _library().get(self._store, name)
+                with open(target, "wb") as file:
+                    for chunk in got.stream(min_chunk_size=CHUNK_BYTES):
+                        file.write(chunk)
+            except FileNotFoundError as error:
+                self._refuse_no_bucket(error)
+                return False
+            return True
+
+        return self._try("get", name, get)
+
+    def objects(self, folder: str) -> Iterator[Listed]:
+        """All objects in a folder and those below, by one request for each 1,000."""
+
+        def pages() -> list[Any]:
+            try:
+                found = list(_library().list(self._store, f"{folder}/", chunk_size=1000))
+            except FileNotFoundError as error:
+                self._refuse_no_bucket(error)
+                found = []
+            self.requests["list"] += max(0, len(found) - 1)  # the first page is counted as a try
+            return found
+
+        for page in self._try("list", folder, pages):
+            for item in page:
+                yield Listed(item["path"], item["size"], item["last_modified"].timestamp(), str(item["e_tag"]))
+
+    def top_names(self) -> set[str]:
+        """Names of objects that are in no folder, and of the folders."""
+
+        def ask() -> set[str]:
+            found = _library().list_with_delimiter(self._store)
+            return {*found["common_prefixes"], *(item["path"] for item in found["objects"])}
+
+        return self._try("list", "", ask)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+
+        def delete() -> None:
+            try:
+                _library().delete(self._store, name)
+            except FileNotFoundError as error:
+                self._refuse_no_bucket(error)
+
+        self._try("delete", name, delete)
+
+    def _write(self, name: str, data: bytes, mode: Any, version: str | None) -> str | None:
+        """A conditional write; `version`: what it is to replace, None for a new object."""
+        errors = _library().exceptions
+
+        def write() -> str | None:
+            try:
+                return self._put(name, data, mode)
+            except FileNotFoundError as error:  # a replaced object is gone: as S3 says it, or as obstore does
+                self._refuse_no_bucket(error)
+            except (errors.AlreadyExistsError, errors.PreconditionError) as error:
+                self._refuse_no_bucket(error)
+            except errors.BaseError as error:
+                _raise_if_final(error)
+                found = self._read_back(name)
+                if found is not None and found.data == data:
+                    return found.version
+                raise
+            found = self._read_back(name)
+            if found is not None and found.data == data:
+                return found.version  # an earlier try, whose answer was lost
+            if (None if found is None else found.version) == version:
+                raise _UnsettledError("another write of it was under way")  # S3's 409: nothing has changed
+            return None
+
+        return self._try("put", name, write)
+
+    def _read_back(self, name: str) -> Found | None:
+        self.requests["get"] += 1
+        return self._get(name)  # where this fails the write is tried again
+
+    def _get(self, name: str) -> Found | None:
+        try:
+            got = _library().get(self._store, name)
+            return Found(bytes(got.bytes()), str(got.meta["e_tag"]))
+        except FileNotFoundError as error:
+            self._refuse_no_bucket(error)
+            return None
+
+    def _put(self, name: str, source: bytes | Path, mode: Any) -> str:
+        written = _library().put(self._store, name, source, mode=mode, chunk_size=CHUNK_BYTES)
+        return str(written["e_tag"])
+
+    def _try(self, kind: str, name: str, call: Callable[[], Result]) -> Result:
+        """Do something, again and again while the store may only be busy."""
+        base = _library().exceptions.BaseError
+        pause_s = FIRST_PAUSE_S
+        for attempt in range(ATTEMPTS):
+            self.requests[kind] += 1
+            try:
+                return call()
+            except (base, _UnsettledError, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # of a file on this machine
+                if attempt == ATTEMPTS - 1 or _is_final(error):
+                    raise _failure(kind, f"{self.uri}/{name}", error) from None
+            time.sleep(random.uniform(0, pause_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _refuse_no_bucket(self, error: Exception) -> None:
+        """An object that is missing is an answer; a bucket that is missing is none."""
+        if "NoSuchBucket" in str(error):
+            bucket = self.uri.removeprefix("s3://").partition("/")[0]
+            raise StoreError(
+                f"there is no bucket {bucket} ({self.uri}); make it, or correct output.dir and s3.endpoint"
+            )
+
+
+class _UnsettledError(Exception):
+    """Neither done nor refused."""
+
+
+def check_bucket(bucket: Bucket) -> None:
+    """Try what a run needs of a bucket, with an object of its own that is gone afterwards.
+
+    Raises:
+        ConfigError: it has no conditional writes, or does not show what was written last.
+        StoreError: it cannot be reached or written.
+    """
+    name = f"work/probe-{os.urandom(8).hex()}"
+    try:
+        missing = _missing(bucket, name)
+    except StoreError as error:
+        if "NotImplemented" not in str(error) and "not implemented" not in str(error):
+            raise
+        missing = f"has no conditional writes ({error})"
+    finally:
+        bucket.delete(name)
+    if missing is not None:
+        raise ConfigError(
+            f"the store of output.dir {bucket.uri} {missing}; use one that honours If-None-Match and If-Match when "
+            "objects are put (Amazon S3 does), or choose a folder on a shared file system"
+        )
+
+
+def _missing(bucket: Bucket, name: str) -> str | None:
+    """What a store lacks, if it lacks anything."""
+    first = bucket.create(name, b"first")
+    if first is None:
+        return "says that a new name is taken"
+    if bucket.create(name, b"second") is not None:
+        return "lets two processes create one name: it ignores If-None-Match"
+    second = bucket.replace(name, b"third", first)
+    if second is None:
+        return "refuses to replace an object that nobody has changed: it does not know If-Match"
+    if bucket.replace(name, b"fourth", first) is not None:
+        return "lets one process write over another's change: it ignores If-Match"
+    found = bucket.read(name)
+    if found is None or (found.data, found.version) != (b"third", second):
+        return "does not show what was written to it last"
+    return None
+
+
+# ---- the library
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError:
+        raise ConfigError(
+            "a run folder in an object store (output.dir) needs obstore: pip install 'batchinfer[bucket]'"
+        ) from None
+    return obstore
+
+
+@lru_cache(maxsize=64)
+def _connection(uri: str, s3: S3Config, endpoint: str | None, connect_s: float, request_s: float) -> Any:
+    name, _, prefix = uri.removeprefix("s3://").partition("/")
+    if not name or not uri.startswith("s3://"):
+        raise ConfigError(f"{uri} names no bucket; write s3://bucket/folder")
+    library = _library()
+    if endpoint is not None and "://" not in endpoint:
+        endpoint = f"https://{endpoint}"
+    options: dict[str, Any] = {"skip_signature": True} if s3.anonymous else profile_keys()
+    if endpoint is not None:
+        options["aws_endpoint_url_s3"] = endpoint.rstrip("/")  # the key that goes before the environment
+    return library.store.S3Store(
+        name,
+        prefix=prefix or None,
+        region=s3_region(name, s3),
+        client_options={
+            "connect_timeout": f"{connect_s:g}s",
+            "read_timeout": f"{request_s:g}s",
+            "timeout": f"{WHOLE_S:g}s",
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        },
+        retry_config={"max_retries": 0},
+        **options,
+    )
+
+
+def _failure(kind: str, uri: str, error: Exception) -> StoreError:
+    doing = {"get": "read", "put": "write"}.get(kind, kind)
+    return StoreError(
+        f"cannot {doing} {uri}: {_reason(error)}; check the bucket's name, the credentials, s3.endpoint and the network"
+    )
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another try would bring the same answer."""
+    errors = _library().exceptions
+    is_refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.NotFoundError))
+    return is_refused or re.search(r"\b(400 Bad Request|501 Not Implemented|NotImplemented)\b", str(error)) is not None
+
+
+def _raise_if_final(error: Exception) -> None:
+    if _is_final(error):
+        raise error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong: S3's own words where it has said some."""
+    text = str(error)
+    code, words = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
+    if code is not None:
+        return f"{code[1]}: {words[1].rstrip('. ')}" if words is not None else code[1]
+    if "169.254.169.254" in text or "security-credentials" in text:
+        return "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a machine's role)"
+    status = re.search(r"non-2xx status code: (\d+ [\w ]+)", text)
+    return status[1].strip() if status is not None else reason_of(error)

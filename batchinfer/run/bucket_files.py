@@ -1,0 +1,118 @@
+"""Files of this node's copy of a run folder, and their objects."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from batchinfer.data.bucket import Bucket
+from batchinfer.manifest import Checksums, file_checksums
+from batchinfer.ownership import check_folder, make_folder
+from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.run.storage import Part
+from batchinfer.rundir import RunDir, published
+
+TRANSFERS = 8  # at a time
+DIGEST_LETTERS = 16
+
+
+class BucketFiles:
+    """Puts and fetches files; each by the path that it has in the copy."""
+
+    def __init__(self, bucket: Bucket, run: RunDir) -> None:
+        self._bucket, self._run = bucket, run
+        self._kept: dict[Path, tuple[int, int]] = {}  # as they were when they were put
+
+    def name(self, path: Path) -> str:
+        """The object of a file."""
+        return path.relative_to(self._run.root).as_posix()
+
+    def vouched_name(self, path: Path, checksums: Checksums) -> str:
+        """The object of a file that run.json vouches for.
+
+        Those of a plan have their digest in the name: a process that has lost its lock, and does not know yet, cannot
+        write over the plan of the one that has it now.
+        """
+        if part_of(path, self._run) == "outputs":
+            return self.name(path)
+        return self.name(path.with_name(f"{path.stem}-{checksums.digest[:DIGEST_LETTERS]}{path.suffix}"))
+
+    def put(self, path: Path) -> None:
+        self._bucket.put(self.name(path), path)
+
+    def put_changed(self, path: Path) -> None:
+        """Put a file unless that was done with it as it is now."""
+        now = _as_it_is(path)
+        if self._kept.get(path) != now:
+            self.put(path)
+            self._kept[path] = now
+
+    def note_kept(self, path: Path) -> None:
+        """A file is in the bucket as it is now."""
+        self._kept[path] = _as_it_is(path)
+
+    def fetch_vouched(self, path: Path, checksums: Checksums) -> None:
+        """Have a file that run.json vouches for; one that is damaged in the store comes so, for its readers to find."""
+        try:
+            if path.stat().st_size == checksums.num_bytes and file_checksums(path) == checksums:
+                return
+        except (OSError, DamagedFileError):
+            pass
+        self.fetch(self.vouched_name(path, checksums), path)
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Have an object as a file.
+
+        Raises:
+            DamagedFileError: it is gone.
+        """
+        with published(path) as temporary:
+            if not self._bucket.fetch(name, temporary):
+                raise DamagedFileError(path, f"{self._bucket.uri}/{name} is gone")
+
+    def each(self, call: Callable[[Any], object], items: Iterable[Any]) -> None:
+        """Several transfers at a time."""
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            for _ in pool.map(call, items):
+                pass
+
+
+def part_of(path: Path, run: RunDir) -> Part:
+    """The part of a run folder that a file of its manifest belongs to."""
+    if path.is_relative_to(run.outputs) or path.is_relative_to(run.dataset):
+        return "outputs"
+    return "tokens" if path.parent == run.tokens(0).parent else "plan"
+
+
+def make_copy(run: RunDir) -> None:
+    """Make the folder of this node's copy, in which nobody else may write.
+
+    Raises:
+        ConfigError: it cannot be made, or is somebody else's.
+    """
+    parent = run.root.parent
+    try:
+        parent.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (parent.parent, parent, run.root):
+            make_folder(folder, None)
+        check_folder(run.root, None, setting="output.work_dir")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make this node's copy of {run.shown} in {parent.parent}: {error.strerror or error}; choose "
+            "another output.work_dir"
+        ) from None
+
+
+def clear_copy(run: RunDir) -> None:
+    """Delete what is of another run."""
+    for path in run.root.iterdir():
+        if path != run.lock:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _as_it_is(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns

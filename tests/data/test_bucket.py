@@ -1,0 +1,159 @@
+"""Conditional writes on a real S3 server, with answers that get lost."""
+
+import threading
+from functools import partial
+
+import pytest
+
+from batchinfer.config import S3Config
+from batchinfer.data import bucket as bucket_module
+from batchinfer.data.bucket import Bucket, check_bucket
+from batchinfer.records import ConfigError, StoreError
+from support.faulty_store import Faults, faulty_store
+from support.object_store import s3_server
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as running:
+        running.make_bucket("runs")
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(bucket_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(bucket_module, "REQUEST_S", 0.5)
+
+
+def bucket_at(url, folder):
+    return Bucket(f"s3://runs/{folder}", S3Config(endpoint=url))
+
+
+def test_an_object_is_created_once_and_replaced_by_who_saw_it_last(server):
+    here = bucket_at(server.endpoint, "once")
+    version = here.create("a/name", b"first")
+    assert version is not None
+    assert here.create("a/name", b"second") is None
+    newer = here.replace("a/name", b"third", version)
+    assert newer is not None
+    assert here.replace("a/name", b"fourth", version) is None
+    assert here.read("a/name") == bucket_module.Found(b"third", newer)
+    assert here.replace("not/there", b"x", version) is None
+    assert here.read("not/there") is None
+    here.put("a/other", b"12345")
+    assert [(item.name, item.num_bytes) for item in here.objects("a")] == [("a/name", 5), ("a/other", 5)]
+    here.delete("a/name")
+    here.delete("a/name")
+    assert here.read("a/name") is None
+
+
+def test_a_file_is_put_and_fetched_in_pieces(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket_module, "CHUNK_BYTES", 5 << 20)
+    here, source, target = bucket_at(server.endpoint, "files"), tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * (48 << 10))  # 12 MiB
+    here.put("large", source)
+    assert here.fetch("large", target)
+    assert target.read_bytes() == source.read_bytes()
+    assert not here.fetch("nothing", target)
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "lost", "timeout", "late"])
+def test_a_write_whose_answer_is_lost_is_known_for_what_it_did(server, fault):
+    """Many requests fail: who has created or replaced is told so, once, and nobody else."""
+    with faulty_store(
+        server, Faults(share=0.3, kinds=(fault,), hold_s=0.6, most=4 if fault == "timeout" else 20)
+    ) as url:
+        here = bucket_at(url, f"lost-{fault}")
+        for number in range(8):
+            name, mine = f"name-{number}", f"mine {number}".encode()
+            version = here.create(name, mine)
+            assert version is not None
+            assert here.create(name, b"another") is None
+            newer = here.replace(name, mine + b", newer", version)
+            assert newer is not None
+            assert here.replace(name, b"too late", version) is None
+            assert here.read(name).data == mine + b", newer"
+
+
+def winners(write, text):
+    """Which of four that write at once are told that they did."""
+    won = []
+
+    def attempt(me):
+        if write(f"{text} {me}".encode()) is not None:
+            won.append(me)
+
+    threads = [threading.Thread(target=attempt, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won
+
+
+def test_of_many_that_create_or_replace_at_once_one_succeeds(server):
+    faults = Faults(share=0.25, kinds=("500", "lost", "late"), seed=1)
+    with faulty_store(server, faults) as url:
+        here = bucket_at(url, "races")
+        for number in range(6):
+            assert len(winners(partial(here.create, f"name-{number}"), "first of")) == 1
+            version = here.read(f"name-{number}").version
+            assert len(winners(partial(here.replace, f"name-{number}", version=version), "second of")) == 1
+    assert faults.injected["lost"] > 0
+
+
+def test_a_store_that_goes_on_failing_is_one_sentence(server):
+    with faulty_store(server, Faults(share=1.0, kinds=("503",))) as url:
+        here = bucket_at(url, "down")
+        with pytest.raises(StoreError, match="cannot write s3://runs/down/name: SlowDown: injected; check the bucket"):
+            here.create("name", b"x")
+    assert here.requests["put"] == bucket_module.ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        ("ignored", "lets two processes create one name: it ignores If-None-Match"),
+        ("refused", "has no conditional writes"),
+    ],
+)
+def test_a_bucket_without_conditional_writes_is_refused_with_the_reason(server, conditions, reason):
+    check_bucket(bucket_at(server.endpoint, "fine"))
+    with faulty_store(server, Faults(conditions=conditions)) as url:
+        here = bucket_at(url, "without")
+        with pytest.raises(ConfigError, match=reason):
+            check_bucket(here)
+    assert list(bucket_at(server.endpoint, "without").objects("work")) == []
+
+
+def test_wrong_buckets_and_credentials_are_sentences(server, monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="names no bucket"):
+        Bucket("s3://", S3Config(endpoint=server.endpoint))
+    with pytest.raises(StoreError, match=r"there is no bucket nowhere \(s3://nowhere/run\)"):
+        check_bucket(Bucket("s3://nowhere/run", S3Config(endpoint=server.endpoint)))
+    server.check_permissions(on=True)
+    try:
+        with pytest.raises(StoreError, match=r"InvalidAccessKeyId: .*; check the bucket's name, the credentials"):
+            check_bucket(bucket_at(server.endpoint, "closed"))
+    finally:
+        server.check_permissions(on=False)
+
+
+def test_keys_come_from_a_profile_where_the_environment_has_none(monkeypatch, tmp_path):
+    from batchinfer.data.profiles import profile_keys
+
+    (tmp_path / "credentials").write_text("[default]\naws_access_key_id = A\naws_secret_access_key = S%S\n")
+    (tmp_path / "config").write_text("[profile sso]\nsso_session = x\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of the environment")
+    assert profile_keys() == {}
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert profile_keys() == {"access_key_id": "A", "secret_access_key": "S%S"}
+    monkeypatch.setenv("AWS_PROFILE", "sso")
+    with pytest.raises(ConfigError, match="AWS_PROFILE is sso, but no keys of that profile"):
+        profile_keys()

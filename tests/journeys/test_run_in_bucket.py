@@ -1,0 +1,234 @@
+"""A whole run whose folder is in an object store: the same outputs as on disk, and what goes wrong there."""
+
+import json
+import os
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.api.job import Job
+from batchinfer.data import bucket as bucket_module
+from batchinfer.rundir import document_of
+from support.faults import MIXED, plan_units
+from support.faulty_store import Faults, faulty_store
+from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.object_store import s3_server
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as running:
+        running.make_bucket("runs")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """A folder with job.toml, and the output files of the job on disk."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_questions(folder / "prompts")
+    job = write_job(folder, sampling=MIXED)
+    plan_units(job, folder / "run")
+    assert batchinfer("run", job).code == 0
+    return folder, output_bytes(folder / "run")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(bucket_module, "REQUEST_S", 1.0)
+
+
+class InBucket:
+    """A job whose run folder is s3://runs/<name>; commands run on nodes with copies of their own."""
+
+    def __init__(self, calm, url, name, scratch):
+        self.job, self.uri = calm[0] / "job.toml", f"s3://runs/{name}"
+        self._url, self._scratch = url, scratch
+
+    def options(self, node="a", **settings):
+        settings = {
+            "output.dir": self.uri,
+            "output.work_dir": self._scratch / node,
+            "s3.endpoint": self._url,
+            **settings,
+        }
+        return [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+
+    def plan(self, node="a"):
+        plan_units(self.job, self.uri, *self.options(node))
+
+    def command(self, name, *more, node="a", code=0, **settings):
+        found = batchinfer(name, self.job, *self.options(node, **settings), *more)
+        assert found.code == code, found.err
+        assert "Traceback" not in found.err
+        return found
+
+    def refused(self, name, node="a", code=2, **settings):
+        (line,) = [
+            line for line in self.command(name, node=node, code=code, **settings).err.splitlines() if "error: " in line
+        ]
+        return line
+
+
+def outputs_in(server, name):
+    return {key: data for key, data in server.objects("runs", name).items() if key.startswith("outputs/")}
+
+
+def test_a_run_in_a_bucket_equals_the_run_on_disk(calm, server, tmp_path, monkeypatch):
+    """Planned on one node, computed and finished on others, in a store that fails now and then."""
+    faults = Faults(share=0.06, kinds=("500", "503", "lost", "late", "stale"), seed=5)
+    with faulty_store(server, faults) as url:
+        run = InBucket(calm, url, "whole", tmp_path)
+        run.plan("planner")
+        run.command("work", node="worker")
+        assert outputs_in(server, "whole") == {}
+        said = run.command("finish", node="finisher").err
+    assert f"20 rows in {run.uri}/outputs" in said
+    assert faults.injected.total() >= 3
+    assert outputs_in(server, "whole") == calm[1]
+    num_units = len([key for key in server.objects("runs", "whole") if key.startswith("done/")])
+    assert num_units > 2
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    status = json.loads(batchinfer("status", run.uri, "--json").out)
+    assert (status["run"], status["state"], status["requests_done"]) == (run.uri, "finished", 20)
+    report = json.loads(batchinfer("report", run.uri, "--json").out)
+    assert (report["rows"], report["rows_ok"]) == (20, 20)
+    assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []
+    assert len(json.loads(batchinfer("peek", run.uri, "--json").out)) == 10
+    assert "is planned already" in run.command("plan", node="other").err
+    assert batchinfer("finish", run.uri).code == 0
+    job = Job.from_toml(calm[0] / "job.toml")
+    output = job.config.output.model_copy(update={"dir": run.uri, "work_dir": str(tmp_path / "python")})
+    assert Job.of(job.config.model_copy(update={"output": output})).outputs().num_rows == 20
+
+
+def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path):
+    run = InBucket(calm, server.endpoint, "damaged", tmp_path)
+    run.plan()
+    run.command("work")
+    (name, data), *_ = [item for item in server.objects("runs", "damaged").items() if item[0].startswith("units/")]
+    server.put("runs", f"damaged/{name}", data[:-9] + b"something")
+    assert "results of 1 are damaged" in run.refused("finish", node="b", code=1)
+    run.command("work", node="c")
+    run.command("finish", node="b")
+    assert outputs_in(server, "damaged") == calm[1]
+    left = [key for key in server.objects("runs", "damaged") if key.startswith("units/")]
+    assert name not in left  # swept: no mark names it
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, server, tmp_path):
+    run = InBucket(calm, server.endpoint, "partial", tmp_path)
+    run.plan()
+    run.command("work")
+    client = server.client()
+    marks = [key for key in server.objects("runs", "partial") if key.startswith("done/")]
+    for key in marks[1:]:
+        client.delete_object(Bucket="runs", Key=f"partial/{key}")
+        lease = key.replace("done", "leases")
+        said = document_of(server.objects("runs", "partial")[lease], "lease")
+        # as if its worker had been killed before the unit's first commit
+        assert said["files"] == {}
+    options = run.options("b")
+    assert "are not done" in run.refused("finish", node="b", code=1)
+    partial = batchinfer("finish", run.job, *options, "--allow-partial")
+    assert partial.code == 3
+    assert "requests were not computed" in partial.err
+    run.command("work", node="c")
+    run.command("finish", node="b")
+    assert outputs_in(server, "partial") == calm[1]
+
+
+@pytest.mark.slow
+def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
+    from batchinfer.controller.claiming import offer_again
+    from batchinfer.controller.result_files import write_results
+    from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import job_of
+
+    run = InBucket(calm, server.endpoint, "retry", tmp_path)
+    run.plan()
+    run.command("work")
+    options = [part for part in run.options("b") if part != "--set"]
+    storage = storage_of(job_of(run.job, tuple(options)))
+    storage.fetch("state", "plan", "results")
+
+    def fail_one(folder):
+        (file,) = (storage.run.root / "units" / "000000").glob("*/part-*.parquet")
+        rows = pq.read_table(file)
+        table = rows.to_pylist()
+        table[0] |= {"status": "error", "error": "the rank died", "text": None, "finish_reason": "error"}
+        write_results(folder, 0, rows.from_pylist(table, schema=rows.schema))
+
+    assert offer_again(storage, 0, inherited=[], fill=fail_one)
+    storage.forget(storage.run.done(0))
+    run.command("work", node="c")  # completes the unit with what it inherits
+    run.command("finish", node="b", code=3)
+    found = retry_failed(storage)
+    assert (found.num_requests, found.num_units, found.num_open_units) == (1, 1, 1)
+    run.command("work", node="c")
+    run.command("finish", node="d")
+    assert outputs_in(server, "retry") == calm[1]
+
+
+@pytest.mark.slow
+def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
+    run = InBucket(calm, server.endpoint, "again", tmp_path)
+    run.plan()
+    # nothing is computed: the plan of another job makes way
+    run.command("plan", node="b", **{"sampling.max_tokens": 5})
+    run.command("work", node="c", **{"sampling.max_tokens": 5})
+    assert "belongs to another job: sampling.max_tokens was 5 and is now 24" in run.refused("plan", node="a")
+    first = server.objects("runs", "again")
+    (units,) = [key for key in first if key.startswith("plan/units")]
+    server.put("runs", f"again/{units}", b"damaged")
+    assert "is damaged" in run.refused("work", node="d", **{"sampling.max_tokens": 5})
+    run.command("plan", "--again", node="e", **{"sampling.max_tokens": 5})
+    run.command("finish", node="f", **{"sampling.max_tokens": 5})
+    assert len(outputs_in(server, "again")) == 3
+
+
+def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
+    run = InBucket(calm, server.endpoint, "wrong", tmp_path)
+    for value, told in (
+        ("gs://bucket/run", "a run folder is on a file system or in S3"),
+        ("s3://runs", "names no folder in a bucket; write s3://bucket/folder"),
+        ("s3://runs/*/x", "names no folder in a bucket"),
+        ("s3://key:secret@runs/x", "output.dir holds credentials"),
+        ("s3://nowhere/run", "there is no bucket nowhere (s3://nowhere/run)"),
+    ):
+        assert told in run.refused("plan", **{"output.dir": value})
+    assert "has no complete plan yet" in run.refused("work")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    for command in ("status", "report", "work"):
+        assert "s3://runs/wrong holds no complete plan" in batchinfer(command, run.uri).err
+    server.put("runs", "wrong/holiday.jpg", b"x")
+    assert "output.dir s3://runs/wrong holds holiday.jpg but no run" in run.refused("plan")
+    with faulty_store(server, Faults(conditions="ignored")) as url:
+        found = InBucket(calm, url, "ignored", tmp_path).refused("plan")
+    assert "it ignores If-None-Match" in found
+    assert "use one that honours If-None-Match and If-Match" in found
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    bucket_module._connection.cache_clear()
+    assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
+
+
+def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path, monkeypatch):
+    run = InBucket(calm, server.endpoint, "group", tmp_path)
+    run.plan()
+    found = run.command("submit", "--array", "2", code=2)
+    assert "tasks of `submit` share a folder" in found.err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert "meets in a folder; choose a folder on a shared file system" in run.refused(
+        "work", **{"cluster.prefill_ranks": 2}
+    )
