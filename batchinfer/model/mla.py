@@ -187,15 +187,19 @@ class RotaryAngles:
         self._frequencies = rope_frequencies(rope, rope_dim).to(device)
         self._cos, self._sin = self._of(torch.arange(0, device=device))
 
+    def table(self, num_positions: int) -> list[torch.Tensor]:
+        """cos and sin, each [N, R / 2] float32, of positions 0 .. N - 1 on a CPU, N at least `num_positions`."""
+        if num_positions > len(self._cos):
+            known = torch.arange(max(2 * len(self._cos), num_positions, _FIRST_POSITIONS))
+            self._cos, self._sin = self._of(known)
+        return [self._cos, self._sin]
+
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As rope_cos_sin."""
         if not positions_T.is_cpu:  # how far the table must reach is not known on the host
             return self._of(positions_T)
-        needed = int(positions_T.max()) + 1 if len(positions_T) else 0
-        if needed > len(self._cos):
-            known = torch.arange(max(2 * len(self._cos), needed, _FIRST_POSITIONS))
-            self._cos, self._sin = self._of(known)
-        return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+        cos, sin = self.table(int(positions_T.max()) + 1 if len(positions_T) else 0)
+        return cos.index_select(0, positions_T), sin.index_select(0, positions_T)
 
     def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_cos_sin(positions, self._frequencies, self._rope, self._cos_sin)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.fused.speculation import RequestTensors, bytes_of
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
-from batchinfer.rank.batch import sampling_rows, take_token
+from batchinfer.rank.batch import sampling_rows, take_token, take_tokens
 from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.sequence import Sequence
@@ -19,12 +20,14 @@ from batchinfer.records import RequestKey
 _ALL = slice(None)
 HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
 
+# as struct RequestRow of csrc/speculation.h
 ROW = np.dtype(
     [
         ("kv_tokens", np.int64),  # that the next step attends to, its own new token included
         ("num_new", np.int64),  # tokens generated
         ("max_tokens", np.int64),
         ("last_token", np.int64),
+        ("slot", np.int64),  # of what is kept of it for drafting
         ("first_held", np.int64),  # column of the first token that its sequence does not have yet
         ("ignores_eos", np.bool_),
         ("is_watched", np.bool_),  # more than its end depends on a token: the sequence looks at each itself
@@ -51,6 +54,7 @@ class DecodeTable:
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
         self._num_held = 0  # columns of it that are filled
         self._num_first: int | None = None  # sequences of micro-batch 0; None: not halved since one came or went
+        self._tensors: RequestTensors | None = None  # None: not made since a sequence came or went
         self.sampling = SamplingRows.of([], [])
 
     @property
@@ -73,6 +77,31 @@ class DecodeTable:
         """Of the rows that have some."""
         rows = np.flatnonzero(self._rows["has_rules"]).tolist()
         return [(row, rules) for row in rows if (rules := self.sequences[row].rules) is not None]
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[S] see ROW; whoever drafts writes them."""
+        return self._rows["slot"]
+
+    @property
+    def are_told_tokens_alone(self) -> bool:
+        """Whether nobody changes the logits of a sequence or looks at more of them than its token."""
+        return not self._rows["has_rules"].any() and int(self.sampling.num_logprobs.max(initial=-1)) < 0
+
+    @property
+    def tensors(self) -> RequestTensors:
+        """The same memory for C++; another object whenever a sequence has come or gone."""
+        if self._tensors is None:
+            rows, sampling = self._rows, self.sampling
+            columns = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.key.view(np.int64)
+            self._tensors = RequestTensors(
+                rows=bytes_of(rows),
+                page_table=torch.from_numpy(self._pages),
+                settings=[torch.from_numpy(column) for column in columns],
+                ends=[torch.from_numpy(self._eos_tokens), torch.from_numpy(self._stop_tokens)],
+                num_positions=int((rows["kv_tokens"] - rows["num_new"] + rows["max_tokens"]).max(initial=0)),
+            )
+        return self._tensors
 
     def add(self, sequences: list[Sequence]) -> None:
         """Sequences with at least one generated token join."""
@@ -99,7 +128,7 @@ class DecodeTable:
         self._pages = pages
         self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
         self.sampling = self.sampling.and_also(sampling_rows(sequences))
-        self._num_first = None
+        self._num_first = self._tensors = None
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
         """Take those of these requests that are here out."""
@@ -160,6 +189,27 @@ class DecodeTable:
         finished = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is not None]
         return self._take_out(finished), taken
 
+    def accept_steps(self, outcome: list[list[int]]) -> tuple[list[Sequence], np.ndarray]:
+        """As `accept_drafted`, of steps whose counts and last tokens are in the rows already.
+
+        Args:
+            outcome: see Speculated.
+        """
+        if self._num_held:
+            for row in range(len(self.sequences)):
+                self._hand_over(row)
+            self._rows["first_held"] = self._num_held = 0
+        taken, finished = np.empty(len(outcome), dtype=np.int64), []
+        for row, (count, asks, is_finite, *tokens) in enumerate(outcome):
+            taken[row] = count
+            if not asks:
+                self.sequences[row].token_ids += tokens[:count]
+                continue
+            taken[row] = take_tokens(self.sequences[row], tokens[:count], bool(is_finite), self._eos_token_ids)
+            if self.sequences[row].finish_reason is not None:
+                finished.append(row)
+        return self._take_out(finished), taken
+
     def _hand_over(self, row: int) -> None:
         """Give a sequence its tokens that are only here."""
         first = int(self._rows["first_held"][row])
@@ -178,6 +228,7 @@ class DecodeTable:
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
         self.sampling = self.sampling.take(rows)
+        self._tensors = None
 
 
 def _take_tokens(

@@ -24,14 +24,18 @@ def run_steps(
     for _ in range(num_steps):
         guesses = rule.choose(num_requests)
         chosen.append(guesses)
-        if guesses:
-            rule.note_drafts(num_requests, guesses, guesses * draft_s)
-        rule.note_step(num_requests * (1 + guesses), seconds(num_requests * (1 + guesses)))
-        for _ in range(num_requests if guesses else 0):
-            right = 0
-            while right < guesses and rng.random() < chances[right]:
-                right += 1
-            rule.note_right(guesses, right)
+        if not guesses:
+            if rule.may_pay(num_requests):
+                rule.note_step(num_requests, seconds(num_requests))
+            continue
+        num_rows = num_requests * (1 + guesses)
+        rule.note_drafts(num_requests, guesses, guesses * draft_s)
+        rule.note_drafted_step(num_rows, seconds(num_rows))
+        still = num_requests
+        for guess in range(guesses):
+            right = int((rng.random(still) < chances[guess]).sum())
+            rule.note_right([0] * guess + [still], [0] * guess + [right])
+            still = right
     return chosen
 
 
@@ -98,8 +102,8 @@ def test_expected_tokens_are_a_product_of_chances():
     rule = DraftRule()
     # the first guess always right, the second in half of the cases
     for _ in range(2000):
-        rule.note_right(2, 2)
-        rule.note_right(2, 1)
+        rule.note_right([1, 1], [1, 1])
+        rule.note_right([1, 1], [1, 0])
     assert rule.tokens_per_request(0) == 1
     assert rule.tokens_per_request(1) == pytest.approx(2)
     assert rule.tokens_per_request(2) == pytest.approx(2.5, abs=0.05)
@@ -110,7 +114,10 @@ def test_of_a_first_number_of_requests_twice_its_rows_are_tried_and_no_more():
     for _ in range(200):
         guesses = rule.choose(64)
         most_rows = max(most_rows, 64 * (1 + guesses))
-        rule.note_step(64 * (1 + guesses), computes(64 * (1 + guesses)))
+        if guesses:
+            rule.note_drafted_step(64 * (1 + guesses), computes(64 * (1 + guesses)))
+        elif rule.may_pay(64):
+            rule.note_step(64, computes(64))
     assert most_rows == 128
 
 

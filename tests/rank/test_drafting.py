@@ -66,13 +66,22 @@ class InTurn(DraftRule):
     """Another number of guesses in each step, none among them, for a few steps or for longer than states are kept."""
 
     def choose(self, num_requests: int) -> int:
+        self._step += 1
         return self._step % (MOST_GUESSES + 1) if self._step % 120 < 60 else 0
 
+    def may_pay(self, num_requests: int) -> bool:
+        return True
 
-def requests_of(prompts: list[list[int]], *, max_tokens: int = 24) -> list[Request]:
+
+# those of which nobody but the sequence is told, and that a token at a time
+PLAIN_WAYS = [way for way in WAYS if not way.keys() & {"logprobs", "logit_bias", "structured_outputs", "min_tokens"}]
+PLAIN_WAYS = [way for way in PLAIN_WAYS if not any(name.endswith("_penalty") for name in way)]
+
+
+def requests_of(prompts: list[list[int]], *, max_tokens: int = 24, ways: list[dict[str, Any]] = WAYS) -> list[Request]:
     made = []
     for row, prompt in enumerate(prompts):
-        how = {"max_tokens": max_tokens} | WAYS[row % len(WAYS)]
+        how = {"max_tokens": max_tokens} | ways[row % len(ways)]
         sampling = SamplingConfig(**how).to_sampling()
         made.append(Request(RequestKey(0, row, 0), 0, prompt, sampling, sampling_key(7, str(row), 0, 0)))
     return made
@@ -99,6 +108,11 @@ def counts(feed: Feed) -> tuple[int, int]:
 
 
 def with_mtp(rule: DraftRule) -> Any:
+    return lambda context: Drafter.of(context, rule)
+
+
+def step_by_step(rule: DraftRule) -> Any:
+    """A drafter whose steps are not one call."""
     return lambda context: Drafter(context.model, context.draft, rule)
 
 
@@ -114,14 +128,14 @@ def model(request) -> Transformer:
     return made
 
 
+@pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])
 @pytest.mark.parametrize("num_guesses", [1, 3])
 @pytest.mark.parametrize("decode_requests", [1, 5, 64])
-def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_requests):
-    plain = run_rank(model, TOKENIZER, sample_requests(), decode_requests=decode_requests)
+def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_requests, ways):
+    requests = sample_requests(ways=ways)
+    plain = run_rank(model, TOKENIZER, requests, decode_requests=decode_requests)
     drafted = run_rank(
-        model,
-        TOKENIZER,
-        sample_requests(),
+        *(model, TOKENIZER, requests),
         decode_requests=decode_requests,
         make_drafter=with_mtp(Always(num_guesses)),
     )
@@ -209,7 +223,7 @@ def test_a_right_guess_saves_a_step():
 
 
 def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
-    monkeypatch.setattr(draft_states, "_MOST_PLACES", 64)
+    monkeypatch.setattr(draft_states, "_PAGES", 1)
     model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
     requests = sample_requests(4)
     requests = [replace(one, sampling=replace(one.sampling, max_tokens=150, ignore_eos=True)) for one in requests]
