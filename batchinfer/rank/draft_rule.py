@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 MOST_GUESSES = 4
-LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times are noisy
+LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times vary
 _MOST_AGE = 512  # steps after which a time is forgotten
 _PLAIN_AGE = 64  # steps with guesses after which one without is measured again
-_TIMES = 9  # of a size, of which the median counts
-_LEAST_TIMES = 2
+_TIMES = 9  # of a size, of which the least counts: what else runs on the machine only adds to them
+_LEAST_TIMES = 3
 _KEPT_STEPS = 8  # for which a decision for guesses holds
 _LONGEST_REST = 512  # steps for which one against them holds and nothing is measured; the first time _PLAIN_AGE
 _FEW_REQUESTS = 4  # with which more rows are tried at once; with more of them in one of TRIAL_STEPS
@@ -44,7 +43,7 @@ class StepTimes:
     def __init__(self, most_age: int | None = None) -> None:
         self._most_age = most_age
         self._times: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}  # of sizes with enough times
+        self._least: dict[int, float] = {}  # of sizes with enough times
         self._last: dict[int, int] = {}  # the step in which the latest time came
 
     def note(self, size: int, seconds: float, step: int) -> None:
@@ -52,12 +51,12 @@ class StepTimes:
         name = _class_of(size)
         if self._is_old(name, step):
             self._times.pop(name)
-            self._medians.pop(name, None)
+            self._least.pop(name, None)
         times = self._times.setdefault(name, deque(maxlen=_TIMES))
         times.append(seconds)
         self._last[name] = step
         if len(times) >= _LEAST_TIMES:
-            self._medians[name] = median(times)
+            self._least[name] = min(times)
 
     def of(self, size: int, step: int, least: Point | None = None) -> float | None:
         """As measured, or between what was measured of fewer and of more; None: not known.
@@ -89,7 +88,7 @@ class StepTimes:
         return step - self._last.get(_class_of(size), 0)
 
     def _known(self, step: int, least: Point | None) -> dict[int, float]:
-        known = {name: seconds for name, seconds in self._medians.items() if not self._is_old(name, step)}
+        known = {name: seconds for name, seconds in self._least.items() if not self._is_old(name, step)}
         if least is None:
             return known
         first, seconds = _class_of(least[0]), least[1]

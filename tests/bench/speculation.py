@@ -74,7 +74,7 @@ def main() -> None:
         rule, pairs = DraftRule(), []
 
         def make_drafter(context: Any, rule: DraftRule = rule) -> Drafter:
-            return Drafter(context.model, context.draft, rule)
+            return Drafter.of(context, rule)
 
         for _ in range(options.pairs):
             without, drafted = (

@@ -123,25 +123,25 @@ def test_of_a_first_number_of_requests_twice_its_rows_are_tried_and_no_more():
 
 def test_times_between_two_sizes_lie_between_and_old_ones_are_forgotten():
     times = StepTimes(most_age=500)
-    for _ in range(2):
+    for _ in range(3):
         times.note(2, 1.0, step=0)
     assert [times.hoped(size, 1) for size in (1, 2, 4, 5)] == [None, 1.0, 1.0, None]
-    for _ in range(2):
+    for _ in range(3):
         times.note(6, 3.0, step=0)
     assert [times.of(size, 1) for size in (1, 2, 4, 6, 7)] == [None, 1.0, 2.0, 3.0, None]
     assert [times.hoped(size, 1) for size in (1, 4, 8, 16)] == [None, 2.0, 4.0, None]
     assert times.of(4, 600) is None
 
 
-def test_of_a_size_the_median_of_the_latest_times_counts():
+def test_of_a_size_the_least_of_the_latest_times_counts():
     times = StepTimes()
-    for seconds in (90.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 90.0):
+    for seconds in (1.0, 90.0, 3.0, 4.0, 2.0, 5.0, 6.0, 7.0, 8.0, 90.0):
         times.note(4, seconds, step=0)
-    assert times.of(4, 0) == 5.0
+    assert times.of(4, 0) == 2.0
 
 
 def test_the_plain_step_is_measured_again_and_again():
     chosen = run_steps(DraftRule(), 1000, 2, reads_weights, [0.9] * 4)
     plain = [step for step, guesses in enumerate(chosen) if guesses == 0]
-    assert 10 < len(plain) < 30
+    assert 10 < len(plain) < 40
     assert max(np.diff(plain)) <= 64 + 10

@@ -408,8 +408,7 @@ class Stack : public torch::CustomClassHolder {
     for (StepRows rows = state.first_link(); rows.tokens.numel() > 0; rows = state.next_link(hidden)) {
       const Tensor token_state = rms_norm(gathered(embedding_, rows.tokens), mtp_->token_norm, eps_);
       Input both(at::cat({token_state, rms_norm(rows.states, mtp_->state_norm, eps_)}, 1));
-      hidden = run(mtp_->layer, both.times(mtp_->joined), of_step(rows), state.draft_pages(), nullptr);
-      if (rows.last_rows.defined()) hidden = gathered(hidden, rows.last_rows);
+      hidden = run_last(both.times(mtp_->joined), rows, state.draft_pages());
       const Tensor logits = logits_of(rms_norm(hidden, mtp_->norm, eps_));
       const auto [tokens, is_finite] = argmax(logits);
       state.draw_guesses(tokens, logits, is_finite);
@@ -427,6 +426,18 @@ class Stack : public torch::CustomClassHolder {
       const int64_t* const count = read<int64_t>(counts[layer]);
       for (int64_t i = 0; i < num_experts; ++i) sum[i] = is_first ? count[i] : sum[i] + count[i];
     }
+  }
+
+  // The new stream behind the layer for multi-token prediction, of each request's last row: of the others only the
+  // keys are needed.
+  Tensor run_last(const Tensor& hidden, const StepRows& rows, const Tensor& pages) const {
+    if (!rows.last_rows.defined()) return run(mtp_->layer, hidden, of_step(rows), pages, nullptr);
+    const auto& [attention, mixture, dense] = mtp_->layer;
+    const Tensor q = attention->project(hidden, rows.cos, rows.sin, rows.slots, pages, rows.last_rows);
+    const Tensor attended = attention->attend_decode(gathered(hidden, rows.last_rows), q, pages, rows.page_table,
+                                                     rows.kv_tokens, rows.positions);
+    const auto [x, ids, weights, count] = mixture->route(attended);
+    return mixture->run(attended, x, ids, weights);
   }
 
   // The new stream; `counts` gets the tokens of each expert unless it is null.

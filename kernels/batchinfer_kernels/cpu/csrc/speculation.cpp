@@ -129,15 +129,15 @@ StepRows Speculation::first_link() {
     drafting_.push_back(i);
     last_rows.push_back(static_cast<int64_t>(tokens.size()) - 1);
   }
-  StepRows rows = rows_of(tokens, positions, places, kv_slots);
+  StepRows rows = rows_of(tokens, positions, places, kv_slots, last_rows);
   if (tokens.empty()) return rows;
   rows.states = gathered(states_, longs(from));
-  rows.last_rows = longs(last_rows);
+  if (last_rows.size() < tokens.size()) rows.last_rows = longs(last_rows);
   return rows;
 }
 
 StepRows Speculation::next_link(const Tensor& states) {
-  std::vector<int64_t> tokens, positions, places, kv_slots, from;
+  std::vector<int64_t> tokens, positions, places, kv_slots, from, all_rows;
   std::vector<size_t> going_on;
   for (size_t place = 0; place < drafting_.size(); ++place) {
     const Running& request = running_[drafting_[place]];
@@ -150,34 +150,37 @@ StepRows Speculation::next_link(const Tensor& states) {
     positions.push_back(position);
     places.push_back(position - base_[slot]);
     kv_slots.push_back(slot);
+    all_rows.push_back(static_cast<int64_t>(all_rows.size()));
   }
   const bool all_go_on = going_on.size() == drafting_.size();
   drafting_ = going_on;
-  StepRows rows = rows_of(tokens, positions, places, kv_slots);
+  StepRows rows = rows_of(tokens, positions, places, kv_slots, all_rows);
   if (!tokens.empty()) rows.states = all_go_on ? states : gathered(states, longs(from));
   return rows;
 }
 
-// Rows in the pages of slots.
+// Rows in the pages of slots, of which `last_rows` attend to all keys before them.
 StepRows Speculation::rows_of(const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
-                              const std::vector<int64_t>& places, const std::vector<int64_t>& kv_slots) const {
+                              const std::vector<int64_t>& places, const std::vector<int64_t>& kv_slots,
+                              const std::vector<int64_t>& last_rows) const {
   StepRows rows;
   rows.tokens = longs(tokens);
-  const int64_t count = rows.tokens.numel();
+  const int64_t count = rows.tokens.numel(), num_last = static_cast<int64_t>(last_rows.size());
   if (count == 0) return rows;
   const Tensor numbers = longs(positions);
   rows.cos = gathered(cos_, numbers), rows.sin = gathered(sin_, numbers);
-  rows.positions = longs(places);
-  const int64_t num_pages = *std::max_element(places.begin(), places.end()) / kPageTokens + 1;
-  rows.slots = at::empty({count}, at::kLong), rows.kv_tokens = at::empty({count}, at::kLong);
-  rows.page_table = at::empty({count, num_pages}, at::kLong);
+  rows.slots = at::empty({count}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t first_page = kv_slots[i] * pages_of_slot_;
-    write<int64_t>(rows.slots)[i] = first_page * kPageTokens + places[i];
-    write<int64_t>(rows.kv_tokens)[i] = places[i] + 1;
-    for (int64_t page = 0; page < num_pages; ++page) {
-      write<int64_t>(rows.page_table)[i * num_pages + page] = first_page + page;
-    }
+    write<int64_t>(rows.slots)[i] = kv_slots[i] * pages_of_slot_ * kPageTokens + places[i];
+  }
+  const int64_t num_pages = *std::max_element(places.begin(), places.end()) / kPageTokens + 1;
+  rows.positions = at::empty({num_last}, at::kLong), rows.kv_tokens = at::empty({num_last}, at::kLong);
+  rows.page_table = at::empty({num_last, num_pages}, at::kLong);
+  for (int64_t i = 0; i < num_last; ++i) {
+    write<int64_t>(rows.positions)[i] = places[last_rows[i]];
+    write<int64_t>(rows.kv_tokens)[i] = places[last_rows[i]] + 1;
+    int64_t* const pages = write<int64_t>(rows.page_table) + i * num_pages;
+    for (int64_t page = 0; page < num_pages; ++page) pages[page] = kv_slots[last_rows[i]] * pages_of_slot_ + page;
   }
   return rows;
 }

@@ -24,7 +24,8 @@ struct RequestRow {
   bool has_rules;
 };
 
-// Rows of a decode step. Those of guesses have a state each, and in the first link the last row of each request.
+// Rows of a decode step. Those of guesses have a state each. In the first link a request may have several: pages,
+// kv_tokens and positions are then of its last row alone, which `last_rows` names; where each has one it is not there.
 struct StepRows {
   Tensor tokens, states, last_rows, cos, sin, positions, slots, page_table, kv_tokens;
 };
@@ -83,7 +84,8 @@ class Speculation {
 
   RequestRow& row_of(const Running& request) const { return rows_[request.number]; }
   StepRows rows_of(const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
-                   const std::vector<int64_t>& places, const std::vector<int64_t>& kv_slots) const;
+                   const std::vector<int64_t>& places, const std::vector<int64_t>& kv_slots,
+                   const std::vector<int64_t>& last_rows) const;
   bool may_end(const RequestRow& row, int64_t token, bool is_finite, int64_t num_taken) const;
   bool is_end(const RequestRow& row, int64_t token) const;
   int64_t take(const Running& request, const int64_t* tokens, const bool* is_finite);
