@@ -109,8 +109,8 @@ class DraftRule:
         self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
         self._tried = [0] * MOST_GUESSES
         self._hoped_step = 0  # up to which guesses are trusted more for not being used
-        self._kept: dict[int, _Decision] = {}  # by the number of requests
-        self._rests: dict[int, int] = {}  # steps, by sizes that are measured together
+        self._kept: dict[int, _Decision] = {}  # by requests
+        self._rests: dict[int, int] = {}  # steps, by requests
         self._last_trial = 0  # the step
 
     def choose(self, num_requests: int) -> int:
@@ -153,10 +153,16 @@ class DraftRule:
         return tokens
 
     def _decision(self, num_requests: int) -> _Decision:
-        kept = self._kept.get(num_requests)
+        name = _class_of(num_requests)
+        kept = self._kept.get(name)
         if kept is None or self._step >= kept.end_step:
-            kept = self._kept[num_requests] = self._decide(num_requests)
+            kept = self._kept[name] = self._rest_of_fewer(name) or self._decide(num_requests)
         return kept
+
+    def _rest_of_fewer(self, name: int) -> _Decision | None:
+        """What does not pay with fewer requests does not with more."""
+        rests = [kept for other, kept in self._kept.items() if other < name and kept.is_rest]
+        return next((kept for kept in rests if self._step < kept.end_step), None)
 
     def _decide(self, num_requests: int) -> _Decision:
         step, name = self._step, _class_of(num_requests)
@@ -195,6 +201,10 @@ class _Decision:
     num_guesses: int
     is_open: bool  # steps without guesses are to be measured first
     end_step: int  # in which it is made anew
+
+    @property
+    def is_rest(self) -> bool:
+        return self.num_guesses == 0 and not self.is_open
 
 
 def _class_of(size: int) -> int:

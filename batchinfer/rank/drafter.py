@@ -25,7 +25,7 @@ from batchinfer.rank.sequence import Sequence
 
 _MOST_PROMPTS = 16
 MOST_STEPS = 8  # of one call
-_MICROSECONDS = 1000  # after which a call begins no further step: the rank is to look at its messages
+_MICROSECONDS = 2000  # after which a call begins no further step: the rank is to look at its messages
 
 
 class Drafter:
