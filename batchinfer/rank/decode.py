@@ -11,7 +11,7 @@ from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.logit_rules import LogitRules
@@ -19,7 +19,7 @@ from batchinfer.rank.sequence import Sequence
 
 
 def decode_step(
-    context: RankContext, table: DecodeTable, log: SpanLog, *, in_pairs: bool, drafter: Drafter | None = None
+    context: RankContext, table: DraftedTable, log: SpanLog, *, in_pairs: bool, drafter: Drafter | None = None
 ) -> StepResult:
     """Generate one token for every running sequence (there may be none: then only take part), or several.
 
@@ -60,7 +60,7 @@ def decode_step(
 
 
 def _speculate(
-    context: RankContext, table: DecodeTable, log: SpanLog, drafter: Drafter, num_guesses: int
+    context: RankContext, table: DraftedTable, log: SpanLog, drafter: Drafter, num_guesses: int
 ) -> StepResult | None:
     """Steps with guesses in one call, which count as one; None: they cannot be run so."""
     kv_lengths = table.kv_lengths.copy()
@@ -117,12 +117,12 @@ class _Due:
     rules: list[tuple[int, LogitRules]]
 
 
-def _due(table: DecodeTable, *, in_pairs: bool) -> _Due:
+def _due(table: DraftedTable, *, in_pairs: bool) -> _Due:
     step = table.next_halves() if in_pairs else table.next_step()
     return _Due(step, table.sampling, table.num_new, table.rules)
 
 
-def _due_with(drafts: Drafts, table: DecodeTable) -> _Due:
+def _due_with(drafts: Drafts, table: DraftedTable) -> _Due:
     return _Due(
         table.next_drafted_step(drafts),
         table.sampling.take(drafts.of_row),

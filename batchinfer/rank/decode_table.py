@@ -8,11 +8,9 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.fused.speculation import RequestTensors, bytes_of
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
-from batchinfer.rank.batch import sampling_rows, take_token, take_tokens
-from batchinfer.rank.drafts import Drafts
+from batchinfer.rank.batch import sampling_rows, take_token
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
@@ -54,7 +52,6 @@ class DecodeTable:
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
         self._num_held = 0  # columns of it that are filled
         self._num_first: int | None = None  # sequences of micro-batch 0; None: not halved since one came or went
-        self._tensors: RequestTensors | None = None  # None: not made since a sequence came or went
         self.sampling = SamplingRows.of([], [])
 
     @property
@@ -68,40 +65,10 @@ class DecodeTable:
         return self._rows["kv_tokens"]
 
     @property
-    def most_guesses(self) -> np.ndarray:
-        """[S] tokens that may be drafted for each: it must have room for one more, and its rules know no guesses."""
-        return np.where(self._rows["has_rules"], 0, self._rows["max_tokens"] - self._rows["num_new"] - 1)
-
-    @property
     def rules(self) -> list[tuple[int, LogitRules]]:
         """Of the rows that have some."""
         rows = np.flatnonzero(self._rows["has_rules"]).tolist()
         return [(row, rules) for row in rows if (rules := self.sequences[row].rules) is not None]
-
-    @property
-    def slots(self) -> np.ndarray:
-        """[S] see ROW; whoever drafts writes them."""
-        return self._rows["slot"]
-
-    @property
-    def are_told_tokens_alone(self) -> bool:
-        """Whether nobody changes the logits of a sequence or looks at more of them than its token."""
-        return not self._rows["has_rules"].any() and int(self.sampling.num_logprobs.max(initial=-1)) < 0
-
-    @property
-    def tensors(self) -> RequestTensors:
-        """The same memory for C++; another object whenever a sequence has come or gone."""
-        if self._tensors is None:
-            rows, sampling = self._rows, self.sampling
-            columns = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.key.view(np.int64)
-            self._tensors = RequestTensors(
-                rows=bytes_of(rows),
-                page_table=torch.from_numpy(self._pages),
-                settings=[torch.from_numpy(column) for column in columns],
-                ends=[torch.from_numpy(self._eos_tokens), torch.from_numpy(self._stop_tokens)],
-                num_positions=int((rows["kv_tokens"] - rows["num_new"] + rows["max_tokens"]).max(initial=0)),
-            )
-        return self._tensors
 
     def add(self, sequences: list[Sequence]) -> None:
         """Sequences with at least one generated token join."""
@@ -128,7 +95,7 @@ class DecodeTable:
         self._pages = pages
         self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
         self.sampling = self.sampling.and_also(sampling_rows(sequences))
-        self._num_first = self._tensors = None
+        self._num_first = None
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
         """Take those of these requests that are here out."""
@@ -147,13 +114,7 @@ class DecodeTable:
     def next_step(self, rows: slice = _ALL) -> StepInput:
         """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
         table = self._rows[rows]
-        return _decode_step(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
-
-    def next_drafted_step(self, drafts: Drafts) -> StepInput:
-        """As `next_step`, with a row behind that for each guess as if it were right: a row sees those before it."""
-        of_row, tokens = drafts.of_row, self._rows["last_token"][drafts.of_row]
-        tokens[drafts.depths > 0] = drafts.tokens[drafts.are_tried]
-        return _decode_step(tokens, self._rows["kv_tokens"][of_row] + drafts.depths, self._pages[of_row])
+        return decode_rows(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
 
     def accept(self, sampled: Sampled) -> list[Sequence]:
         """Every sequence has one more token; those that end with it leave and are returned."""
@@ -177,39 +138,6 @@ class DecodeTable:
             rows["first_held"] = self._num_held = 0
         return self._take_out([row for row in asked if self.sequences[row].finish_reason is not None])
 
-    def accept_drafted(self, sampled: Sampled, drafts: Drafts) -> tuple[list[Sequence], np.ndarray]:
-        """Every sequence has the tokens up to the first that was not guessed; as `accept`, with how many each has."""
-        for row in range(len(self.sequences)):
-            self._hand_over(row)
-        rows, taken = self._rows, _take_tokens(self.sequences, sampled, drafts, self._eos_token_ids)
-        rows["kv_tokens"] += taken
-        rows["num_new"] += taken
-        rows["last_token"] = sampled.tokens[drafts.first_rows + taken - 1]
-        rows["first_held"] = self._num_held
-        finished = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is not None]
-        return self._take_out(finished), taken
-
-    def accept_steps(self, outcome: list[list[int]]) -> tuple[list[Sequence], np.ndarray]:
-        """As `accept_drafted`, of steps whose counts and last tokens are in the rows already.
-
-        Args:
-            outcome: see Speculated.
-        """
-        if self._num_held:
-            for row in range(len(self.sequences)):
-                self._hand_over(row)
-            self._rows["first_held"] = self._num_held = 0
-        taken, finished = np.empty(len(outcome), dtype=np.int64), []
-        for row, (count, asks, is_finite, *tokens) in enumerate(outcome):
-            taken[row] = count
-            if not asks:
-                self.sequences[row].token_ids += tokens[:count]
-                continue
-            taken[row] = take_tokens(self.sequences[row], tokens[:count], bool(is_finite), self._eos_token_ids)
-            if self.sequences[row].finish_reason is not None:
-                finished.append(row)
-        return self._take_out(finished), taken
-
     def _hand_over(self, row: int) -> None:
         """Give a sequence its tokens that are only here."""
         first = int(self._rows["first_held"][row])
@@ -228,26 +156,9 @@ class DecodeTable:
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
         self.sampling = self.sampling.take(rows)
-        self._tensors = None
 
 
-def _take_tokens(
-    sequences: list[Sequence], sampled: Sampled, drafts: Drafts, eos_token_ids: frozenset[int]
-) -> np.ndarray:
-    """Let each sequence decide about its tokens up to the first that was not guessed; [S] how many it has taken."""
-    taken = np.ones(len(sequences), dtype=np.int64)
-    tokens, guesses = sampled.tokens.tolist(), drafts.tokens.tolist()
-    for row, (sequence, first) in enumerate(zip(sequences, drafts.first_rows.tolist(), strict=True)):
-        take_token(sequence, sampled, first, eos_token_ids)
-        for place, guess in enumerate(guesses[row][: drafts.counts[row]], first):
-            if sequence.finish_reason is not None or tokens[place] != guess:
-                break
-            take_token(sequence, sampled, place + 1, eos_token_ids)
-            taken[row] += 1
-    return taken
-
-
-def _decode_step(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
+def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
     """A row per token, at the end of its KV."""
     positions = kv_tokens - 1
     page = pages[np.arange(len(positions)), positions // PAGE_TOKENS]

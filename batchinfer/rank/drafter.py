@@ -17,9 +17,9 @@ from batchinfer.model.fused.speculation import Limits, RequestTensors, Speculate
 from batchinfer.model.mtp import Draft
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.decode_table import DecodeTable
 from batchinfer.rank.draft_rule import DraftRule
 from batchinfer.rank.draft_states import MOST_REQUESTS, DraftStates
+from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.sequence import Sequence
 
@@ -67,7 +67,7 @@ class Drafter:
             self._ended_s = None
         return num_guesses
 
-    def speculate(self, table: DecodeTable, pages: torch.Tensor, num_guesses: int) -> Speculated | None:
+    def speculate(self, table: DraftedTable, pages: torch.Tensor, num_guesses: int) -> Speculated | None:
         """Run some steps of all requests; None: these ones are run step by step."""
         if self._stack is None or not table.are_told_tokens_alone:
             return None
@@ -79,7 +79,7 @@ class Drafter:
         limits = Limits(num_guesses, MOST_STEPS, _MICROSECONDS, least_running)
         return speculate(self._stack, self._model, tensors, self._states.tensors, pages, limits)
 
-    def next_drafts(self, table: DecodeTable, num_guesses: int) -> Drafts | None:
+    def next_drafts(self, table: DraftedTable, num_guesses: int) -> Drafts | None:
         """Guesses for the coming step; None: nothing is known yet."""
         started_s, count = time.perf_counter(), len(table.sequences)
         most = np.minimum(table.most_guesses, num_guesses)

@@ -145,3 +145,21 @@ def test_the_plain_step_is_measured_again_and_again():
     plain = [step for step, guesses in enumerate(chosen) if guesses == 0]
     assert 10 < len(plain) < 40
     assert max(np.diff(plain)) <= 64 + 10
+
+
+@pytest.mark.parametrize("num_requests", [1, 16, 64])
+def test_where_guesses_do_not_pay_next_to_nothing_is_measured(num_requests):
+    rule, num_awake = DraftRule(), 0
+    for step in range(6000):
+        num_running = num_requests + (step % 100 < 3)
+        num_awake += step >= 3000 and rule.may_pay(num_running)
+        run_steps(rule, 1, num_running, computes, [0.0] * 4, draft_s=0.2)
+    assert 0 < num_awake < 0.03 * 3000
+
+
+def test_what_does_not_pay_with_few_requests_rests_with_more():
+    rule = DraftRule()
+    run_steps(rule, 300, 4, computes, [0.0] * 4, draft_s=0.2)
+    assert not rule.may_pay(4)
+    assert not rule.may_pay(40)
+    assert rule.may_pay(2)

@@ -11,6 +11,7 @@ import torch
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.protocol.messages import Adoption, Handover
+from batchinfer.rank import drafter
 from batchinfer.records import Request, RequestKey
 from support.drafted import PLAIN_WAYS, TOKENIZER, WAYS, Always, InTurn, counts, everything, sample_requests, with_mtp
 from support.one_rank import Feed, run_rank
@@ -64,8 +65,9 @@ class GivingAway(Feed):
 
 
 @pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])
-@pytest.mark.parametrize("rule", [Always(2), InTurn()], ids=["two", "in turn"])
-def test_requests_given_away_with_drafts_go_on_elsewhere(model, rule, ways):
+@pytest.mark.parametrize("make_rule", [lambda: Always(2), InTurn], ids=["two", "in turn"])
+def test_requests_given_away_with_drafts_go_on_elsewhere(model, make_rule, ways, monkeypatch):
+    monkeypatch.setattr(drafter, "_MICROSECONDS", 0)  # a step in each call, however quick this machine is
     requests = sample_requests(24, ways=ways, max_tokens=40)
 
     def go_on(adoptions: list[Adoption]) -> Taking:
@@ -76,7 +78,7 @@ def test_requests_given_away_with_drafts_go_on_elsewhere(model, rule, ways):
 
     plain = run_rank(model, TOKENIZER, requests, decode_requests=6)
     feed = GivingAway(requests, go_on)
-    run_rank(model, TOKENIZER, requests, feed=feed, decode_requests=6, make_drafter=with_mtp(rule))
+    run_rank(model, TOKENIZER, requests, feed=feed, decode_requests=6, make_drafter=with_mtp(make_rule()))
     assert everything(feed) == everything(plain)
     assert feed.num_given > 4
     assert counts(feed)[0] > 0
@@ -84,8 +86,9 @@ def test_requests_given_away_with_drafts_go_on_elsewhere(model, rule, ways):
 
 
 @pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])
-def test_requests_that_pause_for_the_prompts_of_others_keep_their_drafts(model, ways):
+def test_requests_that_pause_for_the_prompts_of_others_keep_their_drafts(model, ways, monkeypatch):
     """Prompts are cut to fit small prefill steps, few pages make requests wait, and slots go from one to the next."""
+    monkeypatch.setattr(drafter, "_MICROSECONDS", 10**9)
     requests = sample_requests(24, ways=ways, max_tokens=40)
     plain = run_rank(model, TOKENIZER, requests)
     drafted = run_rank(
