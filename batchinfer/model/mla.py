@@ -217,17 +217,21 @@ class RotaryAngles:
         query_scale_T = self._query_scale(positions_T)
         if not positions_T.is_cpu:  # how far the table must reach is not known on the host
             return Angles(*self._of(positions_T), query_scale_T)
-        needed = int(positions_T.max()) + 1 if len(positions_T) else 0
-        if needed > len(self._cos):
-            known = torch.arange(max(2 * len(self._cos), needed, _FIRST_POSITIONS))
-            self._cos, self._sin = self._of(known)
-        return Angles(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T), query_scale_T)
+        cos, sin = self.table(int(positions_T.max()) + 1 if len(positions_T) else 0)
+        return Angles(cos.index_select(0, positions_T), sin.index_select(0, positions_T), query_scale_T)
 
     def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         if self._rope.query_scale is None or self._query_scales is None:
             return None
         # guesses may lie behind the model's window, by less than one more
         return self._query_scales.index_select(0, positions_T // self._rope.query_scale.window)
+
+    def table(self, num_positions: int) -> list[torch.Tensor]:
+        """cos and sin, each [N, R / 2] float32, of positions 0 .. N - 1 on a CPU, N at least `num_positions`."""
+        if num_positions > len(self._cos):
+            known = torch.arange(max(2 * len(self._cos), num_positions, _FIRST_POSITIONS))
+            self._cos, self._sin = self._of(known)
+        return [self._cos, self._sin]
 
     def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_cos_sin(positions, self._frequencies, self._rope, self._cos_sin)

@@ -10,7 +10,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.scores import Scores
-from batchinfer.model.step import PrefillSpan, StepInput, StepOutput
+from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.rank.drafts import depths_of
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
@@ -51,7 +51,7 @@ class Chunk:
 class StepResult:
     """What a step did on this rank; the counts are those of StepRecord."""
 
-    output: StepOutput
+    expert_counts: torch.Tensor  # see StepOutput
     done_s: float  # Unix time when its tokens were there
     finished: list[Sequence]  # with it, no longer running
     num_requests: int
@@ -125,6 +125,28 @@ def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: fr
         sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
     else:
         sequence.fail(NOT_FINITE)
+
+
+def take_tokens(sequence: Sequence, tokens: list[int], is_finite: bool, eos_token_ids: frozenset[int]) -> int:
+    """Let a sequence decide about its new tokens, whose logits nobody asks for; how many it has taken.
+
+    Args:
+        tokens: at least one; none but the last ends a sequence that does not look at each of them.
+        is_finite: the logits of the last one.
+    """
+    *first, last = tokens
+    if not sequence.looks_at_every_token:
+        sequence.token_ids += first
+        first = []
+    for count, token in enumerate(first, 1):
+        sequence.accept(token, None, eos_token_ids)
+        if sequence.finish_reason is not None:
+            return count
+    if is_finite:
+        sequence.accept(last, None, eos_token_ids)
+    else:
+        sequence.fail(NOT_FINITE)
+    return len(tokens)
 
 
 def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | None:

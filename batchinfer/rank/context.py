@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +63,14 @@ class RankContext:
         assert self.model.mtp is not None
         decode = self.schedule.decode
         return decode.draft if isinstance(decode, FusedDecode) and decode.has_mtp else self.model.mtp
+
+    @property
+    def stack(self) -> Any:
+        """What runs decode steps with drafted tokens in one call; None: nothing does."""
+        decode = self.schedule.decode
+        if self.model.config.rope.query_scale is not None:  # its rows have cos and sin alone
+            return None
+        return decode.stack if isinstance(decode, FusedDecode) and decode.has_mtp else None
 
     @cached_property
     def rules(self) -> RuleMaker:

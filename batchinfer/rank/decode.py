@@ -4,20 +4,22 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import StepHalves, StepInput
-from batchinfer.parallel.spans import SpanLog
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.logit_rules import LogitRules
+from batchinfer.rank.sequence import Sequence
 
 
 def decode_step(
-    context: RankContext, table: DecodeTable, log: SpanLog, *, in_pairs: bool, drafter: Drafter | None = None
+    context: RankContext, table: DraftedTable, log: SpanLog, *, in_pairs: bool, drafter: Drafter | None = None
 ) -> StepResult:
     """Generate one token for every running sequence (there may be none: then only take part), or several.
 
@@ -28,9 +30,14 @@ def decode_step(
         drafter: of a rank that drafts tokens; what it drafts is run beside the tokens that are due, and a guess that
             is what would have been picked anyway saves a step.
     """
-    sequences, kv_lengths = list(table.sequences), table.kv_lengths.copy()
+    drafts = None
+    if drafter is not None and (num_guesses := drafter.choose(len(table.sequences))):
+        ran = _speculate(context, table, log, drafter, num_guesses)
+        if ran is not None:
+            return ran
+        drafts = drafter.next_drafts(table, num_guesses)
+    sequences, kv_lengths = table.sequences, table.kv_lengths.copy()
     count = len(sequences)
-    drafts = drafter.next_drafts(table) if drafter is not None else None
     due = _due(table, in_pairs=in_pairs) if drafts is None else _due_with(drafts, table)
     rules = context.rules.begin(due.rules)
     output = context.model.forward(due.step, context.pages, context.schedule, log)
@@ -46,12 +53,40 @@ def decode_step(
                 rows = slice(None) if drafts is None else drafts.rows_of(taken)
                 assert output.states is not None
                 drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
+                _note(drafter, drafts, sequences, taken)
             drafter.forget(finished)
-            has_ended = np.array([sequence.finish_reason is not None for sequence in sequences])
-            drafter.note_step(drafts, taken, has_ended)
-    num_new = int(taken.sum())
+    num_drafted = 0 if drafts is None else int(drafts.counts.sum())
+    return _result(output.expert_counts, finished, kv_lengths, taken, num_drafted)
+
+
+def _speculate(
+    context: RankContext, table: DraftedTable, log: SpanLog, drafter: Drafter, num_guesses: int
+) -> StepResult | None:
+    """Steps with guesses in one call, which count as one; None: they cannot be run so."""
+    kv_lengths = table.kv_lengths.copy()
+    with MicroBatchSpans(log).compute("DECODE"):
+        ran = drafter.speculate(table, context.pages, num_guesses)
+    if ran is None:
+        return None
+    finished, taken = table.accept_steps(ran.outcome)
+    drafter.forget(finished)
+    drafter.note_speculated(len(taken), ran)
+    num_dropped = sum(row[0] for row in ran.outcome) - int(taken.sum())  # behind a stop string
+    return _result(ran.expert_counts, finished, kv_lengths, taken, ran.num_drafted, sum(ran.right) - num_dropped)
+
+
+def _result(
+    expert_counts: torch.Tensor,
+    finished: list[Sequence],
+    kv_lengths: np.ndarray,
+    taken: np.ndarray,
+    num_drafted: int,
+    num_accepted: int | None = None,
+) -> StepResult:
+    """Of a step that has just ended; each request had this KV length before it and has taken so many tokens."""
+    count, num_new = len(taken), int(taken.sum())
     return StepResult(
-        output,
+        expert_counts,
         time.time(),
         finished=finished,
         num_requests=count,
@@ -59,9 +94,17 @@ def decode_step(
         output_tokens=num_new,
         kv_tokens=int((kv_lengths * taken + taken * (taken - 1) // 2).sum()),
         largest_kv_tokens=int(kv_lengths.max(initial=0)),
-        drafted_tokens=0 if drafts is None else int(drafts.counts.sum()),
-        accepted_tokens=num_new - count,
+        drafted_tokens=num_drafted,
+        accepted_tokens=num_new - count if num_accepted is None else num_accepted,
     )
+
+
+def _note(drafter: Drafter, drafts: Drafts | None, sequences: list[Sequence], taken: np.ndarray) -> None:
+    """Tell the drafter of the step that has just ended."""
+    if drafts is None:
+        drafter.note_step(len(sequences))
+    else:
+        drafter.note_drafts(drafts, taken, np.array([sequence.finish_reason is not None for sequence in sequences]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +117,12 @@ class _Due:
     rules: list[tuple[int, LogitRules]]
 
 
-def _due(table: DecodeTable, *, in_pairs: bool) -> _Due:
+def _due(table: DraftedTable, *, in_pairs: bool) -> _Due:
     step = table.next_halves() if in_pairs else table.next_step()
     return _Due(step, table.sampling, table.num_new, table.rules)
 
 
-def _due_with(drafts: Drafts, table: DecodeTable) -> _Due:
+def _due_with(drafts: Drafts, table: DraftedTable) -> _Due:
     return _Due(
         table.next_drafted_step(drafts),
         table.sampling.take(drafts.of_row),

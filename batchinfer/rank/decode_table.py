@@ -11,7 +11,6 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
-from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
@@ -19,12 +18,14 @@ from batchinfer.records import RequestKey
 _ALL = slice(None)
 HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
 
+# as struct RequestRow of csrc/speculation.h
 ROW = np.dtype(
     [
         ("kv_tokens", np.int64),  # that the next step attends to, its own new token included
         ("num_new", np.int64),  # tokens generated
         ("max_tokens", np.int64),
         ("last_token", np.int64),
+        ("slot", np.int64),  # of what is kept of it for drafting
         ("first_held", np.int64),  # column of the first token that its sequence does not have yet
         ("ignores_eos", np.bool_),
         ("is_watched", np.bool_),  # more than its end depends on a token: the sequence looks at each itself
@@ -62,11 +63,6 @@ class DecodeTable:
     def kv_lengths(self) -> np.ndarray:
         """[S] KV tokens that each attends to in the next step."""
         return self._rows["kv_tokens"]
-
-    @property
-    def most_guesses(self) -> np.ndarray:
-        """[S] tokens that may be drafted for each: it must have room for one more, and its rules know no guesses."""
-        return np.where(self._rows["has_rules"], 0, self._rows["max_tokens"] - self._rows["num_new"] - 1)
 
     @property
     def rules(self) -> list[tuple[int, LogitRules]]:
@@ -118,13 +114,7 @@ class DecodeTable:
     def next_step(self, rows: slice = _ALL) -> StepInput:
         """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
         table = self._rows[rows]
-        return _decode_step(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
-
-    def next_drafted_step(self, drafts: Drafts) -> StepInput:
-        """As `next_step`, with a row behind that for each guess as if it were right: a row sees those before it."""
-        of_row, tokens = drafts.of_row, self._rows["last_token"][drafts.of_row]
-        tokens[drafts.depths > 0] = drafts.tokens[drafts.are_tried]
-        return _decode_step(tokens, self._rows["kv_tokens"][of_row] + drafts.depths, self._pages[of_row])
+        return decode_rows(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
 
     def accept(self, sampled: Sampled) -> list[Sequence]:
         """Every sequence has one more token; those that end with it leave and are returned."""
@@ -148,18 +138,6 @@ class DecodeTable:
             rows["first_held"] = self._num_held = 0
         return self._take_out([row for row in asked if self.sequences[row].finish_reason is not None])
 
-    def accept_drafted(self, sampled: Sampled, drafts: Drafts) -> tuple[list[Sequence], np.ndarray]:
-        """Every sequence has the tokens up to the first that was not guessed; as `accept`, with how many each has."""
-        for row in range(len(self.sequences)):
-            self._hand_over(row)
-        rows, taken = self._rows, _take_tokens(self.sequences, sampled, drafts, self._eos_token_ids)
-        rows["kv_tokens"] += taken
-        rows["num_new"] += taken
-        rows["last_token"] = sampled.tokens[drafts.first_rows + taken - 1]
-        rows["first_held"] = self._num_held
-        finished = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is not None]
-        return self._take_out(finished), taken
-
     def _hand_over(self, row: int) -> None:
         """Give a sequence its tokens that are only here."""
         first = int(self._rows["first_held"][row])
@@ -180,23 +158,7 @@ class DecodeTable:
         self.sampling = self.sampling.take(rows)
 
 
-def _take_tokens(
-    sequences: list[Sequence], sampled: Sampled, drafts: Drafts, eos_token_ids: frozenset[int]
-) -> np.ndarray:
-    """Let each sequence decide about its tokens up to the first that was not guessed; [S] how many it has taken."""
-    taken = np.ones(len(sequences), dtype=np.int64)
-    tokens, guesses = sampled.tokens.tolist(), drafts.tokens.tolist()
-    for row, (sequence, first) in enumerate(zip(sequences, drafts.first_rows.tolist(), strict=True)):
-        take_token(sequence, sampled, first, eos_token_ids)
-        for place, guess in enumerate(guesses[row][: drafts.counts[row]], first):
-            if sequence.finish_reason is not None or tokens[place] != guess:
-                break
-            take_token(sequence, sampled, place + 1, eos_token_ids)
-            taken[row] += 1
-    return taken
-
-
-def _decode_step(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
+def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
     """A row per token, at the end of its KV."""
     positions = kv_tokens - 1
     page = pages[np.arange(len(positions)), positions // PAGE_TOKENS]

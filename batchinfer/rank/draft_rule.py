@@ -5,27 +5,32 @@ c says how often a guess is right of which those before it were. Where a step wa
 it, more rows cost little; where it computes they cost as much as they give.
 
 A step without guesses is measured first. More rows than were measured are taken to cost what the last ones did, or
-nothing where only one number of rows is known, and guesses to be right, so that they are tried; what was measured long
-ago is forgotten, and a guess that is not used is trusted a little more with every step.
+nothing where none or one number of rows is known, and guesses to be right, so that they are tried; what was measured
+long ago is forgotten, and a guess that is not used is trusted a little more with every step. Where guesses do not pay
+nothing is measured for a while, each time longer.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 MOST_GUESSES = 4
-LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times are noisy
+LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times vary
 _MOST_AGE = 512  # steps after which a time is forgotten
 _PLAIN_AGE = 64  # steps with guesses after which one without is measured again
-_TIMES = 9  # of a size, of which the median counts
-_LEAST_TIMES = 2
-_KEPT_STEPS = 8  # for which a decision holds
+_TIMES = 9  # of a size, of which the least counts: what else runs on the machine only adds to them
+_LEAST_TIMES = 3
+_KEPT_STEPS = 8  # for which a decision for guesses holds
+_LONGEST_REST = 512  # steps for which one against them holds and nothing is measured; the first time _PLAIN_AGE
 _FEW_REQUESTS = 4  # with which more rows are tried at once; with more of them in one of TRIAL_STEPS
 _TRIAL_STEPS = 64
 _LEAST_NEWS = 1 / 32  # weight of one guess among those before it
 _HOPE = 1 / 4096
+
+
+Point = tuple[int, float]  # size of a step, seconds
 
 
 class StepTimes:
@@ -38,7 +43,7 @@ class StepTimes:
     def __init__(self, most_age: int | None = None) -> None:
         self._most_age = most_age
         self._times: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}  # of sizes with enough times
+        self._least: dict[int, float] = {}  # of sizes with enough times
         self._last: dict[int, int] = {}  # the step in which the latest time came
 
     def note(self, size: int, seconds: float, step: int) -> None:
@@ -46,16 +51,20 @@ class StepTimes:
         name = _class_of(size)
         if self._is_old(name, step):
             self._times.pop(name)
-            self._medians.pop(name, None)
+            self._least.pop(name, None)
         times = self._times.setdefault(name, deque(maxlen=_TIMES))
         times.append(seconds)
         self._last[name] = step
         if len(times) >= _LEAST_TIMES:
-            self._medians[name] = median(times)
+            self._least[name] = min(times)
 
-    def of(self, size: int, step: int) -> float | None:
-        """As measured, or between what was measured of fewer and of more; None: not known."""
-        known = self._known(step)
+    def of(self, size: int, step: int, least: Point | None = None) -> float | None:
+        """As measured, or between what was measured of fewer and of more; None: not known.
+
+        Args:
+            least: a size and its seconds in place of what was measured of it and of smaller ones.
+        """
+        known = self._known(step, least)
         below = max((other for other in known if other <= _class_of(size)), default=None)
         above = min((other for other in known if other >= _class_of(size)), default=None)
         if below is None or above is None:
@@ -63,10 +72,10 @@ class StepTimes:
         share = (_class_of(size) - below) / (above - below) if above > below else 0.0
         return known[below] + share * (known[above] - known[below])
 
-    def hoped(self, size: int, step: int) -> float | None:
+    def hoped(self, size: int, step: int, least: Point | None = None) -> float | None:
         """As `of`; up to twice the largest size as the two largest go on, or at no cost where one alone is known."""
-        found = self.of(size, step)
-        known = sorted((other, seconds) for other, seconds in self._known(step).items() if other <= size)
+        found = self.of(size, step, least)
+        known = sorted((other, seconds) for other, seconds in self._known(step, least).items() if other <= size)
         if found is not None or not known or _class_of(size) > 2 * known[-1][0]:
             return found
         (last, seconds), before = known[-1], known[-2:-1]
@@ -78,8 +87,12 @@ class StepTimes:
         """Steps since one of this size was measured; of sizes that were not, since the first step."""
         return step - self._last.get(_class_of(size), 0)
 
-    def _known(self, step: int) -> dict[int, float]:
-        return {name: seconds for name, seconds in self._medians.items() if not self._is_old(name, step)}
+    def _known(self, step: int, least: Point | None) -> dict[int, float]:
+        known = {name: seconds for name, seconds in self._least.items() if not self._is_old(name, step)}
+        if least is None:
+            return known
+        first, seconds = _class_of(least[0]), least[1]
+        return {first: seconds} | {name: known[name] for name in known if name > first}
 
     def _is_old(self, name: int, step: int) -> bool:
         return self._most_age is not None and step - self._last.get(name, step) > self._most_age
@@ -90,38 +103,46 @@ class DraftRule:
 
     def __init__(self) -> None:
         self._step = 0
-        self._steps, self._drafts = StepTimes(_MOST_AGE), [StepTimes() for _ in range(MOST_GUESSES)]
+        self._plain = StepTimes(_MOST_AGE)  # by requests
+        self._drafted = StepTimes(_MOST_AGE)  # by rows
+        self._drafts = [StepTimes() for _ in range(MOST_GUESSES)]  # by requests
         self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
         self._tried = [0] * MOST_GUESSES
-        self._kept: dict[int, _Decision] = {}  # by the number of requests
+        self._hoped_step = 0  # up to which guesses are trusted more for not being used
+        self._kept: dict[int, _Decision] = {}  # by requests
+        self._rests: dict[int, int] = {}  # steps, by requests
         self._last_trial = 0  # the step
 
     def choose(self, num_requests: int) -> int:
-        """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES."""
-        return self._decision(num_requests).num_guesses
+        """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES; asked once for each step."""
+        num_guesses = self._decision(num_requests).num_guesses
+        self._step += 1
+        return num_guesses
 
     def may_pay(self, num_requests: int) -> bool:
         """Whether guesses are made in the coming step, or it is not known yet that they do not pay."""
         decision = self._decision(num_requests)
         return decision.is_open or decision.num_guesses > 0
 
-    def note_step(self, num_rows: int, seconds: float | None) -> None:
-        """A decode step of so many rows took this long with all around it but the drafting; None: not known."""
-        if seconds is not None:
-            self._steps.note(num_rows, seconds, self._step)
-        self._step += 1
-        self._right = [right + _HOPE * (1 - right) for right in self._right]
+    def note_step(self, num_requests: int, seconds: float) -> None:
+        """A step without guesses took this long with all around it."""
+        self._plain.note(num_requests, seconds, self._step)
+
+    def note_drafted_step(self, num_rows: int, seconds: float) -> None:
+        """A step of so many rows, guesses among them, took this long with all around it but the drafting."""
+        self._drafted.note(num_rows, seconds, self._step)
 
     def note_drafts(self, num_requests: int, num_guesses: int, seconds: float) -> None:
         """Drafting so many tokens for each of these requests took this long."""
         self._drafts[num_guesses - 1].note(num_requests, seconds, self._step)
 
-    def note_right(self, num_tried: int, num_right: int) -> None:
-        """Of a request's guesses so many were right before the first wrong one."""
-        for guess in range(min(num_right + 1, num_tried)):
-            self._tried[guess] += 1
-            news = max(_LEAST_NEWS, 1 / (1 + self._tried[guess]))
-            self._right[guess] += news * ((guess < num_right) - self._right[guess])
+    def note_right(self, tried: Sequence[int], right: Sequence[int]) -> None:
+        """How many first, second, ... guesses were looked at, and how many of these were right."""
+        for guess, (num_tried, num_right) in enumerate(zip(tried, right, strict=True)):
+            if num_tried:
+                self._tried[guess] += num_tried
+                news = min(1.0, max(_LEAST_NEWS, 1 / (1 + self._tried[guess])) * num_tried)
+                self._right[guess] += news * (num_right / num_tried - self._right[guess])
 
     def tokens_per_request(self, num_guesses: int) -> float:
         """That a step is expected to give."""
@@ -132,30 +153,47 @@ class DraftRule:
         return tokens
 
     def _decision(self, num_requests: int) -> _Decision:
-        kept = self._kept.get(num_requests)
+        name = _class_of(num_requests)
+        kept = self._kept.get(name)
         if kept is None or self._step >= kept.end_step:
-            kept = self._kept[num_requests] = self._decide(num_requests)
+            kept = self._kept[name] = self._rest_of_fewer(name) or self._decide(num_requests)
         return kept
 
+    def _rest_of_fewer(self, name: int) -> _Decision | None:
+        """What does not pay with fewer requests does not with more."""
+        rests = [kept for other, kept in self._kept.items() if other < name and kept.is_rest]
+        return next((kept for kept in rests if self._step < kept.end_step), None)
+
     def _decide(self, num_requests: int) -> _Decision:
-        plain_s = self._steps.of(num_requests, self._step)
-        if plain_s is None or self._steps.age(num_requests, self._step) > _PLAIN_AGE:
-            return _Decision(0, True, self._step + 1)
-        may_try = num_requests <= _FEW_REQUESTS or self._step - self._last_trial >= _TRIAL_STEPS
+        step, name = self._step, _class_of(num_requests)
+        plain_s = self._plain.of(num_requests, step)
+        if plain_s is None or self._plain.age(num_requests, step) > _PLAIN_AGE:
+            return _Decision(0, True, step + 1)
+        self._hope()
+        may_try = num_requests <= _FEW_REQUESTS or step - self._last_trial >= _TRIAL_STEPS
         best, least_s, is_trial = 0, plain_s / LEAST_GAIN, False
         for guesses in range(1, MOST_GUESSES + 1):
             num_rows = num_requests * (1 + guesses)
-            step_s = self._steps.hoped(num_rows, self._step)
-            is_known = self._steps.of(num_rows, self._step) is not None
+            step_s = self._drafted.hoped(num_rows, step, (num_requests, plain_s))
+            is_known = self._drafted.of(num_rows, step, (num_requests, plain_s)) is not None
             if step_s is None or not (is_known or may_try):
                 break
-            draft_s = self._drafts[guesses - 1].hoped(num_requests, self._step) or 0.0
-            token_s = (max(plain_s, step_s) + draft_s) / self.tokens_per_request(guesses)
+            draft_s = self._drafts[guesses - 1].hoped(num_requests, step) or 0.0
+            token_s = (step_s + draft_s) / self.tokens_per_request(guesses)
             if token_s < least_s:
                 best, least_s, is_trial = guesses, token_s, not is_known
+        if best == 0:
+            rest = self._rests[name] = min(_LONGEST_REST, 2 * self._rests.get(name, _PLAIN_AGE // 2))
+            return _Decision(0, False, step + rest)
+        self._rests.pop(name, None)
         if is_trial:
-            self._last_trial = self._step
-        return _Decision(best, False, self._step + (1 if is_trial else _KEPT_STEPS))
+            self._last_trial = step
+        return _Decision(best, False, step + (1 if is_trial else _KEPT_STEPS))
+
+    def _hope(self) -> None:
+        share = (1 - _HOPE) ** (self._step - self._hoped_step)
+        self._right = [1 - share * (1 - right) for right in self._right]
+        self._hoped_step = self._step
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +201,10 @@ class _Decision:
     num_guesses: int
     is_open: bool  # steps without guesses are to be measured first
     end_step: int  # in which it is made anew
+
+    @property
+    def is_rest(self) -> bool:
+        return self.num_guesses == 0 and not self.is_open
 
 
 def _class_of(size: int) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.fused.speculation import KeptTensors
 from batchinfer.model.mtp import DraftInput
 from batchinfer.model.sampling import SamplingRows
 from batchinfer.model.transformer import Transformer
@@ -30,7 +31,6 @@ from batchinfer.rank.sequence import Sequence
 CONTEXT = 32  # places whose states are kept
 MOST_REQUESTS = 64  # that have a slot; with more running nothing is kept
 _PAGES = 8  # of a slot
-_MOST_PLACES = _PAGES * PAGE_TOKENS
 
 
 class DraftStates:
@@ -41,8 +41,11 @@ class DraftStates:
         self._states = torch.zeros(MOST_REQUESTS * CONTEXT, model.config.hidden_size, dtype=model.dtype)
         self._tokens = torch.zeros(MOST_REQUESTS * CONTEXT, dtype=torch.int64)
         # by slot: places [first, end) are known without a gap, [base, filled) have keys
-        self._first, self._end, self._base, self._filled = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
+        marks = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
+        self._first, self._end, self._base, self._filled = marks
+        self._num_pages = _PAGES
         self.pages = torch.zeros(MOST_REQUESTS * _PAGES, PAGE_TOKENS, model.config.latent_dim, dtype=model.dtype)
+        self.tensors = KeptTensors(self._states, self._tokens, torch.from_numpy(marks), self.pages)
 
     def keep(
         self,
@@ -60,7 +63,7 @@ class DraftStates:
             states: [R, D] in the order of sequences and places.
             tokens: [R] int64, behind each place.
         """
-        slots, starts = self._slots(sequences), ends - counts
+        slots, starts = self.slots_of(sequences), ends - counts
         begins_anew = self._end[slots] != starts
         if begins_anew.any():
             self._first[slots[begins_anew]], self._filled[slots[begins_anew]] = starts[begins_anew], -1
@@ -90,7 +93,7 @@ class DraftStates:
         slots = np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)
         ends, filled, base = self._end[slots], self._filled[slots], self._base[slots]
         oldest = np.maximum(self._first[slots], ends - CONTEXT)
-        begins = (filled < oldest) | (ends - base + (num_guesses - 1) > _MOST_PLACES)
+        begins = (filled < oldest) | (ends - base + (num_guesses - 1) > self._num_pages * PAGE_TOKENS)
         if begins.any():
             base, filled = np.where(begins, oldest, base), np.where(begins, oldest, filled)
             self._base[slots] = base
@@ -104,7 +107,7 @@ class DraftStates:
         further = [ends + guess for guess in range(num_guesses - 1)]
         positions = np.concatenate([places, *further])
         request = np.concatenate([of_state, *[np.arange(len(slots))] * len(further)])
-        in_pages, first_pages = positions - base[request], slots[request] * _PAGES
+        in_pages, first_pages = positions - base[request], slots[request] * self._num_pages
         num_pages = int((ends - base).max() + num_guesses - 2) // PAGE_TOKENS + 1
         return DraftInput(
             states=self._states[rows],
@@ -119,7 +122,7 @@ class DraftStates:
             num_guesses=num_guesses,
         )
 
-    def _slots(self, sequences: ListOf[Sequence]) -> np.ndarray:
+    def slots_of(self, sequences: ListOf[Sequence]) -> np.ndarray:
         """[S] of these sequences, which have one from now on."""
         missing = [sequence for sequence in sequences if sequence not in self._slot_of]
         free = sorted(set(range(MOST_REQUESTS)) - set(self._slot_of.values())) if missing else []

@@ -8,19 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
+from typing import Any
 
 import numpy as np
 import torch
 
+from batchinfer.model.fused.speculation import Limits, RequestTensors, Speculated, speculate
 from batchinfer.model.mtp import Draft
 from batchinfer.model.transformer import Transformer
-from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.context import RankContext
 from batchinfer.rank.draft_rule import DraftRule
 from batchinfer.rank.draft_states import MOST_REQUESTS, DraftStates
+from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafts import Drafts
 from batchinfer.rank.sequence import Sequence
 
 _MOST_PROMPTS = 16
+MOST_STEPS = 8  # of one call
+_MICROSECONDS = 2000  # after which a call begins no further step: the rank is to look at its messages
 
 
 class Drafter:
@@ -29,28 +34,54 @@ class Drafter:
     Args:
         draft: runs the model's layer for multi-token prediction.
         rule: says how many tokens to draft.
+        stack: runs steps with guesses in one call, see speculate; None: they are run operation by operation.
     """
 
-    def __init__(self, model: Transformer, draft: Draft, rule: DraftRule | None = None) -> None:
-        self._model, self._draft = model, draft
+    def __init__(self, model: Transformer, draft: Draft, rule: DraftRule | None = None, stack: Any = None) -> None:
+        self._model, self._draft, self._stack = model, draft, stack
         self._rule = rule or DraftRule()
         self._states = DraftStates(model)
+        self._with_slots: RequestTensors | None = None  # of the requests whose slots are in their table
         self._keeps = True  # the states of the coming step
         self._drafted_s = 0.0  # for the step to come
         self._ended_s: float | None = None  # when the latest decode step had ended; None: something else ran since
 
+    @classmethod
+    def of(cls, context: RankContext, rule: DraftRule | None = None) -> Drafter:
+        """The quickest one for this rank."""
+        return cls(context.model, context.draft, rule, context.stack)
+
     def wants_prompts(self, num_requests: int) -> bool:
         """Whether prompts are to leave the states of their last tokens when so many requests run, start and wait."""
-        return num_requests <= _MOST_PROMPTS
+        return 0 < num_requests <= _MOST_PROMPTS and self._rule.may_pay(num_requests)
 
-    def next_drafts(self, table: DecodeTable) -> Drafts | None:
-        """Guesses for the coming step; None: a plain one is better, or nothing is known yet."""
-        self._drafted_s, started_s = 0.0, time.perf_counter()
-        count = len(table.sequences)
-        self._keeps = 0 < count <= MOST_REQUESTS and self._rule.may_pay(count)
-        num_guesses = self._rule.choose(count) if self._keeps else 0
-        if num_guesses == 0:
+    def choose(self, num_requests: int) -> int:
+        """Guesses for each of so many requests in the coming step; 0: a plain one is better."""
+        self._drafted_s = 0.0
+        if not 0 < num_requests <= MOST_REQUESTS:
+            self._keeps, self._ended_s = False, None
+            return 0
+        num_guesses = self._rule.choose(num_requests)
+        self._keeps = num_guesses > 0 or self._rule.may_pay(num_requests)
+        if not self._keeps:
+            self._ended_s = None
+        return num_guesses
+
+    def speculate(self, table: DraftedTable, pages: torch.Tensor, num_guesses: int) -> Speculated | None:
+        """Run some steps of all requests; None: these ones are run step by step."""
+        if self._stack is None or not table.are_told_tokens_alone:
             return None
+        tensors = table.tensors
+        if tensors is not self._with_slots:
+            table.slots[:] = self._states.slots_of(table.sequences)
+            self._with_slots = tensors
+        least_running = (len(table.sequences) + 1) // 2
+        limits = Limits(num_guesses, MOST_STEPS, _MICROSECONDS, least_running)
+        return speculate(self._stack, self._model, tensors, self._states.tensors, pages, limits)
+
+    def next_drafts(self, table: DraftedTable, num_guesses: int) -> Drafts | None:
+        """Guesses for the coming step; None: nothing is known yet."""
+        started_s, count = time.perf_counter(), len(table.sequences)
         most = np.minimum(table.most_guesses, num_guesses)
         most[~self._states.are_known(table.sequences, table.kv_lengths - 1)] = 0
         chosen = np.flatnonzero(most)
@@ -64,12 +95,11 @@ class Drafter:
         tokens = np.zeros((count, num_guesses), dtype=np.int64)
         tokens[chosen] = self._draft(self._model, given, self._states.pages).numpy().T
         self._drafted_s = time.perf_counter() - started_s
-        self._rule.note_drafts(count, num_guesses, self._drafted_s)
         return Drafts(tokens, most)
 
     @property
     def keeps_step(self) -> bool:
-        """Whether the states of the step for which `next_drafts` was asked are wanted."""
+        """Whether the states of the step for which `choose` was asked are wanted."""
         return self._keeps
 
     def keep(
@@ -87,22 +117,38 @@ class Drafter:
         """Something else than decode steps runs."""
         self._ended_s = None
 
-    def note_step(self, drafts: Drafts | None, taken: np.ndarray, finished: np.ndarray) -> None:
-        """A decode step has ended.
+    def note_step(self, num_requests: int) -> None:
+        """A decode step without guesses has ended."""
+        if (seconds := self._since_last()) is not None:
+            self._rule.note_step(num_requests, seconds)
+
+    def note_drafts(self, drafts: Drafts, taken: np.ndarray, finished: np.ndarray) -> None:
+        """A decode step with guesses has ended.
 
         Args:
             taken: [S] new tokens of each request.
             finished: [S] bool, whether it has ended: guesses behind its last token were not looked at.
         """
-        before_s, self._ended_s = self._ended_s, time.perf_counter()
-        num_rows = len(taken) if drafts is None else len(drafts.of_row)
-        self._rule.note_step(num_rows, None if before_s is None else self._ended_s - before_s - self._drafted_s)
-        if drafts is None:
-            return
         right = taken - 1
-        for num_tried, num_right in zip(np.where(finished, right, drafts.counts).tolist(), right.tolist(), strict=True):
-            self._rule.note_right(num_tried, num_right)
+        tried, depths = np.where(finished, right, np.minimum(right + 1, drafts.counts)), range(drafts.tokens.shape[1])
+        self._rule.note_right(*([int((counts > depth).sum()) for depth in depths] for counts in (tried, right)))
+        self._note(len(taken), drafts.tokens.shape[1], 1, len(drafts.of_row), self._drafted_s)
+
+    def note_speculated(self, num_requests: int, ran: Speculated) -> None:
+        """Steps with guesses have ended."""
+        self._rule.note_right(ran.tried, ran.right)
+        self._note(num_requests, len(ran.tried), ran.num_steps, ran.num_rows, ran.draft_s)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """They do not run here any more."""
         self._states.forget(sequences)
+
+    def _note(self, num_requests: int, num_guesses: int, num_steps: int, num_rows: int, draft_s: float) -> None:
+        seconds = self._since_last()
+        self._rule.note_drafts(num_requests, num_guesses, draft_s / num_steps)
+        if seconds is not None:
+            self._rule.note_drafted_step(num_rows // num_steps, (seconds - draft_s) / num_steps)
+
+    def _since_last(self) -> float | None:
+        before_s, self._ended_s = self._ended_s, time.perf_counter()
+        return None if before_s is None else self._ended_s - before_s

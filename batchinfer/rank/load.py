@@ -187,7 +187,7 @@ def make_worker(
         context,
         place_experts=place_experts,
         open_prefixes=None if job.kv.dir is None else open_prefixes,
-        drafter=Drafter(model, context.draft) if drafts else None,
+        drafter=Drafter.of(context) if drafts else None,
     )
 
 

@@ -71,7 +71,7 @@ class Prefill:
             if not sequence.request.sampling.max_tokens and sequence.finish_reason is None:
                 sequence.finish_reason = "length"
         return StepResult(
-            output,
+            output.expert_counts,
             done_s,
             finished=[sequence for sequence in complete if sequence.finish_reason is not None],
             started=[sequence for sequence in complete if sequence.finish_reason is None],

@@ -60,7 +60,7 @@ class Telemetry:
         kind = agreed.kind.value
         before_L, self._rows_L = self._rows_L, self._model.expert_rows
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
-        self._tokens_LE[kind] += ran.output.expert_counts.cpu().numpy()
+        self._tokens_LE[kind] += ran.expert_counts.cpu().numpy()
         self._new_rows_L[kind] += self._rows_L - before_L
         self._num_steps += 1
         return StepRecord(

@@ -12,7 +12,7 @@ from batchinfer.rank.admission import Admission
 from batchinfer.rank.calibration import count_experts
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode import decode_step
-from batchinfer.rank.decode_table import DecodeTable
+from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.migration import KvMigration
 from batchinfer.rank.prefill import Prefill
@@ -51,7 +51,7 @@ class RankWorker:
         self._prompt_pages = PromptPages(context)
         self._queue = PrefillQueue(self._prompt_pages, self._stored, context.prefill_tokens)
         self._prefill = Prefill(context, self._queue, self._prompt_pages, self._stored, drafter)
-        self._running = DecodeTable(context.eos_token_ids)
+        self._running = DraftedTable(context.eos_token_ids)
         self._migration = KvMigration(context, self._prompt_pages)
         self._admission = Admission(context, self._queue, self._running, self._migration, self._prompt_pages)
         self.telemetry = Telemetry(context)

@@ -2,20 +2,18 @@
 
 A pair of turns runs the same prompts with and without, with so many requests running at once; printed are output tokens
 per second of processor time of this process, and the medians over pairs of the one by the other: by the clock others on
-the machine count, too. Counted are decode steps that follow another one, with what lies between. The rule keeps what it
-has learned from one turn to the next, as in a longer job.
+the machine count, too. Counted are decode steps, each with what lies between it and the step before. The rule keeps
+what it has learned from one turn to the next, as in a longer job.
 
-    OMP_NUM_THREADS=1 python tests/bench/speculation.py [--running 1 2 4 8 64] [--pairs 7] [--prompts 96]
+    OMP_NUM_THREADS=1 python tests/bench/speculation.py [--running 1 2 4 16 64] [--pairs 7] [--prompts 96] [--model DIR]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,35 +44,37 @@ class TimedFeed(Feed):
         self.ends_s.append(time.process_time())
 
     def decode_rate(self) -> float:
-        """Output tokens per second, over decode steps that follow another."""
+        """Output tokens per second, over decode steps, each with what the rank did since the step before it."""
         tokens, seconds = 0, 0.0
-        for place, (before, record) in enumerate(itertools.pairwise(self.records), 1):
-            if before.kind == record.kind == "decode":
+        for record, before_s, end_s in zip(self.records[1:], self.ends_s, self.ends_s[1:], strict=False):
+            if record.kind == "decode":
                 tokens += record.output_tokens
-                seconds += self.ends_s[place] - self.ends_s[place - 1]
+                seconds += end_s - before_s
         return tokens / seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 8, 64])
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 16, 64])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--model", type=Path, default=SAMPLE_MODEL, help="whose tokens are those of the sample model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     options = parser.parse_args()
-    model = Transformer.load(SAMPLE_MODEL, dtype=getattr(torch, options.dtype), mtp=True)
+    model = Transformer.load(options.model, dtype=getattr(torch, options.dtype), mtp=True)
     tokenizer, messages = load_tokenizer(SAMPLE_MODEL), []
     for shard in sorted(SAMPLE_PROMPTS.glob("*.parquet")):
         messages += pq.read_table(shard, columns=["messages"]).column(0).to_pylist()
     chats = [ids for ids in tokenizer.encode_chats(messages[: options.prompts]) if isinstance(ids, list)]
-    sampling = replace(SamplingConfig(max_tokens=40).to_sampling())
+    sampling = SamplingConfig(max_tokens=options.max_tokens).to_sampling()
     requests = [Request(RequestKey(0, row, 0), 0, ids, sampling, sampling_key=row) for row, ids in enumerate(chats)]
     print(f"{len(requests)} prompts, {options.pairs} pairs of turns, {options.dtype}")
     for running in options.running:
         rule, pairs = DraftRule(), []
 
         def make_drafter(context: Any, rule: DraftRule = rule) -> Drafter:
-            return Drafter(context.model, context.draft, rule)
+            return Drafter.of(context, rule)
 
         for _ in range(options.pairs):
             without, drafted = (

@@ -101,7 +101,7 @@ def test_what_waited_too_long_to_be_kept_begins_with_the_latest(model):
 
 
 def test_full_pages_begin_anew_with_the_latest_places(model, monkeypatch):
-    monkeypatch.setattr(draft_states, "_MOST_PLACES", 64)
+    monkeypatch.setattr(draft_states, "_PAGES", 1)
     kept = Kept(model, 1)
     most = 0
     for place in range(200):

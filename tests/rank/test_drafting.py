@@ -6,100 +6,40 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from batchinfer.config import SamplingConfig
-from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.mtp import DraftInput
 from batchinfer.model.transformer import Transformer
-from batchinfer.rank import draft_states
+from batchinfer.rank import draft_states, drafter
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.draft_rule import MOST_GUESSES, DraftRule
 from batchinfer.rank.drafter import Drafter
-from batchinfer.records import Request, RequestKey, sampling_key
+from batchinfer.records import Request
+from batchinfer_kernels.cpu.packed import Packed
 from support.checkpoints import make_checkpoint
+from support.drafted import (
+    PLAIN_WAYS,
+    TOKENIZER,
+    WAYS,
+    Always,
+    InTurn,
+    counts,
+    everything,
+    requests_of,
+    sample_requests,
+    step_by_step,
+    with_mtp,
+)
 from support.one_rank import Feed, run_rank
-from support.paths import RANDOM_MODEL, SAMPLE_MODEL, SAMPLE_PROMPTS
+from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 from support.plain_rows import skip_unless_equal
 
-TOKENIZER = load_tokenizer(SAMPLE_MODEL)
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"dtype": torch.bfloat16, "eight_bit": True},
 }
-# every way in which a request is sampled and ends
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0, "seed": 1},
-    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "seed": 2},
-    {"temperature": 1.5, "seed": 3, "logprobs": 3, "ignore_eos": True},
-    {"logprobs": 0},
-    {"max_tokens": 1},
-    {"max_tokens": 2},
-    {"max_tokens": 3, "ignore_eos": True},
-    {"stop": ["own", "0"]},
-    {"stop": ["1"], "min_tokens": 5, "ignore_eos": True},
-    {"stop_token_ids": [40, 41, 42, 43], "ignore_eos": True},
-    {"repetition_penalty": 1.3, "ignore_eos": True},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 0.7},
-    {"logit_bias": {"50": 3.0}, "bad_words": ["crowns"]},
-    {"structured_outputs": {"regex": "[0-9]{1,6} crowns"}},
-    {"ignore_eos": True, "max_tokens": 40},
-]
-
-
-class Always(DraftRule):
-    """So many guesses whatever they cost."""
-
-    def __init__(self, num_guesses: int) -> None:
-        super().__init__()
-        self._num_guesses = num_guesses
-
-    def choose(self, num_requests: int) -> int:
-        return self._num_guesses
-
-
-class InTurn(DraftRule):
-    """Another number of guesses in each step, none among them, for a few steps or for longer than states are kept."""
-
-    def choose(self, num_requests: int) -> int:
-        return self._step % (MOST_GUESSES + 1) if self._step % 120 < 60 else 0
-
-
-def requests_of(prompts: list[list[int]], *, max_tokens: int = 24) -> list[Request]:
-    made = []
-    for row, prompt in enumerate(prompts):
-        how = {"max_tokens": max_tokens} | WAYS[row % len(WAYS)]
-        sampling = SamplingConfig(**how).to_sampling()
-        made.append(Request(RequestKey(0, row, 0), 0, prompt, sampling, sampling_key(7, str(row), 0, 0)))
-    return made
-
-
-def sample_requests(count: int = 2 * len(WAYS), **how: Any) -> list[Request]:
-    messages = pq.read_table(SAMPLE_PROMPTS / "part-00000.parquet", columns=["messages"]).slice(0, count)
-    prompts = TOKENIZER.encode_chats(messages.column(0).to_pylist())
-    return requests_of(prompts, **how)  # type: ignore[arg-type]
-
-
-def everything(feed: Feed) -> dict[RequestKey, tuple[Any, ...]]:
-    """All of a row but its times and what the plan's order decides."""
-    return {
-        key: (done.token_ids, done.text, done.finish_reason, done.stop_reason, done.logprobs, done.error,
-              done.kv_tokens_sum, done.structured_valid, done.reasoning)
-        for key, done in feed.done.items()
-    }  # fmt: skip
-
-
-def counts(feed: Feed) -> tuple[int, int]:
-    """Tokens drafted, and of these accepted."""
-    return sum(one.drafted_tokens for one in feed.records), sum(one.accepted_tokens for one in feed.records)
-
-
-def with_mtp(rule: DraftRule) -> Any:
-    return lambda context: Drafter(context.model, context.draft, rule)
 
 
 @pytest.fixture(scope="module", params=[*DTYPES, "reference"])
@@ -114,16 +54,18 @@ def model(request) -> Transformer:
     return made
 
 
+@pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])
 @pytest.mark.parametrize(
     ("decode_requests", "num_guesses"),
     [(1, 1), pytest.param(1, 3, marks=pytest.mark.slow), (5, 1), (5, 3), (64, 1), (64, 3)],
 )
-def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_requests):
-    plain = run_rank(model, TOKENIZER, sample_requests(), decode_requests=decode_requests)
+def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_requests, ways):
+    if ways is PLAIN_WAYS and not isinstance(model.weights.lm_head, Packed):
+        pytest.skip("steps with guesses are not one call here")
+    requests = sample_requests(ways=ways)
+    plain = run_rank(model, TOKENIZER, requests, decode_requests=decode_requests)
     drafted = run_rank(
-        model,
-        TOKENIZER,
-        sample_requests(),
+        *(model, TOKENIZER, requests),
         decode_requests=decode_requests,
         make_drafter=with_mtp(Always(num_guesses)),
     )
@@ -135,6 +77,36 @@ def test_rows_are_the_same_with_drafts_and_without(model, num_guesses, decode_re
     assert sum(one.kv_tokens for one in drafted.records if one.kind == "decode") == sum(
         one.kv_tokens for one in plain.records if one.kind == "decode"
     )
+
+
+def test_one_call_and_step_by_step_draft_alike():
+    """The same guesses but for end tokens, behind which nothing is run."""
+    model = Transformer.load(SAMPLE_MODEL, dtype=torch.bfloat16, mtp=True)
+    requests = sample_requests(40, ways=PLAIN_WAYS[:3])
+    found = [
+        counts(run_rank(model, TOKENIZER, requests, decode_requests=4, make_drafter=how(Always(2))))
+        for how in (with_mtp, step_by_step)
+    ]
+    in_one_call, by_steps = found
+    assert in_one_call[0] < by_steps[0]
+    assert in_one_call[1] > 0.9 * (by_steps[1] - len(requests))
+    assert in_one_call[1] / in_one_call[0] > by_steps[1] / by_steps[0]
+
+
+def test_a_call_runs_several_steps(model_in_one_call):
+    requests = [
+        replace(one, sampling=SamplingConfig(max_tokens=40, ignore_eos=True).to_sampling())
+        for one in sample_requests(4)
+    ]
+    feed = run_rank(model_in_one_call, TOKENIZER, requests, make_drafter=with_mtp(Always(1)))
+    assert max(record.output_tokens / record.num_requests for record in feed.records) > 2
+
+
+@pytest.fixture
+def model_in_one_call(monkeypatch) -> Transformer:
+    """The rank is in no hurry to look at its messages."""
+    monkeypatch.setattr(drafter, "_MICROSECONDS", 10**9)
+    return Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
 
 
 def test_nine_of_ten_first_guesses_are_right_on_the_sample_model(model):
@@ -211,7 +183,7 @@ def test_a_right_guess_saves_a_step():
 
 
 def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
-    monkeypatch.setattr(draft_states, "_MOST_PLACES", 64)
+    monkeypatch.setattr(draft_states, "_PAGES", 1)
     model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
     requests = sample_requests(4)
     requests = [replace(one, sampling=replace(one.sampling, max_tokens=150, ignore_eos=True)) for one in requests]
@@ -247,9 +219,8 @@ def test_prompts_leave_their_states_only_where_few_requests_run():
     rates = []
     for decode_requests in (8, 60):
         requests = [replace(one, sampling=SamplingConfig(max_tokens=40).to_sampling()) for one in sample_requests(60)]
-        drafter = with_mtp(Always(1))
         num_drafted, num_accepted = counts(
-            run_rank(model, TOKENIZER, requests, decode_requests=decode_requests, make_drafter=drafter)
+            run_rank(model, TOKENIZER, requests, decode_requests=decode_requests, make_drafter=with_mtp(Always(1)))
         )
         rates.append(num_accepted / num_drafted)
     assert rates[0] > rates[1] + 0.1

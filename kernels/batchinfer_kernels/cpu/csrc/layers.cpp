@@ -11,22 +11,11 @@
 #include <cstring>
 #include <memory>
 
+#include "speculation.h"
 #include "tensors.h"
 
 namespace batchinfer::tensors {
 namespace {
-
-// Rows by number.
-Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
-  check_indices(numbers, "numbers");
-  const Tensor rows = with_whole_rows(rows_in);
-  check_range(numbers, rows.size(0), "row");
-  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
-  const int64_t value_bytes = rows.element_size();
-  gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes,
-              read<int64_t>(numbers), numbers.numel(), out.mutable_data_ptr());
-  return out;
-}
 
 // A packed weight as Python holds it: bytes, columns, depth, kind.
 using Packed = std::tuple<Tensor, int64_t, int64_t, int64_t>;
@@ -321,14 +310,8 @@ class Stack : public torch::CustomClassHolder {
                                                          const Tensor& positions, const Tensor& slots,
                                                          const Tensor& page_table, const Tensor& kv_tokens,
                                                          const Tensor& logit_rows, const Tensor& pages) const {
-    TORCH_CHECK(pages.size(0) == static_cast<int64_t>(layers_.size()), "pages of ", pages.size(0), " layers, not ",
-                layers_.size());
-    Tensor hidden = gathered(embedding_, tokens);
     std::vector<Tensor> counts;
-    for (size_t number = 0; number < layers_.size(); ++number) {
-      const RowsOfStep rows{cos, sin, query_scale, positions, slots, page_table, kv_tokens};
-      hidden = run(layers_[number], hidden, rows, pages.select(0, static_cast<int64_t>(number)), &counts);
-    }
+    const Tensor hidden = hidden_of(tokens, {cos, sin, query_scale, positions, slots, page_table, kv_tokens}, pages, counts);
     const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
     return {logits_of(x), counts, x};
   }
@@ -371,6 +354,37 @@ class Stack : public torch::CustomClassHolder {
     return guesses;
   }
 
+  // Decode steps one after the other, each with guesses that the layer for multi-token prediction makes for it, until
+  // `limits` say so or nobody goes on; see speculation.h for what comes in and goes out. The rows of requests and what
+  // is kept of them are changed in place.
+  //
+  // Returns [requests, 3 + W] of each request how many new tokens it has, whether it has to be asked if it goes on,
+  // whether its last logits are finite, and the tokens; the tokens of each expert, a row per mixture; counts (see
+  // Totals); the seconds that guesses took and that steps took.
+  std::tuple<Tensor, Tensor, std::vector<int64_t>, std::vector<double>> speculate(
+      const Tensor& requests, const Tensor& page_table, const std::vector<Tensor>& kept,
+      const std::vector<Tensor>& settings, const std::vector<Tensor>& ends, const std::vector<Tensor>& angles,
+      const Tensor& pages, const std::vector<int64_t>& limits) const {
+    TORCH_CHECK(mtp_.has_value(), "no layer for multi-token prediction");
+    Speculation state(requests, page_table, kept, settings, ends, angles, limits);
+    Tensor expert_counts;
+    while (state.goes_on()) {
+      guess(state);
+      state.has_guessed();
+      std::vector<Tensor> counts;
+      const StepRows rows = state.rows_to_run();
+      const Tensor hidden = hidden_of(rows.tokens, of_step(rows), pages, counts);
+      const Tensor x = rms_norm(hidden, norm_, eps_);
+      const Tensor logits = logits_of(x);
+      const auto [tokens, is_finite] = argmax(logits);
+      state.draw_into(tokens, logits, is_finite);
+      state.accept(tokens, is_finite, x);
+      add_counts(counts, expert_counts);
+    }
+    if (!expert_counts.defined()) expert_counts = at::empty({0, 0}, requests.options().dtype(at::kLong));
+    return {state.outcome(), expert_counts, state.totals().as_list(), {state.draft_s(), state.step_s()}};
+  }
+
  private:
   struct Layer {
     c10::intrusive_ptr<Attention> attention;
@@ -388,6 +402,61 @@ class Stack : public torch::CustomClassHolder {
     HeldWeight joined;
     Layer layer;
   };
+
+  // Queries that are scaled by position are not speculated on here (context.py).
+  static RowsOfStep of_step(const StepRows& rows) {
+    return {rows.cos, rows.sin, std::nullopt, rows.positions, rows.slots, rows.page_table, rows.kv_tokens};
+  }
+
+  // The stream behind the last layer; `counts` gets the tokens of each expert of each mixture.
+  Tensor hidden_of(const Tensor& tokens, const RowsOfStep& rows, const Tensor& pages,
+                   std::vector<Tensor>& counts) const {
+    TORCH_CHECK(pages.size(0) == static_cast<int64_t>(layers_.size()), "pages of ", pages.size(0), " layers, not ",
+                layers_.size());
+    Tensor hidden = gathered(embedding_, tokens);
+    for (size_t number = 0; number < layers_.size(); ++number) {
+      hidden = run(layers_[number], hidden, rows, pages.select(0, static_cast<int64_t>(number)), &counts);
+    }
+    return hidden;
+  }
+
+  // One link of guesses after the other, as `draft` makes them, for as many requests as still want one.
+  void guess(Speculation& state) const {
+    Tensor hidden;
+    for (StepRows rows = state.first_link(); rows.tokens.numel() > 0; rows = state.next_link(hidden)) {
+      const Tensor token_state = rms_norm(gathered(embedding_, rows.tokens), mtp_->token_norm, eps_);
+      Input both(at::cat({token_state, rms_norm(rows.states, mtp_->state_norm, eps_)}, 1));
+      hidden = run_last(both.times(mtp_->joined), rows, state.draft_pages());
+      const Tensor logits = logits_of(rms_norm(hidden, mtp_->norm, eps_));
+      const auto [tokens, is_finite] = argmax(logits);
+      state.draw_guesses(tokens, logits, is_finite);
+      state.take_guesses(tokens);
+    }
+  }
+
+  static void add_counts(const std::vector<Tensor>& counts, Tensor& sums) {
+    if (counts.empty()) return;
+    const int64_t num_layers = static_cast<int64_t>(counts.size()), num_experts = counts[0].numel();
+    const bool is_first = !sums.defined();
+    if (is_first) sums = at::empty({num_layers, num_experts}, counts[0].options());
+    for (int64_t layer = 0; layer < num_layers; ++layer) {
+      int64_t* const sum = write<int64_t>(sums) + layer * num_experts;
+      const int64_t* const count = read<int64_t>(counts[layer]);
+      for (int64_t i = 0; i < num_experts; ++i) sum[i] = is_first ? count[i] : sum[i] + count[i];
+    }
+  }
+
+  // The new stream behind the layer for multi-token prediction, of each request's last row: of the others only the
+  // keys are needed.
+  Tensor run_last(const Tensor& hidden, const StepRows& rows, const Tensor& pages) const {
+    if (!rows.last_rows.defined()) return run(mtp_->layer, hidden, of_step(rows), pages, nullptr);
+    const auto& [attention, mixture, dense] = mtp_->layer;
+    const Tensor q = attention->project(hidden, rows.cos, rows.sin, std::nullopt, rows.slots, pages, rows.last_rows);
+    const Tensor attended = attention->attend_decode(gathered(hidden, rows.last_rows), q, pages, rows.page_table,
+                                                     rows.kv_tokens, rows.positions);
+    const auto [x, ids, weights, count] = mixture->route(attended);
+    return mixture->run(attended, x, ids, weights);
+  }
 
   // The new stream; `counts` gets the tokens of each expert unless it is null.
   static Tensor run(const Layer& layer, const Tensor& hidden, const RowsOfStep& rows, const Tensor& pages,
@@ -439,5 +508,6 @@ TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
       .def("add_mixture", &Stack::add_mixture)
       .def("set_mtp", &Stack::set_mtp)
       .def("decode", &Stack::decode)
-      .def("draft", &Stack::draft);
+      .def("draft", &Stack::draft)
+      .def("speculate", &Stack::speculate);
 }

@@ -131,6 +131,18 @@ inline Rotary rotary_of(const Tensor& cos, const Tensor& sin, int64_t num_rows, 
   return {read<float>(cos), read<float>(sin), 2 * cos.size(1), is_interleaved};
 }
 
+// Rows by number.
+inline Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
+  check_indices(numbers, "numbers");
+  const Tensor rows = with_whole_rows(rows_in);
+  check_range(numbers, rows.size(0), "row");
+  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
+  const int64_t value_bytes = rows.element_size();
+  gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes,
+              read<int64_t>(numbers), numbers.numel(), out.mutable_data_ptr());
+  return out;
+}
+
 // Operations of bindings.cpp that layers.cpp is made of; shapes as in ops.py.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor router(const Tensor& x, const Tensor& packed, int64_t num_columns);
