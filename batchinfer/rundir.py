@@ -30,8 +30,7 @@ LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a proces
 class RunDir:
     """A run folder.
 
-    job.toml  run.json  tokens/<shard>.parquet
-    plan/{units,requests,duplicates,summary,experts}.parquet
+    job.toml  run.json  tokens/<shard>.parquet   plan/{units,requests,duplicates,summary,experts}.parquet
     units/<unit>/<claim>/{lease.json,claim.json,part-<number>-<digest>.parquet}   done/<unit>
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
