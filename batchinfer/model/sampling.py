@@ -11,7 +11,7 @@ import torch
 from batchinfer.model.scores import most_likely
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
-from batchinfer_kernels.transfer import in_one_copy, to_host
+from batchinfer_kernels.transfer import moved, to_host
 
 # S rows of logits, V vocabulary
 
@@ -136,5 +136,4 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """The values on the device of `like`; on the CPU they share their memory."""
-    tensor = torch.from_numpy(values)
-    return tensor if like.is_cpu else in_one_copy([tensor], like.device)[0]
+    return moved(torch.from_numpy(values), like.device)

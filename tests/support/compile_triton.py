@@ -94,7 +94,7 @@ def compile_all():
         latent_dim=512,
         scale=0.1352,
     )
-    tiles = of(128, 4, dtype=torch.int32)  # made from lengths, which these tensors have not
+    tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
         0, 512, 0.1352,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
+from batchinfer_kernels.transfer import in_one_copy
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
@@ -31,7 +32,7 @@ class _Work:
 
     page_ids: torch.Tensor  # [X / 64] int64, all requests' pages one behind the other
     slots_X: torch.Tensor  # int64, of their tokens
-    tiles: torch.Tensor  # [tiles, 4] int32: first row, behind the request's last row, place of its first page, context
+    tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
 
 
 def mla_prefill(
@@ -86,9 +87,11 @@ def _cut(
         start = stop
     # those that see most keys first, so that no long one starts late
     tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
-    page_ids = page_table_BP.to(device).flatten()[torch.tensor(places, device=device)]
+    on_host = [torch.tensor(values, dtype=torch.int64) for values in (places, tiles)]
+    places_X, tiles_N4 = in_one_copy(on_host, device)
+    page_ids = page_table_BP.flatten().index_select(0, places_X)
     slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
-    return _Work(page_ids, slots_X, torch.tensor(tiles, dtype=torch.int32, device=device))
+    return _Work(page_ids, slots_X, tiles_N4)
 
 
 def _attend(
@@ -143,8 +146,8 @@ def _attend_tile(
 ):  # fmt: skip
     """One head of ROWS queries of one request over all keys that they see; scores in powers of two."""
     tile_at = tiles_ptr + tl.program_id(0) * 4
-    start, end = tl.load(tile_at), tl.load(tile_at + 1)
-    first_page, context = tl.load(tile_at + 2), tl.load(tile_at + 3)
+    start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
+    first_page, context = tl.load(tile_at + 2).to(tl.int32), tl.load(tile_at + 3).to(tl.int32)
     head = tl.program_id(1)
     row = start + tl.arange(0, ROWS)
     is_row = row < end
