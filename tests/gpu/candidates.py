@@ -21,7 +21,7 @@ from batchinfer_kernels.triton import probe
 
 NAMES = ("hopper", "triton")
 # A few values per token: plain PyTorch on GPUs, too; and what no model on a GPU computes yet.
-PLAIN = {"cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
+PLAIN = {"cos_sin", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

@@ -41,7 +41,9 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             partial(_silu_blocks, filled, room, dims.expert),
         )
     )
-    return [*cases, Case("argmax", f"{last} x {dims.vocabulary}", partial(_argmax, last, dims.vocabulary))]
+    picked = f"{last} x {dims.vocabulary}"
+    cases.append(Case("argmax", picked, partial(_argmax, last, dims.vocabulary)))
+    return [*cases, Case("draw", picked, partial(_draw, last, dims.vocabulary))]
 
 
 def _norm(num_rows: int, width: int, device: torch.device) -> Work:
@@ -252,4 +254,30 @@ def _argmax(num_rows: int, width: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=bytes_of(logits),
         timed=lambda function: function(logits),
+    )
+
+
+def _draw(num_rows: int, width: int, device: torch.device) -> Work:
+    """With all filters: rows take turns at top_k, and most of them have a top_p."""
+    logits = 2 * normal(num_rows, width, device=device, dtype=torch.float32)
+    row = torch.arange(num_rows, device=device)
+    shares = [0.5 + row % 3, torch.where(row % 4 == 0, 1.0, 0.95), 0.02 * (row % 2), (row + 0.5) / num_rows]
+    temperature, top_p, min_p, uniform = (values.double() for values in shares)
+    top_k = row % 2 * 40
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        settings = temperature, top_k, top_p, min_p, uniform
+        return function(logits[rows], *(values[rows] for values in settings))[:, None]
+
+    def expected() -> torch.Tensor:
+        settings = temperature, top_k, top_p, min_p, uniform
+        return reference_rows.draw(logits.cpu(), *(values.cpu() for values in settings))[:, None]
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(logits),
     )

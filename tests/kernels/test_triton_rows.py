@@ -9,7 +9,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton import ops
+from batchinfer_kernels.triton import draw, ops
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -120,3 +120,31 @@ def test_the_largest_logit_is_the_first_among_equals(width):
     assert tokens[4:].tolist() == [row.tolist().index(max(row.tolist())) for row in logits[4:]]
     assert 0 <= tokens.min() <= tokens.max() < width
     assert len(ops.argmax(logits[:0].to(DEVICE))[0]) == 0
+
+
+@pytest.mark.parametrize(("width", "rounding"), [(1, 1.0), (150, 0.5), (200, 1e-9)])
+def test_draws_are_those_of_the_reference_without_a_sort(width, rounding, monkeypatch):
+    monkeypatch.setattr(draw, "_TILE", 64)  # several tiles, and one that is not full
+    logits = (3 * random(24, width, dtype=torch.float32) / rounding).round() * rounding  # 0.5: many equals
+    logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all alike; nothing beside one
+    row = torch.arange(24, device=DEVICE)
+    top_k = (row % 3) * (1 + row % 7)  # of every third row none, and more than there are
+    top_p = torch.tensor([1.0, 0.9, 0.3, 1e-9, 0.0, 2.0], device=DEVICE)[row % 6]
+    min_p = torch.tensor([0.0, 0.0, 0.1, 1.0], device=DEVICE)[row % 4]
+    uniform = (row / 24).double()
+    uniform[[5, 8, 9]] = 1 - 2**-53
+    settings = (0.5 + row % 4).double(), top_k, top_p.double(), min_p.double(), uniform
+    drawn = ops.draw(logits, *settings)
+    assert torch.equal(drawn, reference_rows.draw(logits, *settings))
+    assert torch.equal(ops.draw(logits[7:8], *(values[7:8] for values in settings)), drawn[7:8])
+    assert len(ops.draw(logits[:0], *(values[:0] for values in settings))) == 0
+
+
+def test_a_row_that_is_not_finite_gets_some_token_and_a_vocabulary_that_is_too_large_none():
+    logits = torch.zeros(3, 5, device=DEVICE)
+    logits[0, 1], logits[1], logits[2, 3] = torch.nan, -torch.inf, torch.inf
+    ones = torch.ones(3, dtype=torch.float64, device=DEVICE)
+    tokens = ops.draw(logits, ones, torch.tensor([2, 0, 2], device=DEVICE), 0.5 * ones, 0 * ones, 0.5 * ones)
+    assert 0 <= tokens.min() <= tokens.max() < 5
+    with pytest.raises(ValueError, match="a vocabulary of 262145 tokens, more than 262144"):
+        ops.draw(torch.zeros(1, 2**18 + 1, device=DEVICE), *[ones[:1]] * 5)

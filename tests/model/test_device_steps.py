@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 
 from batchinfer.config import SamplingConfig
+from batchinfer.model import sampling
 from batchinfer.model.fused.graphs import DecodeGraphs
+from batchinfer.model.ops import Ops
+from batchinfer.model.sampling import SamplingRows
 from batchinfer.model.schedules import Schedule
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
@@ -94,7 +98,7 @@ def test_the_host_waits_for_nothing_when_a_step_starts_again_in_fixed_memory(fol
 
 
 def test_rules_of_an_answer_wait_for_nothing():
-    sampling = SamplingConfig(
+    settings = SamplingConfig(
         max_tokens=9,
         min_tokens=3,
         logit_bias={3: 1.5, 4: -2.0},
@@ -103,12 +107,34 @@ def test_rules_of_an_answer_wait_for_nothing():
         frequency_penalty=0.5,
         stop_token_ids=[7],
     ).to_sampling()
-    rules = LogitRules(sampling, [1, 2, 3], frozenset({5}), [[6]], None)
+    rules = LogitRules(settings, [1, 2, 3], frozenset({5}), [[6]], None)
     rules.accept(8)
     mask = torch.full((2,), -1, dtype=torch.int32).numpy().view("uint32")
     with device_calls.counted_calls(with_hopper=False) as calls:
         rules.apply(torch.zeros(40, device=META), mask)
         assert calls.waits == []
+
+
+def test_greedy_and_drawn_tokens_are_read_together(monkeypatch):
+    values = [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}]
+    rows = SamplingRows.of([SamplingConfig(max_tokens=1, **value).to_sampling() for value in values], [1, 2, 3])
+    reads = []
+
+    def to_host(*tensors):
+        reads.append(len(tensors))
+        return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+    monkeypatch.setattr(sampling, "to_host", to_host)
+    with device_calls.counted_calls(with_hopper=False) as calls:
+        ops = Ops.select("auto", torch.bfloat16, device=META)
+        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp)
+        sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
+        assert (calls.waits, reads) == ([], [3])
+        assert "sort" not in calls.kernels
+        # log-probabilities are read once more
+        rows.num_logprobs[1] = 4
+        sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
+        assert (calls.waits, reads) == ([], [3, 3, 3])
 
 
 WAITS = {

@@ -84,7 +84,7 @@ def logits_of(prompt, **options):
 
 
 # no kernels of their own on GPUs; those of sparse attention run on none
-PLAIN = {"cos_sin", "draw", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
+PLAIN = {"cos_sin", "log_sum_exp", "index_cache", "choose_keys", "mla_sparse"}
 
 
 @needs_triton

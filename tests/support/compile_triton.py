@@ -86,6 +86,8 @@ def compile_all():
     ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
     ops.add_sums(x, of(T, D, dtype=FLOAT), x)
     ops.argmax(of(128, 129280, dtype=FLOAT))
+    shares = [of(128, dtype=torch.float64) for _ in range(4)]
+    ops.draw(of(128, 129280, dtype=FLOAT), shares[0], of(128, dtype=INT), *shares[1:])
     ops.quantize_fp8_block(of(D, F), (128, 128))
     ops.dequantize_fp8_block(of(T, D, dtype=FP8), of(T, 56, dtype=FLOAT), torch.bfloat16, (1, 128))
     decode.mla_decode(
