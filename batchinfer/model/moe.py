@@ -16,7 +16,7 @@ import torch
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import MlpWeights, MoeWeights
-from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
+from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, add_counts
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
@@ -115,14 +115,13 @@ class MoeMlp:
         """Norm the residual and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
-            expert_counts_E: [E] int64, receives how many of these tokens each expert got.
+            expert_counts_E: [E] int64, to which is added how many of these tokens each expert got.
             is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
         """
         x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
         ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config))
-        counted_M = None if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
-        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts, counted_M))
+        add_counts(ids_TK, expert_counts_E, is_counted_T, x_TD.dtype)
         return Routing(x_TD, ids_TK, weights_TK)
 
     @property

@@ -115,7 +115,7 @@ class LocalDispatcher:
         order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, x.dtype)
         scales = None
         if self.row_format is not None:
-            x, scales = self.row_format.unpack(self.row_format.pack(x), x.shape[1])
+            x, scales = self.row_format.rounded(x)
         tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
         if self._gathers:
             x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None
@@ -146,13 +146,21 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
     return run(sorted_MD, place_M, weights_TK)
 
 
-def count_rows(expert_M: torch.Tensor, num_experts: int, counted_M: torch.Tensor | None = None) -> torch.Tensor:
-    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it).
-
-    Args:
-        counted_M: [M] int64, what each entry counts; None: 1.
-    """
-    if expert_M.device.type == "cpu" and counted_M is None:
+def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it)."""
+    if expert_M.device.type == "cpu":
         return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)
-    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M) if counted_M is None else counted_M)
+    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))
+
+
+def add_counts(
+    ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """Add to `counts_E` how many of these tokens each expert gets; nothing is read on the host.
+
+    Args:
+        is_counted_T: [T] int64, 0 for tokens that are left out; None: all count.
+        dtype: of the model.
+    """
+    registry.select("count_experts", dtype=dtype, device=ids_TK.device)(ids_TK, counts_E, is_counted_T)

@@ -26,6 +26,8 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             Case("silu_mul", f"{num_rows} x {dims.dense}", partial(_silu, num_rows, dims.dense)),
             Case("gate", f"{num_rows} x {dims.experts}", partial(_gate, dims, num_rows)),
             Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
+            Case("count_experts", f"{num_rows * dims.topk} entries", partial(_counts, dims, num_rows)),
+            Case("expert_places", f"{num_rows * dims.topk} entries", partial(_places, dims, num_rows)),
             Case("sum_per_token", f"{num_rows} x {dims.topk} x {dims.hidden}", partial(_sums, dims, num_rows)),
             Case("add_sums", f"{num_rows} x {dims.hidden}", partial(_add, dims, num_rows)),
             Case("quantize_fp8_block", f"{num_rows} x {dims.hidden}, rows", partial(_quantize, num_rows, dims.hidden)),
@@ -117,6 +119,43 @@ def _sort(dims: Dims, num_rows: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=3 * bytes_of(ids_M),
         timed=lambda function: function(ids_M, dims.experts),
+    )
+
+
+def _counts(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    ids_TK = _ids(dims, num_rows, device).view(num_rows, dims.topk)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        counts_E = torch.zeros(dims.experts, dtype=torch.int64, device=device)
+        function(ids_TK[rows], counts_E)
+        return counts_E
+
+    return Work(
+        run=run,
+        expected=lambda: torch.bincount(ids_TK.cpu().flatten(), minlength=dims.experts),
+        measure="unequal",
+        parts=(ALL,),  # a second run must give the same
+        flops=0,
+        num_bytes=bytes_of(ids_TK),
+    )
+
+
+def _places(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    ids_M = _ids(dims, num_rows, device)
+    counts_E = torch.bincount(ids_M.cpu(), minlength=dims.experts)
+    tokens_M = ids_M.argsort(stable=True) // dims.topk
+
+    def run(function: Function, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.long() for part in function(counts, len(tokens), 128, tokens)])
+
+    on_device = counts_E.to(device)
+    return Work(
+        run=lambda function, rows: run(function, on_device, tokens_M),
+        expected=lambda: run(reference.expert_places, counts_E, tokens_M.cpu()),
+        measure="unequal",
+        parts=(ALL,),
+        flops=0,
+        num_bytes=3 * bytes_of(tokens_M),
     )
 
 

@@ -111,6 +111,26 @@ def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num
         assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_and_places_of_experts_rows_are_those_of_the_reference(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(90, 9, generator=generator).argsort(1)[:, :3].to(DEVICE)
+    is_counted = torch.randint(2, (90,), generator=generator).to(DEVICE)
+    for counted in (None, is_counted):
+        ours, theirs = (torch.arange(9, device=DEVICE) for _ in range(2))  # added to what is there
+        ops.count_experts(ids, ours, counted)
+        reference.count_experts(ids, theirs, counted)
+        assert torch.equal(ours, theirs)
+    num_rows = torch.randint(0, 3, (5,), generator=generator) * torch.randint(0, 140, (5,), generator=generator)
+    total, num_rows = int(num_rows.sum()), num_rows.to(DEVICE)
+    tokens = torch.randint(0, 50, (total,), generator=generator).to(DEVICE)
+    for tile_rows, sources in ((128, None), (128, tokens), (16, tokens)):
+        ours = ops.expert_places(num_rows, total, tile_rows, sources)
+        for result, expected in zip(ours, reference.expert_places(num_rows, total, tile_rows, sources), strict=True):
+            assert result.dtype == expected.dtype
+            assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("width", [1, 33, 9000])
 def test_the_largest_logit_is_the_first_among_equals(width):
     logits = torch.randint(-3, 3, (20, width), generator=torch.Generator().manual_seed(0)).float()

@@ -83,6 +83,8 @@ def compile_all():
     for method in ("noaux_tc", "group_limited_greedy", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
     ops.sort_by_expert(of(8 * T, dtype=INT), E)
+    ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
+    ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
     ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
     ops.add_sums(x, of(T, D, dtype=FLOAT), x)
     ops.argmax(of(128, 129280, dtype=FLOAT))

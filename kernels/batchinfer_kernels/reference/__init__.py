@@ -17,6 +17,7 @@ from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_m
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
+from batchinfer_kernels.reference.places import count_experts, expert_places
 from batchinfer_kernels.reference.pointwise import rms_norm, silu_mul
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
 from batchinfer_kernels.reference.rows import (
@@ -45,6 +46,8 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     grouped_mlp,
     masked_mlp,
     sort_by_expert,
+    count_experts,
+    expert_places,
     sum_per_token,
     add_sums,
     cos_sin,
