@@ -21,6 +21,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import Arriving
 from batchinfer_kernels import registry
+from batchinfer_kernels.reference.fp8 import ScaledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,22 @@ class LocalDispatcher:
         self.row_format = row_format
         self._gathers = gathers
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether rows that are rounded to FP8 already are taken as they are."""
+        return self.row_format is not None and self.row_format.dtype == "fp8"
+
+    def dispatch(self, x: torch.Tensor | ScaledRows, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
-        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, x.dtype)
         scales = None
-        if self.row_format is not None:
-            x, scales = self.row_format.rounded(x)
+        if isinstance(x, ScaledRows):
+            assert self.takes_fp8, "rows are rounded for experts in FP8 alone"
+            dtype, scales, x = torch.bfloat16, x.scales, x.values
+        else:
+            dtype = x.dtype
+            if self.row_format is not None:
+                x, scales = self.row_format.rounded(x)
+        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, dtype)
         tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
         if self._gathers:
             x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None

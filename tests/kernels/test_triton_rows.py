@@ -9,7 +9,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton import draw, ops
+from batchinfer_kernels.triton import draw, ops, sorting
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -30,6 +30,26 @@ def test_norm_and_activation_follow_their_formulas_and_keep_their_bits(width):
     for operation in (lambda rows: ops.rms_norm(rows, weight, 1e-6), lambda rows: ops.silu_mul(rows, rows)):
         for start, stop in PARTS:
             assert torch.equal(operation(x[start:stop]), operation(x)[start:stop])
+
+
+@pytest.mark.parametrize("width", [64, 300, 1100])
+def test_a_norm_that_rounds_has_the_bits_of_both_steps(width):
+    wide, weight = 3 * random(37, width + 40), random(width, seed=2)
+    x = wide[:, :width]  # as one product of joined weights gives it
+    x[3], x[4, width // 2], x[5, 7] = 0, torch.nan, 1e4
+    normed, rounded = ops.rms_norm_fp8(x, weight, 1e-6, keeps=True)
+    expected = ops.rms_norm(x, weight, 1e-6)
+    assert torch.equal(normed.nan_to_num(), expected.nan_to_num())
+    values, scales = ops.quantize_fp8_rows(expected)
+    assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(rounded.scales.nan_to_num(), scales.nan_to_num())
+    assert rounded.scales.stride() == scales.stride(), "the order in which deep_gemm reads them"
+    none, alone = ops.rms_norm_fp8(x[6:7], weight, 1e-6)
+    assert none is None
+    assert torch.equal(alone.values.view(torch.uint8), values[6:7].view(torch.uint8))
+    theirs, theirs_rounded = reference.rms_norm_fp8(x, weight, 1e-6, keeps=True)
+    assert relative_error(normed[6:], theirs[6:].double()) < TOLERANCE["bf16"]
+    assert theirs_rounded.scales.stride() == scales.stride()
 
 
 def test_the_activation_of_extreme_values():
@@ -96,14 +116,16 @@ def test_the_gate_takes_different_experts_of_nonsense():
 
 
 @pytest.mark.parametrize("num_entries", [0, 1, 128, 300])
-def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num_entries):
+@pytest.mark.parametrize("few", [4096, 0])
+def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num_entries, few, monkeypatch):
+    monkeypatch.setattr(sorting, "_FEW", few)
     ids = torch.randint(0, 9, (num_entries,), generator=torch.Generator().manual_seed(0)).to(DEVICE)  # none of the last
-    sorting = ops.sort_by_expert(ids, 10)
-    for ours, theirs in zip(sorting, reference_rows.sort_by_expert(ids, 10), strict=True):
+    found = ops.sort_by_expert(ids, 10)
+    for ours, theirs in zip(found, reference_rows.sort_by_expert(ids, 10), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, theirs)
     weights = random(num_entries // 4, 4, dtype=torch.float32)
-    place, rows = sorting[1][: weights.numel()], random(num_entries, 37)
+    place, rows = found[1][: weights.numel()], random(num_entries, 37)
     sums = ops.sum_per_token(rows, place, weights)
     assert torch.allclose(sums, reference_rows.sum_per_token(rows, place, weights), rtol=1e-5, atol=1e-6)
     hidden, shared = random(len(weights), 37, seed=1), random(len(weights), 37, seed=2)

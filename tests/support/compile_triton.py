@@ -76,6 +76,9 @@ def compile_all():
     ops.quantize_fp8_rows(of(2, 18432, D), of(2, dtype=torch.int32))
     ops.router(x, of(3, E, D))
     ops.rms_norm(x, of(D), 1e-6)
+    for width in (D, 1536):
+        ops.rms_norm_fp8(of(128, 2112)[:, :width] if width < D else of(128, D), of(width), 1e-6, keeps=width == D)
+    ops.silu_mul_blocks(of(1, 128, 2 * F), fp8=True)
     ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))
     angles = of(T, 32, dtype=FLOAT)
     pages, slots = of(1000, 64, 576), of(T, dtype=INT)

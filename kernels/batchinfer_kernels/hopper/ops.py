@@ -29,7 +29,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
+from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.places import ExpertPlaces
 
@@ -46,10 +46,12 @@ Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # ---- what they do not take
 
 
-def _product(x: torch.Tensor, weight: Weight, *_: Any, **__: Any) -> str | None:
+def _product(x: torch.Tensor | ScaledRows, weight: Weight, *_: Any, **__: Any) -> str | None:
     """Weights that are not in FP8 blocks of whole tiles, rows that are not in bfloat16 on a GPU."""
     if not isinstance(weight, BlockScaled):
         return "the weight is not in FP8 blocks"
+    if isinstance(x, ScaledRows):
+        return _no_tiles(x.values, weight)
     if x.dtype is not torch.bfloat16:
         return f"rows are in {x.dtype}"
     return _no_tiles(x, weight)
@@ -116,7 +118,7 @@ def _is_on_gpu(*tensors: torch.Tensor) -> bool:
 
 @refusing(_product, uses=("quantize_fp8_rows",))
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | ScaledRows,
     weight: BlockScaled,
     bias: torch.Tensor | None = None,
     *,
@@ -124,10 +126,11 @@ def linear(
     residual: torch.Tensor | None = None,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
 ) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight.values))
+    y = torch.empty(len(x), len(weight.values), dtype=torch.bfloat16, device=weight.values.device)
     if len(x):
         gemm = _gemm(libraries.FP8_GEMM)
-        gemm(quantize_fp8_rows(x), (weight.values, weight.scales), y, compiled_dims="nk")
+        rows = (x.values, x.scales) if isinstance(x, ScaledRows) else quantize_fp8_rows(x)
+        gemm(rows, (weight.values, weight.scales), y, compiled_dims="nk")
     y = y if bias is None else y + bias
     y = y if residual is None else residual + y
     return y.float() if float32_out else y

@@ -15,6 +15,7 @@ import torch
 
 from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import probe
@@ -74,7 +75,7 @@ def _runs_on(x: torch.Tensor) -> bool:
 def _mismatch(*operands: Any) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     for operand in operands:
-        tensor = operand.values if isinstance(operand, BlockScaled) else operand
+        tensor = operand.values if isinstance(operand, BlockScaled | ScaledRows) else operand
         if not isinstance(tensor, torch.Tensor):
             return "a weight is packed for another candidate"
         if tensor is operand and tensor.dtype is not torch.bfloat16:
@@ -126,6 +127,7 @@ linear = _in("gemm", "linear", at(_mismatch, 0, 1))
 batched_linear = _in("gemm", "batched_linear", at(_mismatch, 0, 1))
 router = _in("router", "router", at(_mismatch, 0))
 rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
+rms_norm_fp8 = _in("rows", "rms_norm_fp8", at(_mismatch, 0, 1))
 silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
 silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
 gate = _in("gate", "gate", _foreign)
