@@ -23,6 +23,7 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     for num_rows in tokens:
         cases += [
             Case("rms_norm", f"{num_rows} x {dims.hidden}", partial(_norm, num_rows, dims.hidden)),
+            Case("rms_norm_fp8", f"{num_rows} x {dims.hidden}", partial(_norm_fp8, num_rows, dims.hidden)),
             Case("silu_mul", f"{num_rows} x {dims.dense}", partial(_silu, num_rows, dims.dense)),
             Case("gate", f"{num_rows} x {dims.experts}", partial(_gate, dims, num_rows)),
             Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
@@ -57,6 +58,31 @@ def _norm(num_rows: int, width: int, device: torch.device) -> Work:
         parts=parts_of(num_rows),
         flops=0,
         num_bytes=2 * bytes_of(x),
+    )
+
+
+def _norm_fp8(num_rows: int, width: int, device: torch.device) -> Work:
+    """[T, 2 * D]: the norm, and how far its rounded rows are from those that the reference makes of it."""
+    x, scale = 3 * normal(num_rows, width, device=device), normal(width, device=device, seed=1)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        normed, rounded = function(x[rows], scale, 1e-6, keeps=True)
+        again = dequantize_fp8_rows(*reference.quantize_fp8_rows(normed.cpu()), torch.float32).to(device)
+        off = dequantize_fp8_rows(rounded.values, rounded.scales, torch.float32) - again
+        return torch.cat([normed.float(), off], dim=1)
+
+    def expected() -> torch.Tensor:
+        exact = reference.rms_norm(x.double(), scale.double(), 1e-6)
+        return torch.cat([exact, torch.zeros_like(exact)], dim=1)
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=2 * bytes_of(x) + x.numel(),
+        timed=lambda function: function(x, scale, 1e-6, keeps=True),
     )
 
 
