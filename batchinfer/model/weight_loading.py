@@ -256,7 +256,6 @@ class WeightLoader:
             out=self.projection(f"{prefix}.o_proj"),
             indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
         )
-        # one product instead of two; on CPUs sums of few columns may have another order than those of many
         return weights.joined() if self._ops.linear.name in (HOPPER, TRITON) else weights
 
     def _moe(self, prefix: str) -> MoeWeights:

@@ -49,7 +49,10 @@ class AttentionWeights:
     down: Projection | None = None  # q_down above kv_down in one, which are views of it then
 
     def joined(self) -> AttentionWeights:
-        """With `down`, where both are in bfloat16 or FP8 and no block has rows of both."""
+        """With `down`, where both are plain or in FP8 and no block has rows of both: one product instead of two.
+
+        For GPUs: on CPUs sums of few columns may have another order than those of many.
+        """
         q_down, kv_down = self.q_down, self.kv_down
         if q_down is None or (q_down.bias is None) != (kv_down.bias is None):
             return self
