@@ -46,7 +46,7 @@ class DecoderLayer:
         Args:
             hidden_TD: the residual.
             pages: [num_pages, 64, kv_dim] of this layer; what is kept of the step's tokens is written to them.
-            expert_counts_E: [E] int64, receives the tokens per expert; None for a dense layer.
+            expert_counts_E: [E] int64, to which the tokens per expert are added; None for a dense layer.
             wanted: the rows to finish, `step.logit_rows` alone; None: all.
 
         Yields:

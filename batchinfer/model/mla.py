@@ -21,18 +21,20 @@ import torch
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import zeroed
-from batchinfer.model.ops import Ops
+from batchinfer.model.ops import Ops, normed
 from batchinfer.model.rope_config import QueryScale, RopeConfig
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
 from batchinfer.records import ConfigError
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.rows import NewKeys
 
 assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of another size"
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
+Rows = torch.Tensor | ScaledRows
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
@@ -56,8 +58,10 @@ class Attention:
         Args:
             rows_S: the rows whose queries are wanted, [S, H, N + R] then; None: all.
         """
-        x_TD, q_latent = self.inputs(hidden_TD)
-        q_THA = self.queries(x_TD, q_latent, step, pages)
+        weights, config = self.weights, self.config
+        x_TD = normed(self.ops, hidden_TD, self.norm_D, config.rms_norm_eps, weights.kv_down.weight)
+        q_latent, latents_TW = self._compressed(x_TD)
+        q_THA = self._placed(self.ops.linear(q_latent, *weights.q), latents_TW, step, pages)
         copy_latents(step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 
@@ -81,12 +85,31 @@ class Attention:
         self, x_TD: torch.Tensor, q_latent: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
         """Queries [T, H, N + R] of all tokens, scaled by position; the tokens' latents are written to the pages."""
-        ops, config, weights = self.ops, self.config, self.weights
-        q_THA = ops.linear(q_latent, *weights.q).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        latents_TW, eps = ops.linear(x_TD, *weights.kv_down), LATENT_NORM_EPS
-        places = step.cos, step.sin, pages, step.slots
-        new_keys = NewKeys(latents_TW, weights.kv_norm, eps, *places, config.rope_interleave)
-        q_THA = ops.rope_and_cache(q_THA, new_keys)
+        latents_TW = self.ops.linear(x_TD, *self.weights.kv_down)
+        return self._placed(self.ops.linear(q_latent, *self.weights.q), latents_TW, step, pages)
+
+    def _compressed(self, x_TD: Rows) -> tuple[Rows, torch.Tensor]:
+        """What queries are made of, normed, and the latents [T, C + R]; of one product where the weights are joined."""
+        ops, weights = self.ops, self.weights
+        if weights.down is not None:
+            widths = [self.config.q_lora_rank, self.config.latent_dim]
+            q_TL, latents_TW = ops.linear(x_TD, *weights.down).split(widths, dim=-1)
+        else:
+            latents_TW = ops.linear(x_TD, *weights.kv_down)
+            if weights.q_down is None:
+                return x_TD, latents_TW
+            q_TL = ops.linear(x_TD, *weights.q_down)
+        assert weights.q_norm is not None, "queries that are compressed have a norm"
+        return normed(ops, q_TL, weights.q_norm, LATENT_NORM_EPS, weights.q.weight), latents_TW
+
+    def _placed(
+        self, q_TA: torch.Tensor, latents_TW: torch.Tensor, step: AttentionStep, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries [T, H, N + R] with their positions, and scaled by them; the latents go to the pages."""
+        config, places = self.config, (step.cos, step.sin, pages, step.slots)
+        q_THA = q_TA.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        new = NewKeys(latents_TW, self.weights.kv_norm, LATENT_NORM_EPS, *places, config.rope_interleave)
+        q_THA = self.ops.rope_and_cache(q_THA, new)
         # in float32 and rounded once, in any dtype of the queries
         return q_THA if step.query_scale is None else q_THA.mul_(step.query_scale[:, None, None])
 

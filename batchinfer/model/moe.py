@@ -9,17 +9,18 @@ The MoE is a generator: it yields while rows travel, so that a scheduler can put
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.ops import Ops
+from batchinfer.model.ops import Ops, meets_fp8, normed
 from batchinfer.model.weights import MlpWeights, MoeWeights
-from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, count_rows
+from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatcher, add_counts
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GateRule
 
 
@@ -32,11 +33,15 @@ class YieldPoint(Enum):
 
 
 class Routing(NamedTuple):
-    """Tokens on their way to experts: the residual normed, ids of the experts [T, K] int64, weights [T, K] float32."""
+    """Tokens on their way to experts: the residual normed, ids of the experts [T, K] int64, weights [T, K] float32.
+
+    rounded: the first in FP8, where the experts' weights are.
+    """
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
     weights_TK: torch.Tensor
+    rounded: ScaledRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class DenseMlp:
 
     def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, D], the new residual."""
-        x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
+        x_TD = normed(self.ops, hidden_TD, self.norm_D, self.config.rms_norm_eps, self.weights.gate_up.weight)
         return swiglu(self.ops, x_TD, self.weights, stream=hidden_TD)
 
 
@@ -91,9 +96,9 @@ class MoeMlp:
         Returns:
             The new residual; routed and shared parts are added in float32 and rounded once before they are added to it.
         """
-        x_TD = routing.x_TD
+        x_TD = routing.x_TD if routing.rounded is None else routing.rounded
         with spans.send("DISPATCH"):
-            handle = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+            handle = self.dispatcher.dispatch(self._sent(routing), routing.ids_TK, routing.weights_TK)
         shared_TD = self._shared_expert(x_TD, spans) if shared_under is YieldPoint.DISPATCH else None
         yield YieldPoint.DISPATCH
 
@@ -115,15 +120,26 @@ class MoeMlp:
         """Norm the residual and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
-            expert_counts_E: [E] int64, receives how many of these tokens each expert got.
+            expert_counts_E: [E] int64, to which is added how many of these tokens each expert got.
             is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
         """
-        x_TD = self.ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
+        x_TD, rounded = self._normed(hidden_TD)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
         ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config))
-        counted_M = None if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
-        expert_counts_E.copy_(count_rows(ids_TK.flatten(), self.config.n_routed_experts, counted_M))
-        return Routing(x_TD, ids_TK, weights_TK)
+        add_counts(ids_TK, expert_counts_E, is_counted_T, x_TD.dtype)
+        return Routing(x_TD, ids_TK, weights_TK, rounded)
+
+    def _sent(self, routing: Routing) -> Any:
+        """The rows that are dispatched; what travels is rounded by its dispatcher, into a form of its own."""
+        stays_fp8 = isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.takes_fp8
+        return routing.rounded if stays_fp8 and routing.rounded is not None else routing.x_TD
+
+    def _normed(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, ScaledRows | None]:
+        """The router takes the rows as they are, experts in FP8 take them rounded, all from one kernel."""
+        eps = self.config.rms_norm_eps
+        if meets_fp8(hidden_TD, self.weights.gate_up_EFD):
+            return self.ops.rms_norm_fp8(hidden_TD, self.norm_D, eps, keeps=True)
+        return self.ops.rms_norm(hidden_TD, self.norm_D, eps), None
 
     @property
     def num_expert_rows(self) -> int:
@@ -135,10 +151,11 @@ class MoeMlp:
         x, weights, scales = received.x, self.weights, received.scales
         # adding up on the device, and reading the sum when somebody asks (after the step), does not make the host wait
         self.counts_on_device |= received.layout == "masked"
+        num_rows = len(x) if received.tokens_M is None else len(received.tokens_M)
         if self.counts_on_device:
-            self.num_device_rows += received.num_rows_E.sum()
+            self.num_device_rows += received.num_rows_E.sum() if received.layout == "masked" else num_rows
         else:
-            self.num_local_rows += len(x) if received.tokens_M is None else len(received.tokens_M)
+            self.num_local_rows += num_rows
         if received.layout == "contiguous":
             return self.ops.grouped_mlp(
                 x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M, scales=scales
@@ -157,7 +174,7 @@ class MoeMlp:
         share = room * self.config.num_experts_per_tok / self.config.n_routed_experts
         return max(1, min(room, round(1.2 * share)))
 
-    def _shared_expert(self, x_TD: torch.Tensor, spans: MicroBatchSpans) -> torch.Tensor | None:
+    def _shared_expert(self, x_TD: torch.Tensor | ScaledRows, spans: MicroBatchSpans) -> torch.Tensor | None:
         if self.weights.shared is None:
             return None
         with spans.compute("SHARED"):
@@ -176,11 +193,18 @@ def gate_rule(config: ModelConfig) -> GateRule:
     )
 
 
-def swiglu(ops: Ops, x_TD: torch.Tensor, weights: MlpWeights, *, stream: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(
+    ops: Ops, x_TD: torch.Tensor | ScaledRows, weights: MlpWeights, *, stream: torch.Tensor | None = None
+) -> torch.Tensor:
     """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual when there is one."""
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
+        assert isinstance(x_TD, torch.Tensor)
         return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=stream)
-    gate_TF, up_TF = ops.linear(x_TD, *gate_up).chunk(2, dim=-1)
+    gate_up_TF = ops.linear(x_TD, *gate_up)
+    if meets_fp8(gate_up_TF, down.weight):
+        values, scales = ops.silu_mul_blocks(gate_up_TF[None], fp8=True)
+        return ops.linear(ScaledRows(values[0], scales[0]), *down, residual=stream)
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
     return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=stream)

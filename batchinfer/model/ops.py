@@ -8,8 +8,12 @@ import torch
 
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
+from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.registry import Operation
-from batchinfer_kernels.weight_format import WeightFormat, format_of
+from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
+
+_OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # others and a rounding in one; only weights in FP8 blocks ask for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,9 @@ class Ops:
     batched_linear: Operation
     router: Operation
     rms_norm: Operation
+    rms_norm_fp8: Operation
     silu_mul: Operation
+    silu_mul_blocks: Operation
     rope_and_cache: Operation
     gate: Operation
     grouped_mlp: Operation
@@ -51,8 +57,11 @@ class Ops:
         return registry.reads_on_host(self.choose_keys)
 
     def names(self, dtype: torch.dtype | None = None) -> str:
-        """Where the implementations come from: those that give the same bits in this dtype have the same names."""
-        ops = (getattr(self, name) for name in op_names())
+        """Where the implementations come from: those that give the same bits in this dtype have the same names.
+
+        Operations that round their result as well give the bits of others.
+        """
+        ops = (getattr(self, name) for name in op_names() if name not in _OF_FP8)
         return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property
@@ -63,7 +72,7 @@ class Ops:
     @property
     def has_fixed_sums(self) -> bool:
         """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
-        return all(registry.has_fixed_sums(getattr(self, name)) for name in op_names())
+        return all(registry.has_fixed_sums(getattr(self, name)) for name in op_names() if name not in _OF_FP8)
 
     @classmethod
     def select(
@@ -102,6 +111,18 @@ class Ops:
         Otherwise they are in 4 bits, or 8 bits are integers (the C++ products on a CPU), or they are not narrow at all.
         """
         return self.eight_bit and self.expert_format(torch.bfloat16, device).keeps_fp8
+
+
+def normed(ops: Ops, x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor | ScaledRows:
+    """Rows x normed, in the form in which they meet this weight: rounded already where that is in FP8 blocks."""
+    if meets_fp8(x, weight):
+        return ops.rms_norm_fp8(x, norm, eps)[1]
+    return ops.rms_norm(x, norm, eps)
+
+
+def meets_fp8(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether a product of x with this weight rounds x to FP8 and gives bfloat16."""
+    return isinstance(weight, BlockScaled) and x.dtype is torch.bfloat16
 
 
 def op_names() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from batchinfer.model.scores import most_likely
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
-from batchinfer_kernels.transfer import in_one_copy, to_host
+from batchinfer_kernels.transfer import moved, to_host
 
 # S rows of logits, V vocabulary
 
@@ -103,11 +103,7 @@ def sample(
     changed_SV = logits_SV.clone() if changes and num_logprobs >= 0 else logits_SV
     for row, change in changes:
         change(changed_SV[row])
-    tokens, is_finite = (values.numpy() for values in to_host(*ops.argmax(changed_SV)))
-    drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
-    if len(drawn):
-        logits = changed_SV if len(drawn) == len(tokens) else changed_SV[_on(drawn, changed_SV)]
-        tokens[drawn] = _draw(logits, rows.take(drawn), np.asarray(positions)[drawn], ops)
+    tokens, is_finite = _picked(changed_SV, rows, np.asarray(positions), ops)
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
     total_S = ops.log_sum_exp(logits_SV)
@@ -117,11 +113,29 @@ def sample(
     return Sampled(tokens, is_finite, *lists)
 
 
-def _draw(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps) -> np.ndarray:
+def _picked(
+    logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps
+) -> tuple[np.ndarray, np.ndarray]:
+    """The token of each row, and whether its logits are finite; read from a device at once."""
+    largest_S, is_finite_S = ops.argmax(logits_SV)
+    drawn = np.flatnonzero(rows.temperature > 0)
+    if logits_SV.is_cpu:
+        drawn = drawn[is_finite_S.numpy()[drawn]]
+    if not len(drawn):
+        tokens, is_finite = (values.numpy() for values in to_host(largest_S, is_finite_S))
+        return tokens, is_finite
+    logits = logits_SV if len(drawn) == len(logits_SV) else logits_SV[_on(drawn, logits_SV)]
+    drawn_S = _draw(logits, rows.take(drawn), positions[drawn], ops)
+    tokens, is_finite, of_drawn = (values.numpy() for values in to_host(largest_S, is_finite_S, drawn_S))
+    tokens[drawn] = of_drawn  # what is drawn from a row that is not finite is some token, too
+    return tokens, is_finite
+
+
+def _draw(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps) -> torch.Tensor:
     shares = np.stack([rows.temperature, rows.top_p, rows.min_p, uniforms(rows.key, positions)])
     temperature_S, top_p_S, min_p_S, uniform_S = _on(shares, logits_SV)
     top_k_S = _on(rows.top_k, logits_SV)
-    return to_host(ops.draw(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, uniform_S))[0].numpy()
+    return ops.draw(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, uniform_S)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -136,5 +150,4 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """The values on the device of `like`; on the CPU they share their memory."""
-    tensor = torch.from_numpy(values)
-    return tensor if like.is_cpu else in_one_copy([tensor], like.device)[0]
+    return moved(torch.from_numpy(values), like.device)

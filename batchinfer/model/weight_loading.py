@@ -42,6 +42,7 @@ from batchinfer.model.weights import (
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
+from batchinfer_kernels.registry import HOPPER, TRITON
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 
@@ -243,7 +244,7 @@ class WeightLoader:
         kv_up = self.source(f"{prefix}.kv_b_proj.weight")
         kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
         key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
-        return AttentionWeights(
+        weights = AttentionWeights(
             q_down=self.projection(f"{prefix}.q_a_proj") if compressed else None,
             q_norm=self.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
             q=self.projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
@@ -255,6 +256,7 @@ class WeightLoader:
             out=self.projection(f"{prefix}.o_proj"),
             indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
         )
+        return weights.joined() if self._ops.linear.name in (HOPPER, TRITON) else weights
 
     def _moe(self, prefix: str) -> MoeWeights:
         expert_ids = next(self._next_expert_ids)  # layers are read in order

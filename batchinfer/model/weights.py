@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled, stack
 from batchinfer_kernels.weight_format import Weight
 
 
@@ -45,6 +46,29 @@ class AttentionWeights:
     value_up_HVC: Weight  # the value's part
     out: Projection  # [D, H * V]
     indexer: IndexerWeights | None = None
+    down: Projection | None = None  # q_down above kv_down in one, which are views of it then
+
+    def joined(self) -> AttentionWeights:
+        """With `down`, where both are plain or in FP8 and no block has rows of both: one product instead of two.
+
+        For GPUs: on CPUs sums of few columns may have another order than those of many.
+        """
+        q_down, kv_down = self.q_down, self.kv_down
+        if q_down is None or (q_down.bias is None) != (kv_down.bias is None):
+            return self
+        bias = None if q_down.bias is None or kv_down.bias is None else torch.cat([q_down.bias, kv_down.bias])
+        above, below = q_down.weight, kv_down.weight
+        both: Weight
+        if isinstance(above, torch.Tensor) and isinstance(below, torch.Tensor):
+            both, cut = torch.cat([above, below]), len(above)
+            parts: tuple[Weight, Weight] = both[:cut], both[cut:]
+        elif isinstance(above, BlockScaled) and isinstance(below, BlockScaled) and len(above.values) % BLOCK == 0:
+            both, cut = stack([above, below]), len(above.values)
+            parts = both.rows(0, cut), both.rows(cut, len(both.values))
+        else:
+            return self
+        q_down, kv_down = Projection(parts[0], q_down.bias), Projection(parts[1], kv_down.bias)
+        return replace(self, q_down=q_down, kv_down=kv_down, down=Projection(both, bias))
 
 
 @dataclass(frozen=True, slots=True)

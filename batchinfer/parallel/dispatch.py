@@ -21,6 +21,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import Arriving
 from batchinfer_kernels import registry
+from batchinfer_kernels.reference.fp8 import ScaledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,22 @@ class LocalDispatcher:
         self.row_format = row_format
         self._gathers = gathers
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether rows that are rounded to FP8 already are taken as they are."""
+        return self.row_format is not None and self.row_format.dtype == "fp8"
+
+    def dispatch(self, x: torch.Tensor | ScaledRows, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
-        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, x.dtype)
         scales = None
-        if self.row_format is not None:
-            x, scales = self.row_format.unpack(self.row_format.pack(x), x.shape[1])
+        if isinstance(x, ScaledRows):
+            assert self.takes_fp8, "rows are rounded for experts in FP8 alone"
+            dtype, scales, x = torch.bfloat16, x.scales, x.values
+        else:
+            dtype = x.dtype
+            if self.row_format is not None:
+                x, scales = self.row_format.rounded(x)
+        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, dtype)
         tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
         if self._gathers:
             x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None
@@ -146,13 +157,21 @@ def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: to
     return run(sorted_MD, place_M, weights_TK)
 
 
-def count_rows(expert_M: torch.Tensor, num_experts: int, counted_M: torch.Tensor | None = None) -> torch.Tensor:
-    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it).
-
-    Args:
-        counted_M: [M] int64, what each entry counts; None: 1.
-    """
-    if expert_M.device.type == "cpu" and counted_M is None:
+def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it)."""
+    if expert_M.device.type == "cpu":
         return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)
-    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M) if counted_M is None else counted_M)
+    return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))
+
+
+def add_counts(
+    ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """Add to `counts_E` how many of these tokens each expert gets; nothing is read on the host.
+
+    Args:
+        is_counted_T: [T] int64, 0 for tokens that are left out; None: all count.
+        dtype: of the model.
+    """
+    registry.select("count_experts", dtype=dtype, device=ids_TK.device)(ids_TK, counts_E, is_counted_T)

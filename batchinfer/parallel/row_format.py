@@ -40,6 +40,13 @@ class RowFormat:
             return _scale_offset(num_values) + 4 * -(-num_values // SCALE_VALUES)
         return num_values * (4 if self.dtype == "float32" else 2)
 
+    def rounded(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows that stay here, as they would come out of `unpack`: with scales in FP8."""
+        if self.dtype != "fp8":
+            return x_TD.to(torch.float32 if self.dtype == "float32" else torch.bfloat16), None
+        quantize = registry.select("quantize_fp8_rows", device=x_TD.device)
+        return quantize(x_TD)
+
     def pack(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, B] uint8."""
         if self.dtype != "fp8":

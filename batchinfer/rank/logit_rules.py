@@ -21,6 +21,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.model.sampling import Changes
 from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Request, Sampling
+from batchinfer_kernels.transfer import moved
 
 if TYPE_CHECKING:
     from batchinfer.rank.grammars import GrammarMatcher, Grammars
@@ -100,8 +101,7 @@ class LogitRules:
         """
         sampling = self._sampling
         if len(self._bias):
-            biased = self._biased.to(logits_V.device)
-            logits_V[biased] += self._bias.to(logits_V.device)
+            logits_V[moved(self._biased, logits_V.device)] += moved(self._bias, logits_V.device)
         if sampling.repetition_penalty != 1.0:
             seen, _ = self._repeated.on(logits_V.device)
             values = logits_V[seen]
@@ -114,9 +114,9 @@ class LogitRules:
             logits_V[seen] -= sampling.presence_penalty
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
-            logits_V.masked_fill_(torch.from_numpy(bits == 0).to(logits_V.device), NEVER)
+            logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
         if len(self._tokens) < sampling.min_tokens:
-            logits_V[self._ends.to(logits_V.device)] = NEVER
+            logits_V[moved(self._ends, logits_V.device)] = NEVER
         for *before, last in self._bad_words:
             if before == self._tokens[len(self._tokens) - len(before) :]:
                 logits_V[last] = NEVER
@@ -205,7 +205,7 @@ class _Seen:
         """([K] int64 tokens, [K] float32 counts)"""
         num = len(self._place)
         tokens, counts = torch.from_numpy(self._tokens[:num]), torch.from_numpy(self._counts[:num])
-        return tokens.to(device), counts.to(device)
+        return moved(tokens, device), moved(counts, device)
 
 
 def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:

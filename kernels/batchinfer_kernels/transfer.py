@@ -20,10 +20,15 @@ def in_one_copy(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def refill(moved: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, for which the host does not wait; on the CPU the same tensor."""
+    return tensor if device.type == "cpu" else in_one_copy([tensor], device)[0]
+
+
+def refill(held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Overwrite what `in_one_copy` gave with other tensors of the same shapes, again in one copy."""
-    whole = torch.empty(0, dtype=moved[0].dtype, device=moved[0].device).set_(moved[0].untyped_storage())
-    assert [tensor.shape for tensor in moved] == [tensor.shape for tensor in tensors]
+    whole = torch.empty(0, dtype=held[0].dtype, device=held[0].device).set_(held[0].untyped_storage())
+    assert [tensor.shape for tensor in held] == [tensor.shape for tensor in tensors]
     whole.copy_(_joined(tensors, whole.device), non_blocking=True)
 
 
@@ -72,7 +77,5 @@ def put_pages(pages: torch.Tensor, page_ids: Sequence[int], content: torch.Tenso
 
 def take_pages(pages: torch.Tensor, page_ids: Sequence[int]) -> torch.Tensor:
     """[N, L, 64, W] on the host: some pages of the pool [L, P, 64, W], one after another, as `put_pages` takes them."""
-    ids = torch.tensor(page_ids, dtype=torch.int64)
-    if pages.device.type != "cpu":
-        (ids,) = in_one_copy([ids], pages.device)
+    ids = moved(torch.tensor(page_ids, dtype=torch.int64), pages.device)
     return to_host(pages[:, ids].transpose(0, 1).contiguous())[0]

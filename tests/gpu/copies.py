@@ -1,8 +1,9 @@
 """The expert exchange of one GPU among many, without the others: local copies of the bytes that would travel.
 
 With balanced routing a GPU receives as many rows as it sends: one per token and expert. Here each row that would be
-sent is copied to where one would be received, in FP8 with scales; results are copied back in bfloat16, and summed. So
-the experts get the right number of rows of the right size, from this GPU's own tokens instead of the others'.
+sent is copied to where one would be received, in FP8 with scales; results are summed, in decode after their filled rows
+have been copied together. So the experts get the right number of rows of the right size, from this GPU's own tokens
+instead of the others'.
 
     decode    blocks [slots, ranks × tokens, D] as DeepEP's low-latency mode has them, partly filled ("masked")
     prefill   rows in the order of arrival, and which of them each expert takes ("contiguous")
@@ -125,12 +126,12 @@ class CopyDispatcher:
         return CopyHandle(received, rows, topk_weights)
 
     def combine(self, y: torch.Tensor, handle: CopyHandle) -> CopiedSums:
-        """Copy each filled row back; see Dispatcher."""
+        """Take each filled row back; see Dispatcher."""
         rows = handle.rows
         if self.is_masked:
             back_MD = torch.cat([block[:count] for block, count in zip(y, rows.counts, strict=True)])
         else:
-            back_MD = y.clone()
+            back_MD = y  # the exchange reads rows where they are, and its published time has that in it
         return CopiedSums(back_MD, rows, handle.weights_TK, self._sum_per_token)
 
     def place(self, placement: Placement) -> None:

@@ -23,9 +23,12 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     for num_rows in tokens:
         cases += [
             Case("rms_norm", f"{num_rows} x {dims.hidden}", partial(_norm, num_rows, dims.hidden)),
+            Case("rms_norm_fp8", f"{num_rows} x {dims.hidden}", partial(_norm_fp8, num_rows, dims.hidden)),
             Case("silu_mul", f"{num_rows} x {dims.dense}", partial(_silu, num_rows, dims.dense)),
             Case("gate", f"{num_rows} x {dims.experts}", partial(_gate, dims, num_rows)),
             Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
+            Case("count_experts", f"{num_rows * dims.topk} entries", partial(_counts, dims, num_rows)),
+            Case("expert_places", f"{num_rows * dims.topk} entries", partial(_places, dims, num_rows)),
             Case("sum_per_token", f"{num_rows} x {dims.topk} x {dims.hidden}", partial(_sums, dims, num_rows)),
             Case("add_sums", f"{num_rows} x {dims.hidden}", partial(_add, dims, num_rows)),
             Case("quantize_fp8_block", f"{num_rows} x {dims.hidden}, rows", partial(_quantize, num_rows, dims.hidden)),
@@ -41,7 +44,9 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             partial(_silu_blocks, filled, room, dims.expert),
         )
     )
-    return [*cases, Case("argmax", f"{last} x {dims.vocabulary}", partial(_argmax, last, dims.vocabulary))]
+    picked = f"{last} x {dims.vocabulary}"
+    cases.append(Case("argmax", picked, partial(_argmax, last, dims.vocabulary)))
+    return [*cases, Case("draw", picked, partial(_draw, last, dims.vocabulary))]
 
 
 def _norm(num_rows: int, width: int, device: torch.device) -> Work:
@@ -53,6 +58,31 @@ def _norm(num_rows: int, width: int, device: torch.device) -> Work:
         parts=parts_of(num_rows),
         flops=0,
         num_bytes=2 * bytes_of(x),
+    )
+
+
+def _norm_fp8(num_rows: int, width: int, device: torch.device) -> Work:
+    """[T, 2 * D]: the norm, and how far its rounded rows are from those that the reference makes of it."""
+    x, scale = 3 * normal(num_rows, width, device=device), normal(width, device=device, seed=1)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        normed, rounded = function(x[rows], scale, 1e-6, keeps=True)
+        again = dequantize_fp8_rows(*reference.quantize_fp8_rows(normed.cpu()), torch.float32).to(device)
+        off = dequantize_fp8_rows(rounded.values, rounded.scales, torch.float32) - again
+        return torch.cat([normed.float(), off], dim=1)
+
+    def expected() -> torch.Tensor:
+        exact = reference.rms_norm(x.double(), scale.double(), 1e-6)
+        return torch.cat([exact, torch.zeros_like(exact)], dim=1)
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="relative",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=2 * bytes_of(x) + x.numel(),
+        timed=lambda function: function(x, scale, 1e-6, keeps=True),
     )
 
 
@@ -115,6 +145,43 @@ def _sort(dims: Dims, num_rows: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=3 * bytes_of(ids_M),
         timed=lambda function: function(ids_M, dims.experts),
+    )
+
+
+def _counts(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    ids_TK = _ids(dims, num_rows, device).view(num_rows, dims.topk)
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        counts_E = torch.zeros(dims.experts, dtype=torch.int64, device=device)
+        function(ids_TK[rows], counts_E)
+        return counts_E
+
+    return Work(
+        run=run,
+        expected=lambda: torch.bincount(ids_TK.cpu().flatten(), minlength=dims.experts),
+        measure="unequal",
+        parts=(ALL,),  # a second run must give the same
+        flops=0,
+        num_bytes=bytes_of(ids_TK),
+    )
+
+
+def _places(dims: Dims, num_rows: int, device: torch.device) -> Work:
+    ids_M = _ids(dims, num_rows, device)
+    counts_E = torch.bincount(ids_M.cpu(), minlength=dims.experts)
+    tokens_M = ids_M.argsort(stable=True) // dims.topk
+
+    def run(function: Function, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.long() for part in function(counts, len(tokens), 128, tokens)])
+
+    on_device = counts_E.to(device)
+    return Work(
+        run=lambda function, rows: run(function, on_device, tokens_M),
+        expected=lambda: run(reference.expert_places, counts_E, tokens_M.cpu()),
+        measure="unequal",
+        parts=(ALL,),
+        flops=0,
+        num_bytes=3 * bytes_of(tokens_M),
     )
 
 
@@ -252,4 +319,30 @@ def _argmax(num_rows: int, width: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=bytes_of(logits),
         timed=lambda function: function(logits),
+    )
+
+
+def _draw(num_rows: int, width: int, device: torch.device) -> Work:
+    """With all filters: rows take turns at top_k, and most of them have a top_p."""
+    logits = 2 * normal(num_rows, width, device=device, dtype=torch.float32)
+    row = torch.arange(num_rows, device=device)
+    shares = [0.5 + row % 3, torch.where(row % 4 == 0, 1.0, 0.95), 0.02 * (row % 2), (row + 0.5) / num_rows]
+    temperature, top_p, min_p, uniform = (values.double() for values in shares)
+    top_k = row % 2 * 40
+
+    def run(function: Function, rows: slice) -> torch.Tensor:
+        settings = temperature, top_k, top_p, min_p, uniform
+        return function(logits[rows], *(values[rows] for values in settings))[:, None]
+
+    def expected() -> torch.Tensor:
+        settings = temperature, top_k, top_p, min_p, uniform
+        return reference_rows.draw(logits.cpu(), *(values.cpu() for values in settings))[:, None]
+
+    return Work(
+        run=run,
+        expected=expected,
+        measure="unequal",
+        parts=parts_of(num_rows),
+        flops=0,
+        num_bytes=bytes_of(logits),
     )

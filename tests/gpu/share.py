@@ -188,7 +188,7 @@ class Share:
         assert config.q_lora_rank is not None
         kv_up_HZC = self._normal(heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         key_up_HNC, value_up_HVC = kv_up_HZC.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        return AttentionWeights(
+        weights = AttentionWeights(
             q_down=self._projection(config.q_lora_rank, hidden),
             q_norm=self._ones(config.q_lora_rank),
             q=self._projection(heads * config.qk_head_dim, config.q_lora_rank),
@@ -199,6 +199,7 @@ class Share:
             value_up_HVC=self.ops.pack(value_up_HVC),
             out=self._projection(hidden, heads * config.v_head_dim),
         )
+        return weights.joined()
 
     def _mlp(self, width: int) -> MlpWeights:
         hidden = self.config.hidden_size

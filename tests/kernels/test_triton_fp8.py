@@ -102,6 +102,11 @@ def test_blocks_without_counts_are_all_rows():
     x = random(2, 5, 40)
     active, _ = ops.silu_mul_blocks(x)
     assert torch.equal(active, ops.silu_mul(*x.flatten(0, 1).chunk(2, dim=-1)).view(2, 5, 20))
+    wide = random(2, 5, 600)
+    assert_same(
+        tuple(part.flatten(0, 1) for part in ops.silu_mul_blocks(wide, fp8=True)),
+        tuple(part.flatten(0, 1) for part in ops.silu_mul_blocks(wide, torch.tensor([5, 5], device=DEVICE), fp8=True)),
+    )
     active, scales = ops.silu_mul_blocks(x[:, :0], fp8=True)
     assert (active.shape, scales.shape) == ((2, 0, 20), (2, 0, 1))
     plain = x.float()

@@ -7,6 +7,7 @@ import torch
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.triton import ops
 from support.triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 
@@ -60,6 +61,14 @@ def test_a_product_is_close_to_float64_and_keeps_its_bits(num_rows, num_in, num_
         for start, stop in PARTS:
             assert torch.equal(ops.linear(x[start:stop], held), y[start:stop])
         assert torch.equal(ops.linear(x.flip(0), held), y.flip(0))
+
+
+def test_rows_that_are_rounded_already_have_the_same_product():
+    x, weight, stream = random(9, 300), to_blocks(random(70, 300, seed=1)), random(9, 70, seed=2)
+    rows = ScaledRows(*ops.quantize_fp8_rows(x))
+    for options in ({}, {"float32_out": True}, {"residual": stream}):
+        assert torch.equal(ops.linear(rows, weight, **options), ops.linear(x, weight, **options))
+        assert torch.equal(reference.linear(rows, weight, **options), reference.linear(x, weight, **options))
 
 
 def test_a_product_of_slices_is_the_product_of_copies():

@@ -9,7 +9,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton import ops
+from batchinfer_kernels.triton import draw, ops, sorting
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -30,6 +30,26 @@ def test_norm_and_activation_follow_their_formulas_and_keep_their_bits(width):
     for operation in (lambda rows: ops.rms_norm(rows, weight, 1e-6), lambda rows: ops.silu_mul(rows, rows)):
         for start, stop in PARTS:
             assert torch.equal(operation(x[start:stop]), operation(x)[start:stop])
+
+
+@pytest.mark.parametrize("width", [64, 300, 1100])
+def test_a_norm_that_rounds_has_the_bits_of_both_steps(width):
+    wide, weight = 3 * random(37, width + 40), random(width, seed=2)
+    x = wide[:, :width]  # as one product of joined weights gives it
+    x[3], x[4, width // 2], x[5, 7] = 0, torch.nan, 1e4
+    normed, rounded = ops.rms_norm_fp8(x, weight, 1e-6, keeps=True)
+    expected = ops.rms_norm(x, weight, 1e-6)
+    assert torch.equal(normed.nan_to_num(), expected.nan_to_num())
+    values, scales = ops.quantize_fp8_rows(expected)
+    assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(rounded.scales.nan_to_num(), scales.nan_to_num())
+    assert rounded.scales.stride() == scales.stride(), "the order in which deep_gemm reads them"
+    none, alone = ops.rms_norm_fp8(x[6:7], weight, 1e-6)
+    assert none is None
+    assert torch.equal(alone.values.view(torch.uint8), values[6:7].view(torch.uint8))
+    theirs, theirs_rounded = reference.rms_norm_fp8(x, weight, 1e-6, keeps=True)
+    assert relative_error(normed[6:], theirs[6:].double()) < TOLERANCE["bf16"]
+    assert theirs_rounded.scales.stride() == scales.stride()
 
 
 def test_the_activation_of_extreme_values():
@@ -96,19 +116,41 @@ def test_the_gate_takes_different_experts_of_nonsense():
 
 
 @pytest.mark.parametrize("num_entries", [0, 1, 128, 300])
-def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num_entries):
+@pytest.mark.parametrize("few", [4096, 0])
+def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num_entries, few, monkeypatch):
+    monkeypatch.setattr(sorting, "_FEW", few)
     ids = torch.randint(0, 9, (num_entries,), generator=torch.Generator().manual_seed(0)).to(DEVICE)  # none of the last
-    sorting = ops.sort_by_expert(ids, 10)
-    for ours, theirs in zip(sorting, reference_rows.sort_by_expert(ids, 10), strict=True):
+    found = ops.sort_by_expert(ids, 10)
+    for ours, theirs in zip(found, reference_rows.sort_by_expert(ids, 10), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, theirs)
     weights = random(num_entries // 4, 4, dtype=torch.float32)
-    place, rows = sorting[1][: weights.numel()], random(num_entries, 37)
+    place, rows = found[1][: weights.numel()], random(num_entries, 37)
     sums = ops.sum_per_token(rows, place, weights)
     assert torch.allclose(sums, reference_rows.sum_per_token(rows, place, weights), rtol=1e-5, atol=1e-6)
     hidden, shared = random(len(weights), 37, seed=1), random(len(weights), 37, seed=2)
     for added in (None, shared):
         assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_and_places_of_experts_rows_are_those_of_the_reference(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(90, 9, generator=generator).argsort(1)[:, :3].to(DEVICE)
+    is_counted = torch.randint(2, (90,), generator=generator).to(DEVICE)
+    for counted in (None, is_counted):
+        ours, theirs = (torch.arange(9, device=DEVICE) for _ in range(2))  # added to what is there
+        ops.count_experts(ids, ours, counted)
+        reference.count_experts(ids, theirs, counted)
+        assert torch.equal(ours, theirs)
+    num_rows = torch.randint(0, 3, (5,), generator=generator) * torch.randint(0, 140, (5,), generator=generator)
+    total, num_rows = int(num_rows.sum()), num_rows.to(DEVICE)
+    tokens = torch.randint(0, 50, (total,), generator=generator).to(DEVICE)
+    for tile_rows, sources in ((128, None), (128, tokens), (16, tokens)):
+        ours = ops.expert_places(num_rows, total, tile_rows, sources)
+        for result, expected in zip(ours, reference.expert_places(num_rows, total, tile_rows, sources), strict=True):
+            assert result.dtype == expected.dtype
+            assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("width", [1, 33, 9000])
@@ -120,3 +162,31 @@ def test_the_largest_logit_is_the_first_among_equals(width):
     assert tokens[4:].tolist() == [row.tolist().index(max(row.tolist())) for row in logits[4:]]
     assert 0 <= tokens.min() <= tokens.max() < width
     assert len(ops.argmax(logits[:0].to(DEVICE))[0]) == 0
+
+
+@pytest.mark.parametrize(("width", "rounding"), [(1, 1.0), (150, 0.5), (200, 1e-9)])
+def test_draws_are_those_of_the_reference_without_a_sort(width, rounding, monkeypatch):
+    monkeypatch.setattr(draw, "_TILE", 64)  # several tiles, and one that is not full
+    logits = (3 * random(24, width, dtype=torch.float32) / rounding).round() * rounding  # 0.5: many equals
+    logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all alike; nothing beside one
+    row = torch.arange(24, device=DEVICE)
+    top_k = (row % 3) * (1 + row % 7)  # of every third row none, and more than there are
+    top_p = torch.tensor([1.0, 0.9, 0.3, 1e-9, 0.0, 2.0], device=DEVICE)[row % 6]
+    min_p = torch.tensor([0.0, 0.0, 0.1, 1.0], device=DEVICE)[row % 4]
+    uniform = (row / 24).double()
+    uniform[[5, 8, 9]] = 1 - 2**-53
+    settings = (0.5 + row % 4).double(), top_k, top_p.double(), min_p.double(), uniform
+    drawn = ops.draw(logits, *settings)
+    assert torch.equal(drawn, reference_rows.draw(logits, *settings))
+    assert torch.equal(ops.draw(logits[7:8], *(values[7:8] for values in settings)), drawn[7:8])
+    assert len(ops.draw(logits[:0], *(values[:0] for values in settings))) == 0
+
+
+def test_a_row_that_is_not_finite_gets_some_token_and_a_vocabulary_that_is_too_large_none():
+    logits = torch.zeros(3, 5, device=DEVICE)
+    logits[0, 1], logits[1], logits[2, 3] = torch.nan, -torch.inf, torch.inf
+    ones = torch.ones(3, dtype=torch.float64, device=DEVICE)
+    tokens = ops.draw(logits, ones, torch.tensor([2, 0, 2], device=DEVICE), 0.5 * ones, 0 * ones, 0.5 * ones)
+    assert 0 <= tokens.min() <= tokens.max() < 5
+    with pytest.raises(ValueError, match="a vocabulary of 262145 tokens, more than 262144"):
+        ops.draw(torch.zeros(1, 2**18 + 1, device=DEVICE), *[ones[:1]] * 5)

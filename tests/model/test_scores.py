@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from batchinfer.model.scores import ROWS, most_likely, score
+from batchinfer.model.scores import ROWS, _largest_keys, most_likely, score
 from batchinfer_kernels.reference import rows as reference_rows
 
 
@@ -38,3 +38,13 @@ def test_equal_logits_are_told_by_their_ids_however_many_are_asked_for(count):
 
 def test_no_more_tokens_are_told_than_there_are():
     assert most_likely(torch.zeros(2, 3), 9)[0].tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_on_a_device_they_are_found_by_keys_and_are_the_same(count):
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.cat([torch.randn(20, 40, generator=generator), torch.randint(-2, 3, (20, 40)) * 1.5])
+    logits[3, 7], logits[4, 2], logits[5] = -torch.inf, torch.inf, 0.0
+    logits[6], logits[6, ::2] = 0.0, -0.0
+    for ours, expected in zip(_largest_keys(logits, count), most_likely(logits, count), strict=True):
+        assert torch.equal(ours, expected)

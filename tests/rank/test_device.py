@@ -17,7 +17,7 @@ from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
-from batchinfer.parallel.dispatch import count_rows
+from batchinfer.parallel.dispatch import add_counts
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.rank.batch import prefill_step
 from batchinfer.rank.device import device_name, rank_device
@@ -145,10 +145,11 @@ def test_pages_come_back_from_the_host_as_they_were():
 
 
 def test_rows_that_fill_a_batch_up_are_not_counted():
-    ids = torch.tensor([[0, 2], [1, 2], [0, 1]])
-    counted = torch.tensor([1, 1, 0])[:, None].expand_as(ids).flatten()
-    assert count_rows(ids.flatten(), 4, counted).tolist() == [1, 1, 2, 0]
-    assert count_rows(ids.flatten(), 4).tolist() == [2, 2, 2, 0]
+    ids, counts = torch.tensor([[0, 2], [1, 2], [0, 1]]), torch.zeros(4, dtype=torch.int64)
+    add_counts(ids, counts, torch.tensor([1, 1, 0]), torch.bfloat16)
+    assert counts.tolist() == [1, 1, 2, 0]
+    add_counts(ids, counts, None, torch.bfloat16)
+    assert counts.tolist() == [3, 3, 4, 0]
 
 
 def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):

@@ -77,6 +77,9 @@ def compile_all():
     ops.quantize_fp8_rows(of(2, 18432, D), of(2, dtype=torch.int32))
     ops.router(x, of(3, E, D))
     ops.rms_norm(x, of(D), 1e-6)
+    for width in (D, 1536):
+        ops.rms_norm_fp8(of(128, 2112)[:, :width] if width < D else of(128, D), of(width), 1e-6, keeps=width == D)
+    ops.silu_mul_blocks(of(1, 128, 2 * F), fp8=True)
     ops.silu_mul(*of(T, 2 * 18432).chunk(2, dim=-1))
     angles = of(T, 32, dtype=FLOAT)
     pages, slots = of(1000, 64, 576), of(T, dtype=INT)
@@ -84,9 +87,13 @@ def compile_all():
     for method in ("noaux_tc", "group_limited_greedy", "group_top2", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
     ops.sort_by_expert(of(8 * T, dtype=INT), E)
+    ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
+    ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
     ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
     ops.add_sums(x, of(T, D, dtype=FLOAT), x)
     ops.argmax(of(128, 129280, dtype=FLOAT))
+    shares = [of(128, dtype=torch.float64) for _ in range(4)]
+    ops.draw(of(128, 129280, dtype=FLOAT), shares[0], of(128, dtype=INT), *shares[1:])
     ops.quantize_fp8_block(of(D, F), (128, 128))
     ops.dequantize_fp8_block(of(T, D, dtype=FP8), of(T, 56, dtype=FLOAT), torch.bfloat16, (1, 128))
     decode.mla_decode(
@@ -96,7 +103,7 @@ def compile_all():
         scale=0.1352,
     )
     compile_sparse()
-    tiles = of(128, 4, dtype=torch.int32)  # made from lengths, which these tensors have not
+    tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
         0, 512, 0.1352,

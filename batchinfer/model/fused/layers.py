@@ -80,7 +80,7 @@ class FusedMoe(MoeMlp):
         """See MoeMlp."""
         assert is_counted_T is None, "on a CPU no batch is filled up"
         x_TD, ids_TK, weights_TK, counts_E = self._kernel.route(hidden_TD)
-        expert_counts_E.copy_(counts_E)
+        expert_counts_E.add_(counts_E)
         return Routing(x_TD, ids_TK, weights_TK)
 
     def points(

@@ -30,8 +30,9 @@ from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper.tensors import is_on_gpu
 from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.fp8 import FP8, dequantize_fp8_rows
+from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
+from batchinfer_kernels.reference.places import ExpertPlaces
 
 _SCHEDULE = "hopper"  # what it keeps in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
@@ -46,10 +47,12 @@ Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # ---- what they do not take
 
 
-def _product(x: torch.Tensor, weight: Weight, *_: Any, **__: Any) -> str | None:
+def _product(x: torch.Tensor | ScaledRows, weight: Weight, *_: Any, **__: Any) -> str | None:
     """Weights that are not in FP8 blocks of whole tiles, rows that are not in bfloat16 on a GPU."""
     if not isinstance(weight, BlockScaled):
         return "the weight is not in FP8 blocks"
+    if isinstance(x, ScaledRows):
+        return _no_tiles(x.values, weight)
     if x.dtype is not torch.bfloat16:
         return f"rows are in {x.dtype}"
     return _no_tiles(x, weight)
@@ -112,7 +115,7 @@ def _no_tiles(x: torch.Tensor, *weights: Any) -> str | None:
 
 @refusing(_product, uses=("quantize_fp8_rows",))
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | ScaledRows,
     weight: BlockScaled,
     bias: torch.Tensor | None = None,
     *,
@@ -120,16 +123,17 @@ def linear(
     residual: torch.Tensor | None = None,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
 ) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight.values))
+    y = torch.empty(len(x), len(weight.values), dtype=torch.bfloat16, device=weight.values.device)
     if len(x):
         gemm = _gemm(libraries.FP8_GEMM)
-        gemm(quantize_fp8_rows(x), (weight.values, weight.scales), y, compiled_dims="nk")
+        rows = (x.values, x.scales) if isinstance(x, ScaledRows) else quantize_fp8_rows(x)
+        gemm(rows, (weight.values, weight.scales), y, compiled_dims="nk")
     y = y if bias is None else y + bias
     y = y if residual is None else residual + y
     return y.float() if float32_out else y
 
 
-@refusing(_grouped, uses=("quantize_fp8_rows", "silu_mul_blocks"))
+@refusing(_grouped, uses=("quantize_fp8_rows", "silu_mul_blocks", "expert_places"))
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -140,6 +144,7 @@ def grouped_mlp(
     *,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
+    expert_places: Callable[..., ExpertPlaces] = reference.expert_places,
 ) -> torch.Tensor:
     """Rows are moved so that each expert starts at a whole tile.
 
@@ -150,8 +155,7 @@ def grouped_mlp(
     if num_rows == 0:
         return torch.empty(0, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     x, scales = _rows_for(gate_up_EFD, x, scales, quantize_fp8_rows)
-    place_M, expert_S = _places(num_rows_E, num_rows)
-    source_S = _sources(place_M, tokens_M, len(expert_S))
+    place_M, expert_S, source_S = expert_places(num_rows_E, num_rows, _TILE_ROWS, tokens_M)
     x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
     # column by column, as the library reads them
     scales = None if scales is None else scales.t().index_select(1, source_S).t()
@@ -254,35 +258,6 @@ def _rows_for(
     if scales is not None:
         return x.contiguous(), scales
     return quantize_fp8_rows(x, num_rows_E)
-
-
-def _places(num_rows_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where rows sorted by expert go when each expert starts at a whole tile.
-
-        rows      0 0 0 1 2 2 …
-        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-" is -1: nobody's
-
-    Returns:
-        The place of each row [M] int64, and the expert of each place [S] int32.
-    """
-    num_experts, device = len(num_rows_E), num_rows_E.device
-    most = (num_rows + (_TILE_ROWS - 1) * min(num_experts, num_rows)) // _TILE_ROWS * _TILE_ROWS
-    padded_E = (num_rows_E + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
-    moved_E = (padded_E.cumsum(0) - padded_E) - (num_rows_E.cumsum(0) - num_rows_E)
-    # with the size of its result given, this does not wait for the device
-    expert_M = torch.arange(num_experts, device=device).repeat_interleave(num_rows_E, output_size=num_rows)
-    place_M = torch.arange(num_rows, device=device) + moved_E[expert_M]
-    expert_S = torch.full((most,), -1, dtype=torch.int32, device=device)
-    expert_S[place_M] = expert_M.to(torch.int32)
-    return place_M, expert_S
-
-
-def _sources(place_M: torch.Tensor, tokens_M: torch.Tensor | None, num_places: int) -> torch.Tensor:
-    """[S] int64, the row that comes to each place; one of nobody takes the first row, so that it holds numbers."""
-    row_M = torch.arange(len(place_M), device=place_M.device) if tokens_M is None else tokens_M
-    source_S = torch.zeros(num_places, dtype=torch.int64, device=place_M.device)
-    source_S[place_M] = row_M
-    return source_S
 
 
 def _bytes(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

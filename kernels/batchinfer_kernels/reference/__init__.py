@@ -18,7 +18,8 @@ from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
-from batchinfer_kernels.reference.pointwise import rms_norm, silu_mul
+from batchinfer_kernels.reference.places import count_experts, expert_places
+from batchinfer_kernels.reference.pointwise import rms_norm, rms_norm_fp8, silu_mul
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
 from batchinfer_kernels.reference.rows import (
     add_sums,
@@ -39,6 +40,7 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     batched_linear,
     router,
     rms_norm,
+    rms_norm_fp8,
     silu_mul,
     silu_mul_blocks,
     gate,
@@ -46,6 +48,8 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     grouped_mlp,
     masked_mlp,
     sort_by_expert,
+    count_experts,
+    expert_places,
     sum_per_token,
     add_sums,
     cos_sin,

@@ -46,6 +46,11 @@ class BlockScaled:
         """One of B weights; shares its memory."""
         return BlockScaled(self.values[slot], self.scales[slot])
 
+    def rows(self, start: int, stop: int) -> BlockScaled:
+        """Some rows of one weight, from the first of a block on; shares its memory."""
+        assert start % BLOCK == 0, "a block is cut"
+        return BlockScaled(self.values[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)])
+
     def put(self, slot: int, *parts: torch.Tensor | BlockScaled) -> None:
         """Put a weight into a slot, in one part or in equal parts above each other.
 

@@ -8,6 +8,10 @@ row's result depends on nothing but the row and the weight, on any processor.
 
 # T rows, N columns of the result (out), M depth of the sum (in), J blocks of depth
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +21,27 @@ FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _FP8_MIN_AMAX = 1e-4
 _SCALE_ROWS = 4  # 16 bytes of float32
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """Rows that are rounded already, in the place of rows in bfloat16: what several products take is rounded once."""
+
+    values: torch.Tensor  # [..., T, M] float8_e4m3fn
+    scales: torch.Tensor  # [..., T, ceil(M / 128)] float32, as of `quantize_fp8_rows`
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether they are on the CPU."""
+        return self.values.is_cpu
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 def quantize_fp8_block(

@@ -8,12 +8,22 @@ vectorised body of a tensor and its tail.
 
 import torch
 
+from batchinfer_kernels.reference.fp8 import ScaledRows, quantize_fp8_rows
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
     x64 = x.double()
     normed = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, keeps: bool = False
+) -> tuple[torch.Tensor | None, ScaledRows]:
+    """The same for rows [T, D], rounded to FP8 as `quantize_fp8_rows` does; `keeps`: and as `rms_norm` gives it."""
+    normed = rms_norm(x, weight, eps)
+    return normed if keeps else None, ScaledRows(*quantize_fp8_rows(normed))
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

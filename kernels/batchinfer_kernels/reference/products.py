@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
-from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product, quantize_fp8_block
+from batchinfer_kernels.reference.fp8 import ROW_BLOCK, ScaledRows, block_product, quantize_fp8_block
 from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 
 ROW_MULTIPLE = 8
@@ -39,7 +39,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | ScaledRows,
     weight: torch.Tensor | BlockScaled | GroupScaled,
     bias: torch.Tensor | None = None,
     *,
@@ -49,7 +49,7 @@ def linear(
     """x · weightᵀ + bias.
 
     Args:
-        x: [T, in], any T.
+        x: [T, in], any T; for a weight in FP8 blocks also rows that are rounded already.
         weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values; or
             in 4 bits, for which it is rounded to whole numbers of 8 bits so.
         bias: [out] or None.
@@ -57,9 +57,12 @@ def linear(
         residual: [T, out], to which the rounded result is added.
 
     Returns:
-        [T, out] in the dtype of x.
+        [T, out] in the dtype of x, bfloat16 for rows in FP8.
     """
-    if isinstance(weight, BlockScaled):
+    if isinstance(x, ScaledRows):
+        assert isinstance(weight, BlockScaled), "rows are rounded for weights in FP8 blocks alone"
+        y = block_product(x.values, x.scales, weight.values, weight.scales).bfloat16()
+    elif isinstance(weight, BlockScaled):
         values, scales = quantize_fp8_block(x, ROW_BLOCK)
         y = block_product(values, scales, weight.values, weight.scales).to(x.dtype)
     elif isinstance(weight, GroupScaled):

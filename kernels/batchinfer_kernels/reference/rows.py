@@ -126,12 +126,17 @@ def draw(
     Raises:
         ValueError: the vocabulary is larger than MAX_TOKENS, so that sums might not fit.
     """
-    if logits_SV.shape[-1] > MAX_TOKENS:
-        raise ValueError(f"a vocabulary of {logits_SV.shape[-1]} tokens, more than {MAX_TOKENS}")
+    check_vocabulary(logits_SV.shape[-1])
     running_SV = kept_weights(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S).cumsum(dim=-1)
     total_S = running_SV[:, -1]
     target_S = torch.minimum((uniform_S * total_S.double()).long(), total_S - 1)
     return torch.searchsorted(running_SV, target_S[:, None], right=True)[:, 0]
+
+
+def check_vocabulary(num_tokens: int) -> None:
+    """See draw."""
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"a vocabulary of {num_tokens} tokens, more than {MAX_TOKENS}")
 
 
 def kept_weights(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, to_bfloat16
 from batchinfer_kernels.triton.quantize import quantize_rows
@@ -22,7 +23,7 @@ _SWIZZLE = 8  # row tiles that go through the columns together, so that both ope
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | ScaledRows,
     weight: torch.Tensor | BlockScaled,
     bias: torch.Tensor | None = None,
     *,
@@ -30,9 +31,13 @@ def linear(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """With `float32_out` sums are not rounded to bfloat16 at all."""
-    num_columns, scales = (weight.values if isinstance(weight, BlockScaled) else weight).shape[0], None
-    out = torch.empty(len(x), num_columns, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
-    if isinstance(weight, BlockScaled):
+    values, scales = weight.values if isinstance(weight, BlockScaled) else weight, None
+    dtype = torch.float32 if float32_out else torch.bfloat16
+    out = torch.empty(len(x), values.shape[0], dtype=dtype, device=values.device)
+    if isinstance(x, ScaledRows):
+        assert isinstance(weight, BlockScaled), "rows are rounded for weights in FP8 blocks alone"
+        scales, x = x.scales, x.values
+    elif isinstance(weight, BlockScaled):
         x, scales = quantize_rows(dense(x), by_column=True)
     else:
         weight = dense(weight)

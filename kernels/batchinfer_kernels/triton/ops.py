@@ -15,6 +15,7 @@ import torch
 
 from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
@@ -97,7 +98,7 @@ def _runs_on(x: torch.Tensor) -> bool:
 def _mismatch(*operands: Any) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     for operand in operands:
-        tensor = operand.values if isinstance(operand, BlockScaled) else operand
+        tensor = operand.values if isinstance(operand, BlockScaled | ScaledRows) else operand
         if not isinstance(tensor, torch.Tensor):
             return "a weight is packed for another candidate"
         if tensor is operand and tensor.dtype is not torch.bfloat16:
@@ -149,6 +150,7 @@ linear = _in("gemm", "linear", at(_mismatch, 0, 1))
 batched_linear = _in("gemm", "batched_linear", at(_mismatch, 0, 1))
 router = _in("router", "router", at(_mismatch, 0))
 rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
+rms_norm_fp8 = _in("rows", "rms_norm_fp8", at(_mismatch, 0, 1))
 silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
 silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
 gate = _in("gate", "gate", _foreign)
@@ -156,9 +158,12 @@ rope_and_cache = _in("rows", "rope_and_cache", _rotation)
 grouped_mlp = _in("experts", "grouped_mlp", _grouped)
 masked_mlp = _in("experts", "masked_mlp", _masked)
 sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
+count_experts = _in("places", "count_experts", _foreign)
+expert_places = _in("places", "expert_places", _foreign)
 sum_per_token = _in("rows", "sum_per_token", at(_mismatch, 0))
 add_sums = _in("rows", "add_sums", at(_mismatch, 0))
 argmax = _in("argmax", "argmax", _logits)
+draw = _in("draw", "draw", at(_logits, 0))
 mla_prefill = _in("prefill", "mla_prefill", _attention)
 mla_decode = _in("decode", "mla_decode", _attention)
 index_cache = _in("indexer", "index_cache", _index_keys)

@@ -3,7 +3,7 @@
 DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
 made from the latents by one product for as many heads at a time as fit, so memory does not grow with the context. Keys
 come in tiles of a page from the first one on, and a tile that a row does not see changes none of its bits: where a
-prompt was cut does not matter.
+prompt was cut does not matter. Only tiles that some row of the program does not see whole are masked.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
+from batchinfer_kernels.transfer import in_one_copy
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
@@ -31,7 +32,7 @@ class _Work:
 
     page_ids: torch.Tensor  # [X / 64] int64, all requests' pages one behind the other
     slots_X: torch.Tensor  # int64, of their tokens
-    tiles: torch.Tensor  # [tiles, 4] int32: first row, behind the request's last row, place of its first page, context
+    tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
 
 
 def mla_prefill(
@@ -52,6 +53,7 @@ def mla_prefill(
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:
         return out_THV
+    assert scale > 0, "the largest score is looked for before scores are scaled"
     q_THA, kv_b_HZC = q_THA.contiguous(), kv_b_HZC.contiguous()
     schedule = {} if schedule is None else schedule
     if SCHEDULE not in schedule:
@@ -86,9 +88,11 @@ def _cut(
         start = stop
     # those that see most keys first, so that no long one starts late
     tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
-    page_ids = page_table_BP.to(device).flatten()[torch.tensor(places, device=device)]
+    on_host = [torch.tensor(values, dtype=torch.int64) for values in (places, tiles)]
+    places_X, tiles_N4 = in_one_copy(on_host, device)
+    page_ids = page_table_BP.flatten().index_select(0, places_X)
     slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
-    return _Work(page_ids, slots_X, torch.tensor(tiles, dtype=torch.int32, device=device))
+    return _Work(page_ids, slots_X, tiles_N4)
 
 
 def _attend(
@@ -144,13 +148,13 @@ def _attend_tile(
 ):  # fmt: skip
     """One head of ROWS queries of one request over all keys that they see; scores in powers of two."""
     tile_at = tiles_ptr + tl.program_id(0) * 4
-    start, end = tl.load(tile_at), tl.load(tile_at + 1)
-    first_page, context = tl.load(tile_at + 2), tl.load(tile_at + 3)
+    start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
+    first_page, context = tl.load(tile_at + 2).to(tl.int32), tl.load(tile_at + 3).to(tl.int32)
     head = tl.program_id(1)
     row = start + tl.arange(0, ROWS)
     is_row = row < end
     row = tl.where(is_row, row, start).to(tl.int64)  # rows outside repeat the first one and are not stored
-    positions = tl.load(positions_ptr + row)
+    positions = tl.load(positions_ptr + row).to(tl.int32)
     stop = tl.minimum(tl.max(positions, 0) + 1, context)
 
     width: tl.constexpr = NOPE + ROTARY
@@ -160,30 +164,66 @@ def _attend_tile(
     q_nope = load_columns(q_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
     q_rotary = load_columns(q_at + NOPE + rotary[None, :], is_rotary, ROTARY == ROTARY_TILE)
 
-    in_page = tl.arange(0, PAGE)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_TILE), tl.float32)
-    for first_key in range(0, stop, PAGE):
-        place = first_page + first_key // PAGE
-        # values behind the last token may be anything, even infinite: there that token comes again, unseen
-        token = tl.minimum(in_page, context - 1 - first_key).to(tl.int64)
-        rotary_at = pages_ptr + (tl.load(page_ids_ptr + place) * PAGE + token)[:, None] * page_step + LATENT
-        key_at = kv_ptr + ((place.to(tl.int64) * PAGE + token) * heads_at_once + head)[:, None] * (NOPE + VALUE)
-        k_nope = load_columns(key_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
-        k_rotary = load_columns(rotary_at + rotary[None, :], is_rotary, ROTARY == ROTARY_TILE)
-        v = load_columns(key_at + NOPE + value[None, :], is_value, VALUE == VALUE_TILE)
-        scores = dot(q_nope, tl.trans(k_nope), tl.zeros((ROWS, PAGE), tl.float32))
-        scores = dot(q_rotary, tl.trans(k_rotary), scores) * scale
-        keys = first_key + in_page
-        is_seen = (keys < context)[None, :] & (keys[None, :] <= positions[:, None])
-        scores = tl.where(is_seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))  # a number from the first tile on: every row sees key 0
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = dot(to_bfloat16(weights), v, sums * shrink[:, None])
-        peak = new_peak
+    # pages that all rows see whole need no mask; on the diagonal and at the end of the context keys are hidden
+    num_seen = tl.minimum(tl.min(positions, 0) + 1, context)
+    first_masked = num_seen // PAGE * PAGE
+    for first_key in range(0, first_masked, PAGE):
+        peak, total, sums = _attend_page(
+            kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
+            first_key, first_page, context, head, heads_at_once, page_step, scale,
+            NOPE, ROTARY, VALUE, LATENT, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, False,
+        )  # fmt: skip
+    for first_key in range(first_masked, stop, PAGE):
+        peak, total, sums = _attend_page(
+            kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
+            first_key, first_page, context, head, heads_at_once, page_step, scale,
+            NOPE, ROTARY, VALUE, LATENT, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, True,
+        )  # fmt: skip
 
     out_at = out_ptr + (row * num_heads + first_head + head)[:, None] * VALUE + value[None, :]
     tl.store(out_at, to_bfloat16(sums / total[:, None]), mask=is_row[:, None] & is_value)
+
+
+@triton.jit
+def _attend_page(
+    kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
+    first_key, first_page, context, head, heads_at_once, page_step, scale,
+    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax after one page more; a row that sees all of it has the same bits with and without the mask.
+
+    Positions in memory are 64 bits wide up to the page, 32 within it.
+    """
+    nope, rotary, value = tl.arange(0, NOPE_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, VALUE_TILE)
+    is_nope, is_rotary, is_value = (nope < NOPE)[None, :], (rotary < ROTARY)[None, :], (value < VALUE)[None, :]
+    place = first_page + first_key // PAGE
+    in_page = tl.arange(0, PAGE)
+    token = in_page
+    if IS_MASKED:
+        # values behind the last token may be anything, even infinite: there that token comes again, unseen
+        token = tl.minimum(in_page, context - 1 - first_key)
+    page_at = pages_ptr + tl.load(page_ids_ptr + place).to(tl.int64) * (PAGE * page_step) + LATENT
+    kv_at = kv_ptr + (place.to(tl.int64) * PAGE * heads_at_once + head) * (NOPE + VALUE)
+    rotary_at = page_at + token[:, None] * page_step + rotary[None, :]
+    key_at = kv_at + token[:, None] * (heads_at_once * (NOPE + VALUE))
+    k_nope = load_columns(key_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
+    k_rotary = load_columns(rotary_at, is_rotary, ROTARY == ROTARY_TILE)
+    v = load_columns(key_at + NOPE + value[None, :], is_value, VALUE == VALUE_TILE)
+    scores = dot(q_nope, tl.trans(k_nope), tl.zeros((ROWS, PAGE), tl.float32))
+    scores = dot(q_rotary, tl.trans(k_rotary), scores)
+    if IS_MASKED:
+        keys = first_key + in_page
+        is_seen = (keys < context)[None, :] & (keys[None, :] <= positions[:, None])
+        scores = tl.where(is_seen, scores, -float("inf"))
+    # A number from the first page on: every row sees key 0. Scaled once per row; where no key is higher, sums do not
+    # shrink at all.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
+    shrink = tl.exp2(peak - new_peak)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    return new_peak, total, dot(to_bfloat16(weights), v, sums * shrink[:, None])

@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.fp8 import BLOCK, ScaledRows, empty_row_scales
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton.numbers import to_bfloat16
+from batchinfer_kernels.triton.layout import dense
+from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
+_BLOCK = BLOCK
 _TILE_VALUES = 1024
 _TILE_HEADS = 16
 _PROGRAM_VALUES = 4096  # narrow rows share a program
@@ -31,10 +34,29 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, keeps: bool = False
+) -> tuple[torch.Tensor | None, ScaledRows]:
+    """One kernel."""
+    x = dense(x)
+    num_rows, width = x.shape
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keeps else None
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = empty_row_scales(num_rows, triton.cdiv(width, _BLOCK), device=x.device)
+    if values.numel():
+        tile = max(_BLOCK, triton.next_power_of_2(width))
+        rows = max(1, _PROGRAM_VALUES // tile)
+        _rms_norm_fp8[(triton.cdiv(num_rows, rows),)](
+            x, weight, normed, values, scales, num_rows, width, eps, x.stride(0), *scales.stride(),
+            ROWS=rows, TILE=tile, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return normed, ScaledRows(values, scales)
+
+
 def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     """One kernel; rotates queries in place."""
     latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
-    q_THA, latents_TW = q_THA.contiguous(), latents_TW.contiguous()
+    q_THA, latents_TW = q_THA.contiguous(), dense(latents_TW)
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     if num_tokens:
@@ -53,6 +75,7 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
             num_heads,
             q_width,
             pages.stride(1),
+            latents_TW.stride(0),
             LATENT=latent_dim,
             PAIRS=rotary // 2,
             LATENT_TILE=latent_tile,
@@ -109,6 +132,28 @@ def _rms_norm(
 
 
 @triton.jit
+def _rms_norm_fp8(
+    x_ptr, weight_ptr, normed_ptr, values_ptr, scales_ptr, num_rows, width, eps, stride, scale_row, scale_block,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, TILE)[None, :]
+    is_inside = (rows < num_rows) & (columns < width)
+    x = tl.load(x_ptr + rows * stride + columns, mask=is_inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+    normed = _normed(x, weight, is_inside, width, eps)
+    if normed_ptr is not None:
+        tl.store(normed_ptr + rows * width + columns, normed, mask=is_inside)
+    in_blocks = tl.reshape(normed.to(tl.float32), (ROWS, TILE // BLOCK, BLOCK))
+    scales = scale_of(tl.max(tl.abs(in_blocks), 2), tl.sum((in_blocks != in_blocks).to(tl.int32), 2) == 0)
+    values = tl.reshape(to_e4m3(scaled(in_blocks, scales[:, :, None])), (ROWS, TILE))
+    tl.store(values_ptr + rows * width + columns, values, mask=is_inside)
+    blocks = tl.arange(0, TILE // BLOCK)[None, :]
+    is_block = (rows < num_rows) & (blocks * BLOCK < width)
+    tl.store(scales_ptr + rows * scale_row + blocks * scale_block, scales, mask=is_block)
+
+
+@triton.jit
 def _rotated(first, second, cos, sin):
     """Pairs of float32 values rotated by their angles, rounded to bfloat16."""
     return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
@@ -117,15 +162,14 @@ def _rotated(first, second, cos, sin):
 @triton.jit
 def _rope_and_cache(
     q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps,
-    num_tokens, num_heads, q_width, page_step,
+    num_tokens, num_heads, q_width, page_step, latent_stride,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_token = token < num_tokens
-    width: tl.constexpr = LATENT + 2 * PAIRS
     page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step
-    latent_at = latents_ptr + token[:, None] * width
+    latent_at = latents_ptr + token[:, None] * latent_stride
 
     columns = tl.arange(0, LATENT_TILE)[None, :]
     is_latent = is_token[:, None] & (columns < LATENT)

@@ -43,9 +43,13 @@ def silu_mul_blocks(
     if fp8:
         num_blocks = triton.cdiv(double // 2, ROW_BLOCK)
         scales = new_scales(num_experts, room, num_blocks, device=out.device, by_column=True)
-    if out.numel():
-        if num_rows_E is None:
-            num_rows_E = torch.full((num_experts,), room, device=out.device)
+    if out.numel() and num_rows_E is None:
+        grid = (triton.cdiv(num_experts * room, _TILE_ROWS), triton.cdiv(double // 2, ROW_BLOCK))
+        _silu_mul_rows[grid](
+            gate_up_ECF, out, scales, num_experts * room, room, double // 2, *row_scale_steps(scales),
+            ROWS=_TILE_ROWS, BLOCK=ROW_BLOCK,
+        )  # fmt: skip
+    elif num_rows_E is not None and out.numel():
         silu_mul_tiles(gate_up_ECF.flatten(0, 1), out.flatten(0, 1), scales, masked_tiles(num_rows_E, room))
     return out, scales
 
@@ -111,14 +115,42 @@ def _silu_mul_tiles(
         end = tl.minimum(start + TILE_ROWS, tl.load(ends_ptr + tile))
         for first in range(start, end, ROWS):
             rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-            is_inside = (rows < end)[:, None] & is_column[None, :]
-            gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
-            gate = tl.load(gate_at, mask=is_inside, other=0.0)
-            active = _active(gate, tl.load(gate_at + width, mask=is_inside, other=0.0))
-            out_at = out_ptr + rows[:, None] * width + columns[None, :]
-            if scales_ptr is None:
-                tl.store(out_at, to_bfloat16(active), mask=is_inside)
-            else:
-                scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
-                tl.store(out_at, to_e4m3(scaled(active, scales[:, None])), mask=is_inside)
-                tl.store(scales_at + rows * scale_row, scales, mask=rows < end)
+            active = _activate(gate_up_ptr, out_ptr, rows, rows < end, columns, is_column, width, scales_ptr is None)
+            if scales_ptr is not None:
+                _round(active, out_ptr, scales_at + rows * scale_row, rows, rows < end, columns, is_column, width)
+
+
+@triton.jit
+def _silu_mul_rows(
+    gate_up_ptr, out_ptr, scales_ptr, num_rows, room, width, scale_expert, scale_row, scale_block,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_row, is_column = rows < num_rows, columns < width
+    active = _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, scales_ptr is None)
+    if scales_ptr is not None:
+        scales_at = scales_ptr + rows // room * scale_expert + rows * scale_row + block * scale_block
+        _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width)
+
+
+@triton.jit
+def _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, IS_STORED: tl.constexpr):
+    """silu(gate) × up of some rows and columns, stored in bfloat16 where nothing else is to come."""
+    is_inside = is_row[:, None] & is_column[None, :]
+    gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
+    gate = tl.load(gate_at, mask=is_inside, other=0.0)
+    active = _active(gate, tl.load(gate_at + width, mask=is_inside, other=0.0))
+    if IS_STORED:
+        tl.store(out_ptr + rows[:, None] * width + columns[None, :], to_bfloat16(active), mask=is_inside)
+    return active
+
+
+@triton.jit
+def _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width):
+    """A block of columns of some rows in FP8, with its scales."""
+    scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
+    out_at = out_ptr + rows[:, None] * width + columns[None, :]
+    tl.store(out_at, to_e4m3(scaled(active, scales[:, None])), mask=is_row[:, None] & is_column[None, :])
+    tl.store(scales_at, scales, mask=is_row)

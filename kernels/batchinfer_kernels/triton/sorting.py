@@ -1,7 +1,8 @@
 """The order of (token, expert) entries by expert, in Triton: a stable counting sort in two passes.
 
 The first counts each block's entries per expert and how many of its own expert come before an entry in its block;
-running sums over the blocks then give every entry its row. Nothing is read on the host.
+running sums over the blocks then give every entry its row. Of few entries, as in decode, each block counts all others
+itself, in one kernel. Nothing is read on the host.
 """
 
 # M entries, E experts, B blocks of entries
@@ -11,12 +12,20 @@ import triton
 import triton.language as tl
 
 _BLOCK = 128
+_FEW = 4096  # entries: 512 tokens with 8 experts each
 
 
 def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids_M = ids_M.contiguous()
     num_blocks = triton.cdiv(len(ids_M), _BLOCK)
     order_M, inverse_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
+    if 0 < len(ids_M) <= _FEW:
+        counts_E = torch.empty(num_experts, dtype=torch.int64, device=ids_M.device)
+        _sort_few[(num_blocks,)](
+            ids_M, order_M, inverse_M, counts_E, len(ids_M), num_experts,
+            BLOCK=_BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
+        )  # fmt: skip
+        return order_M, inverse_M, counts_E
     counts_EB = torch.zeros(num_experts, num_blocks, dtype=torch.int64, device=ids_M.device)
     if num_blocks:
         _count[(num_blocks,)](
@@ -59,3 +68,29 @@ def _place(ids_ptr, starts_ptr, ranks_ptr, order_ptr, num_entries, num_blocks, B
     rows += tl.load(ranks_ptr + entries, mask=is_entry, other=0)
     tl.store(ranks_ptr + entries, rows, mask=is_entry)
     tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)
+
+
+@triton.jit
+def _sort_few(
+    ids_ptr, order_ptr, inverse_ptr, counts_ptr, num_entries, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    """Before an entry come those of smaller experts, and of its own one those of earlier blocks and earlier here."""
+    first = tl.program_id(0) * BLOCK
+    here, experts = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    totals, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, num_entries, BLOCK):
+        others = tl.load(ids_ptr + start + here, mask=start + here < num_entries, other=-1).to(tl.int32)
+        counts = tl.sum((others[None, :] == experts[:, None]).to(tl.int32), 1)
+        totals += counts
+        before += tl.where(start < first, counts, 0)
+    starts = tl.cumsum(totals, 0) - totals + before
+    entries = first + here
+    is_entry = entries < num_entries
+    ids = tl.load(ids_ptr + entries, mask=is_entry, other=-1).to(tl.int32)
+    others = tl.load(ids_ptr + entries, mask=is_entry, other=-1).to(tl.int32)
+    is_before = (others[None, :] == ids[:, None]) & (here[None, :] < here[:, None])
+    rows = tl.sum(is_before.to(tl.int32), 1)
+    rows += tl.sum(tl.where(experts[None, :] == ids[:, None], starts[None, :], 0), 1)
+    tl.store(inverse_ptr + entries, rows.to(tl.int64), mask=is_entry)
+    tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)
+    tl.store(counts_ptr + experts, totals.to(tl.int64), mask=(experts < num_experts) & (first == 0))

@@ -1,0 +1,64 @@
+"""Rows of experts in plain PyTorch: how many each expert gets, and where they go in tiles that no two experts share."""
+
+# T tokens, K experts per token, E experts, M rows sorted by expert, S places
+
+from typing import NamedTuple
+
+import torch
+
+
+class ExpertPlaces(NamedTuple):
+    """Places of rows sorted by expert when each expert starts at a whole tile.
+
+        rows      0 0 0 1 2 2 …
+        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-": nobody's
+
+    place_M: [M] int64, the place of each row.
+    expert_S: [S] int32, the expert of each place, -1 for nobody's.
+    source_S: [S] int64, the row that comes to each place; 0 for nobody's, so that it holds numbers.
+    """
+
+    place_M: torch.Tensor
+    expert_S: torch.Tensor
+    source_S: torch.Tensor
+
+
+def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None) -> None:
+    """Add to `counts_E`, int64, how many of these tokens each expert gets.
+
+    Args:
+        ids_TK: int64.
+        is_counted_T: [T] int64, 0 for tokens that are left out; None: all count.
+    """
+    ids_M = ids_TK.flatten()
+    counted_M = torch.ones_like(ids_M) if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
+    counts_E.scatter_add_(0, ids_M, counted_M)
+
+
+def expert_places(
+    num_rows_E: torch.Tensor, num_rows: int, tile_rows: int, tokens_M: torch.Tensor | None = None
+) -> ExpertPlaces:
+    """Room for the most tiles that so many rows may need, since only the device knows how many it is.
+
+    Args:
+        num_rows_E: [E] integer, rows of each expert, adding up to `num_rows`.
+        tokens_M: [M] int64, the source of each row; None: the row itself.
+    """
+    num_experts, device = len(num_rows_E), num_rows_E.device
+    padded_E = (num_rows_E + tile_rows - 1) // tile_rows * tile_rows
+    moved_E = (padded_E.cumsum(0) - padded_E) - (num_rows_E.cumsum(0) - num_rows_E)
+    # with the size of its result given, this does not wait for the device
+    expert_M = torch.arange(num_experts, device=device).repeat_interleave(num_rows_E, output_size=num_rows)
+    row_M = torch.arange(num_rows, device=device)
+    place_M = row_M + moved_E[expert_M]
+    num_places = most_places(num_experts, num_rows, tile_rows)
+    expert_S = torch.full((num_places,), -1, dtype=torch.int32, device=device)
+    expert_S[place_M] = expert_M.to(torch.int32)
+    source_S = torch.zeros(num_places, dtype=torch.int64, device=device)
+    source_S[place_M] = row_M if tokens_M is None else tokens_M
+    return ExpertPlaces(place_M, expert_S, source_S)
+
+
+def most_places(num_experts: int, num_rows: int, tile_rows: int) -> int:
+    """S: each expert that has a row may leave all but one of a tile's places empty."""
+    return (num_rows + (tile_rows - 1) * min(num_experts, num_rows)) // tile_rows * tile_rows

@@ -1,0 +1,75 @@
+"""How many rows each expert gets, and where they go in tiles that no two experts share: one kernel each, in Triton."""
+
+# T tokens, K experts per token, E experts, M rows sorted by expert, S places
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.reference.places import ExpertPlaces, most_places
+
+_ENTRIES = 128
+_PLACES = 128
+
+
+def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None) -> None:
+    """Whole numbers are added up in any order."""
+    if ids_TK.numel():
+        _count_experts[(triton.cdiv(ids_TK.numel(), _ENTRIES),)](
+            ids_TK.contiguous(), is_counted_T, counts_E, ids_TK.numel(), TOPK=ids_TK.shape[1], TILE=_ENTRIES
+        )
+
+
+def expert_places(
+    num_rows_E: torch.Tensor, num_rows: int, tile_rows: int, tokens_M: torch.Tensor | None = None
+) -> ExpertPlaces:
+    num_experts, device = len(num_rows_E), num_rows_E.device
+    num_places = most_places(num_experts, num_rows, tile_rows)
+    place_M = torch.empty(num_rows, dtype=torch.int64, device=device)
+    expert_S = torch.empty(num_places, dtype=torch.int32, device=device)
+    source_S = torch.empty(num_places, dtype=torch.int64, device=device)
+    if num_places:
+        _expert_places[(triton.cdiv(num_places, _PLACES),)](
+            num_rows_E, tokens_M, place_M, expert_S, source_S, num_experts, num_places, tile_rows,
+            EXPERTS=triton.next_power_of_2(num_experts), TILE=_PLACES, num_warps=8,
+        )  # fmt: skip
+    return ExpertPlaces(place_M, expert_S, source_S)
+
+
+@triton.jit
+def _count_experts(ids_ptr, is_counted_ptr, counts_ptr, num_entries, TOPK: tl.constexpr, TILE: tl.constexpr):
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_entry = entries < num_entries
+    ids = tl.load(ids_ptr + entries, mask=is_entry, other=0)
+    if is_counted_ptr is not None:
+        counted = tl.load(is_counted_ptr + entries // TOPK, mask=is_entry, other=0)
+    else:
+        counted = tl.full((TILE,), 1, tl.int64)
+    tl.atomic_add(counts_ptr + ids, counted, mask=is_entry, sem="relaxed")
+
+
+@triton.jit
+def _expert_places(
+    num_rows_ptr, tokens_ptr, place_ptr, expert_ptr, source_ptr, num_experts, num_places, tile_rows,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the experts of its places anew, from all counts."""
+    experts = tl.arange(0, EXPERTS)
+    num_rows = tl.load(num_rows_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
+    padded = (num_rows + tile_rows - 1) // tile_rows * tile_rows
+    behind = tl.cumsum(padded, 0)
+    first_row = tl.cumsum(num_rows, 0) - num_rows
+
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    expert = tl.sum((behind[None, :] <= places[:, None]).to(tl.int32), 1)
+    is_mine = experts[None, :] == expert[:, None]
+    in_expert = places - tl.sum(tl.where(is_mine, (behind - padded)[None, :], 0), 1)
+    is_row = (expert < num_experts) & (in_expert < tl.sum(tl.where(is_mine, num_rows[None, :], 0), 1))
+    row = tl.sum(tl.where(is_mine, first_row[None, :], 0), 1) + in_expert
+    source = row.to(tl.int64)
+    if tokens_ptr is not None:
+        source = tl.load(tokens_ptr + row, mask=is_row, other=0)
+    is_place = places < num_places
+    tl.store(expert_ptr + places, tl.where(is_row, expert, -1), mask=is_place)
+    tl.store(source_ptr + places, tl.where(is_row, source, 0), mask=is_place)
+    tl.store(place_ptr + row, places.to(tl.int64), mask=is_place & is_row)

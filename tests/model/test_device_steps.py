@@ -1,0 +1,193 @@
+"""Steps on a GPU, counted without one: that the host waits for nothing inside them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingConfig
+from batchinfer.model import sampling
+from batchinfer.model.fused.graphs import DecodeGraphs
+from batchinfer.model.ops import Ops
+from batchinfer.model.sampling import SamplingRows
+from batchinfer.model.schedules import Schedule
+from batchinfer.model.step import AttentionStep, PrefillSpan, StepInput, StepTensors
+from batchinfer.model.transformer import Transformer
+from batchinfer.parallel.overlap import run_to_end
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.rank.logit_rules import LogitRules
+from support.checkpoints import make_checkpoint
+from support.triton_device import needs_triton
+
+pytestmark = needs_triton
+
+device_calls = pytest.importorskip("support.device_calls", reason="kernels are counted where Triton is installed")
+META = device_calls.META
+# whole tiles of Hopper's libraries, and the widths of DeepSeek-V3's latents
+SIZES = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+
+
+def decode_input(count=3):
+    kv_tokens = torch.arange(count) + 70
+    return StepInput(
+        tokens=torch.arange(count),
+        positions=kv_tokens - 1,
+        slots=torch.arange(count) * 64 + 5,
+        logit_rows=torch.arange(count),
+        page_table=torch.arange(4 * count).view(count, 4)[:, :2],
+        kv_tokens=kv_tokens,
+    )
+
+
+def prefill_input(**more):
+    return StepInput(
+        tokens=torch.arange(80) % 50,
+        positions=torch.cat([torch.arange(70), torch.arange(5, 15)]),
+        slots=torch.arange(80),
+        logit_rows=torch.tensor([69, 79]),
+        prefill=(PrefillSpan(0, 70, 70, torch.tensor([0, 1])), PrefillSpan(70, 10, 15, torch.tensor([2]))),
+        copy_from=torch.arange(5) + 128,
+        copy_to=torch.arange(5) + 192,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "v3", **SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["hopper", "triton"])
+def with_hopper(request):
+    return request.param == "hopper"
+
+
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+def test_the_host_waits_for_nothing_inside_a_step(folder, with_hopper, eight_bit):
+    scored = {"scored": torch.tensor([1]), "num_alternatives": 2}
+    with device_calls.counted_calls(with_hopper=with_hopper) as calls:
+        model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
+        pages = model.new_pages(12)
+        for step in (decode_input(), prefill_input(), prefill_input(**scored)):
+            calls.clear()
+            output = model.forward(step, pages)
+            assert calls.waits == []
+            assert calls.kernels["_product"], "kernels for GPUs have not been counted"
+            assert output.logits.device == META
+
+
+# kernels of a MoE layer of decode; the router's parts are summed by one more where the model is wider than 1,024
+BUDGET = {("hopper", True): 32, ("hopper", False): 29, ("triton", True): 28, ("triton", False): 27}
+
+
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
+def test_a_layer_of_decode_starts_few_kernels(folder, with_hopper, eight_bit):
+    with device_calls.counted_calls(with_hopper=with_hopper) as calls:
+        model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
+        tensors = StepTensors.fixed(decode_input(), torch.ones(3, dtype=torch.int64), META)
+        step = AttentionStep.with_angles(tensors, *model.angles.at(tensors.positions))
+        counts = torch.zeros(model.config.n_routed_experts, dtype=torch.int64, device=META)
+        hidden = torch.zeros(3, model.config.hidden_size, dtype=torch.bfloat16, device=META)
+        for _ in range(2):  # the first one cuts the step's work
+            calls.clear()
+            points = model.layers[-1].points(hidden, step, model.new_pages(12)[-1], counts, MicroBatchSpans(SpanLog()))
+            run_to_end(points)
+        calls.kernels.pop("zeros")  # the pages
+        assert sum(calls.kernels.values()) <= BUDGET["hopper" if with_hopper else "triton", eight_bit], calls.kernels
+
+
+def test_the_host_waits_for_nothing_when_a_step_starts_again_in_fixed_memory(folder, with_hopper):
+    with device_calls.counted_calls(with_hopper=with_hopper) as calls:
+        model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=True, device=META)
+        pages, graphs = model.new_pages(12), Schedule(decode=DecodeGraphs(11, lambda work: work))
+        model.forward(decode_input(), pages, graphs)
+        calls.clear()
+        model.forward(decode_input(), pages, graphs)
+        assert calls.waits == []
+
+
+def test_rules_of_an_answer_wait_for_nothing():
+    settings = SamplingConfig(
+        max_tokens=9,
+        min_tokens=3,
+        logit_bias={3: 1.5, 4: -2.0},
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        stop_token_ids=[7],
+    ).to_sampling()
+    rules = LogitRules(settings, [1, 2, 3], frozenset({5}), [[6]], None)
+    rules.accept(8)
+    mask = torch.full((2,), -1, dtype=torch.int32).numpy().view("uint32")
+    with device_calls.counted_calls(with_hopper=False) as calls:
+        rules.apply(torch.zeros(40, device=META), mask)
+        assert calls.waits == []
+
+
+def test_greedy_and_drawn_tokens_are_read_together(monkeypatch):
+    values = [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}]
+    rows = SamplingRows.of([SamplingConfig(max_tokens=1, **value).to_sampling() for value in values], [1, 2, 3])
+    reads = []
+
+    def to_host(*tensors):
+        reads.append(len(tensors))
+        return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+    monkeypatch.setattr(sampling, "to_host", to_host)
+    with device_calls.counted_calls(with_hopper=False) as calls:
+        ops = Ops.select("auto", torch.bfloat16, device=META)
+        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp)
+        sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
+        assert (calls.waits, reads) == ([], [3])
+        assert "sort" not in calls.kernels
+        # log-probabilities are read once more
+        rows.num_logprobs[1] = 4
+        sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
+        assert (calls.waits, reads) == ([], [3, 3, 3])
+
+
+WAITS = {
+    "a value": lambda x: x.max().item(),
+    "a condition": lambda x: (x > 0).any() and x,
+    "all values": lambda x: x.tolist(),
+    "a copy back": lambda x: x.cpu(),
+    "where": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "a mask to write to": lambda x: x.__setitem__(x > 0, 1.0),
+    "a list of places": lambda x: x[[0, 1]],
+    "places on the host": lambda x: x[torch.tensor([0, 1])],
+    "a list": lambda x: torch.tensor([1, 2], device=META),
+    "a list like it": lambda x: x.new_tensor([1, 2]),
+    "a tensor of the host": lambda x: torch.arange(3).to(META),
+    "one copied into it": lambda x: x.copy_(torch.ones(4)),
+    "so many copies": lambda x: torch.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_what_makes_the_host_wait_is_noticed(what):
+    """What the tests above rest on."""
+    with device_calls.counted_calls(with_hopper=False) as calls:
+        x = torch.empty(4, device=META)
+        with suppress(NotImplementedError, RuntimeError):  # there is nothing to be read
+            WAITS[what](x)
+        assert len(calls.waits) == 1
+        calls.clear()
+        x[x.long()] = 1.0
+        x.index_select(0, torch.arange(2).to(META, non_blocking=True))
+        torch.repeat_interleave(x.long(), output_size=4)
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        assert calls.waits == []
