@@ -51,6 +51,11 @@ class Accelerator:
     def is_rehearsal(self) -> bool:
         return self.device.type == "cpu"
 
+    @property
+    def name(self) -> str:
+        """Of the GPU model, as its driver has it."""
+        return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
     def seconds(self, run: Callable[[], object]) -> float:
         """Median seconds of one call on the device, from a cold L2 cache; its first call must have happened."""
         assert not self.is_rehearsal, "a rehearsal takes no times"
