@@ -36,7 +36,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
-from accelerator import Accelerator, why_no_hopper  # noqa: E402
+from accelerator import Accelerator, unusable, why_no_hopper  # noqa: E402
 from figures import Figures, decode_exchange_s, describe, overlapped, prefill_exchange_s  # noqa: E402
 from roofline import decode_stages, floors_s, prefill_stages  # noqa: E402
 from steps import Stepper, decode_step, prefill_step  # noqa: E402
@@ -136,16 +136,16 @@ def _why_not(options: argparse.Namespace) -> str | None:
     """Why the slice cannot run with these options here, or None."""
     odd = [count for count in options.requests if count < 2 or count % 2]
     if odd:
-        return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests"
+        return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests."
     try:
         if options.wheels is not None:
             unpack_wheels(options.wheels)
     except WheelError as error:
-        return f"--wheels: {error}"
+        return f"--wheels: {error}."
     if importlib.util.find_spec("safetensors") is None:
-        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels"
+        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels."
     reason = None if options.rehearse else why_no_hopper()
-    return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
+    return reason and unusable(reason)
 
 
 def jobs_of(options: argparse.Namespace) -> dict[str, int]:
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
             multiply_in_float64()
     reason = _why_not(options)
     if reason is not None:
-        print(f"{reason}.", file=sys.stderr)
+        print(reason, file=sys.stderr)
         return UNUSABLE
     jobs, why_not = jobs_of(options), None
     if options.work is not None:
