@@ -60,7 +60,9 @@ needs_gpu_or_rehearsal = pytest.mark.skipif(
     reason="NO GPU: the sample job has not been run on one",
 )
 TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
-MOST = 0.8  # of the answers; C++ operations against plain PyTorch, in bfloat16 on a CPU, have 19 of 20
+# Share of the answers. Of these 20, C++ operations on a CPU have 19 of plain PyTorch's in bfloat16 and 14 in FP8, where
+# they multiply unrounded rows; an engine that mixes up rows or positions has next to none.
+LEAST = {"bfloat16": 0.8, "fp8": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_the_sample_job_has_most_answers_of_the_cpu(tmp_path, dtype):
     ours, plain = answers(tmp_path / "auto"), answers(tmp_path / "reference")
     same = sum(answer == other for answer, other in zip(ours, plain, strict=True))
     # Both round at other places: where two tokens are next to equally likely, an answer may go the other way.
-    assert same >= MOST * len(plain), f"{same} of {len(plain)} answers are the same"
+    assert same >= LEAST[dtype] * len(plain), f"{same} of {len(plain)} answers are the same"
 
 
 @needs_gpu

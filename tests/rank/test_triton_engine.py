@@ -160,6 +160,14 @@ def compiled(request, tmp_path_factory):
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
+def test_it_says_which_numpy_an_old_interpreter_needs(monkeypatch):
+    for triton, numpy, is_taken in (("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.7.1", "2.4.6", True)):
+        versions = {"triton": triton, "numpy": numpy}
+        monkeypatch.setattr(probe, "installed_version", versions.__getitem__)
+        reason = probe._why_no_interpreter()
+        assert reason is None if is_taken else "the interpreter of Triton 3.6.0 needs numpy before 2.4" in reason
+
+
 @needs_triton
 def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
     assert len({kernel["name"] for kernel in compiled}) >= 20
