@@ -161,10 +161,11 @@ def compiled(request, tmp_path_factory):
 
 
 def test_it_says_which_numpy_an_old_interpreter_needs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     for triton, numpy, is_taken in (("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.7.1", "2.4.6", True)):
         versions = {"triton": triton, "numpy": numpy}
         monkeypatch.setattr(probe, "installed_version", versions.__getitem__)
-        reason = probe._why_no_interpreter()
+        reason = probe.why_not.__wrapped__()
         assert reason is None if is_taken else "the interpreter of Triton 3.6.0 needs numpy before 2.4" in reason
 
 
