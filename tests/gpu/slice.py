@@ -63,8 +63,10 @@ def run_decode(
     if not accelerator.is_rehearsal:
         figures.half_s, _ = half.seconds()
     del half
+    accelerator.release()  # a graph's memory is its own: three of them might not fit
     if not accelerator.is_rehearsal:
         figures.take_stages(*Stepper(share, step, pages, accelerator, with_stages=True).seconds())
+        accelerator.release()
     whole = Stepper(share, decode_step(share, table, kv_tokens), pages, accelerator)
     figures.is_finite &= whole.is_finite
     figures.difference = _difference(logits, whole.output.logits)
