@@ -51,6 +51,11 @@ class Accelerator:
     def is_rehearsal(self) -> bool:
         return self.device.type == "cpu"
 
+    @property
+    def name(self) -> str:
+        """Of the GPU model, as its driver has it."""
+        return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
     def seconds(self, run: Callable[[], object]) -> float:
         """Median seconds of one call on the device, from a cold L2 cache; its first call must have happened."""
         assert not self.is_rehearsal, "a rehearsal takes no times"
@@ -140,3 +145,23 @@ def why_no_hopper() -> str | None:
     if capability != _HOPPER:
         return f"the GPU {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not 9.0"
     return None
+
+
+def unusable(reason: str) -> str:
+    """A sentence that says what to do."""
+    return f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU."
+
+
+def folder_of(name: str) -> str:
+    """What a GPU model's results are called: "nvidia-h100-80gb-hbm3"."""
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+
+
+if __name__ == "__main__":  # prints where results of this machine go
+    if sys.argv[1:] == ["--rehearse"]:
+        print("rehearsal")
+    elif (reason := why_no_hopper()) is not None:
+        print(unusable(reason), file=sys.stderr)
+        sys.exit(2)
+    else:
+        print(folder_of(torch.cuda.get_device_name()))

@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 import candidates  # noqa: E402
 import exact  # noqa: E402
 import torch  # noqa: E402
-from accelerator import Accelerator, Limits, why_no_hopper  # noqa: E402
+from accelerator import Accelerator, Limits, unusable, why_no_hopper  # noqa: E402
 from attention_cases import attention_cases  # noqa: E402
 from cases import ALL, TINY, Case, Dims, Function, Work, may_differ_in_company  # noqa: E402
 from product_cases import product_cases  # noqa: E402
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         return work(options, jobs)
     reason = None if options.rehearse else why_no_hopper()
     if reason is not None:
-        print(f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU.", file=sys.stderr)
+        print(unusable(reason), file=sys.stderr)
         return UNUSABLE
     why_not = None
     if options.rehearse and options.out is None:

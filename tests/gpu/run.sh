@@ -1,107 +1,188 @@
 #!/usr/bin/env bash
-# Everything that one Hopper GPU can show: checks, slice, tests. Results go into a folder as they come.
+# Everything that one Hopper GPU can show: tests, slice, checks, profile. Results go into a folder as they come.
 #
-#   tests/gpu/run.sh [--quick | --rehearse] [--minutes M] [--only SECTION]... [RESULTS [WHEELS]]
+#   tests/gpu/run.sh [--call 1|2|3] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE]
+#                    [RESULTS [WHEELS]]
 #
-# RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: check, slice, tests-operations, tests-engine;
-# each is a process of its own, and what goes wrong in one leaves the others alone. --minutes ends after so many
-# (570 seconds: 9.5); the same command goes on with what is not done. --rehearse: tiny shapes on the CPU, no times.
-# PYTHON names the interpreter (python3).
+# RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: tests-operations, slice, check, tests-engine,
+# profile, counters; each is a process of its own, and what goes wrong in one leaves the others alone. --minutes ends
+# after so many (570 seconds: 9.5); the same command goes on with what is not done. --call: a third of all that, in 9.5
+# minutes: 1 tests of operations, decode of 128 requests, quick checks; 2 the other figures of the slice, all checks; 3
+# tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU, no times. PYTHON names the interpreter
+# (python3).
 #
-# Exit code: the first of the sections' codes that is not 0; 3: time was up.
+# RESULTS has a folder per GPU model, and caches, what kernels were compiled to. All of it is packed into one archive at
+# the end (--archive; RESULTS.tar.xz). Where RESULTS is missing and RESULTS.tar.xz is not, that is unpacked first.
+#
+# Exit code: 0 all is well; 1 something failed; 2 it cannot be run here; 3 not all was run.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-usage="usage: tests/gpu/run.sh [--quick | --rehearse] [--minutes M] [--only SECTION]... [RESULTS [WHEELS]]"
+usage="usage: tests/gpu/run.sh [--call 1|2|3] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE] \
+[RESULTS [WHEELS]]"
+sections=" tests-operations slice check tests-engine profile counters "
 
-quick=()
-requests=(--requests 64 128 192 256)
+refuse() {
+  echo "$1; $usage" >&2
+  exit 2
+}
+
+size=()     # --quick or --rehearse
+rehearse=() # --rehearse alone
+call=0
 end=0
 only=()
+archive=
 while [[ "${1:-}" == --* ]]; do
   case $1 in
-    --quick)
-      quick=(--quick)
-      requests=(--requests 128)
+    --quick) size=("$1") ;;
+    --rehearse) size=("$1") rehearse=("$1") ;;
+    --call)
+      if [[ ! "${2:-}" =~ ^[123]$ ]]; then refuse "--call takes 1, 2 or 3"; fi
+      call=$2
+      shift
       ;;
-    --rehearse) quick=(--rehearse) requests=(--rehearse) ;;
     --minutes)
       end=$(awk -v minutes="${2:-}" 'BEGIN { print int(60 * minutes) }')
-      if ((end <= 0)); then
-        echo "--minutes takes a number above 0; $usage" >&2
-        exit 2
-      fi
+      if ((end <= 0)); then refuse "--minutes takes a number above 0"; fi
       shift
       ;;
     --only)
-      if [[ " check slice tests-operations tests-engine " != *" ${2:-} "* ]]; then
-        echo "--only: there is no section '${2:-}'; $usage" >&2
-        exit 2
-      fi
+      if [[ "$sections" != *" ${2:-} "* ]]; then refuse "--only: there is no section '${2:-}'"; fi
       only+=("$2")
       shift
       ;;
-    *)
-      echo "there is no option $1; $usage" >&2
-      exit 2
+    --archive)
+      if [[ -z "${2:-}" ]]; then refuse "--archive takes the name of a file"; fi
+      archive=$2
+      shift
       ;;
+    *) refuse "there is no option $1" ;;
   esac
   shift
 done
 results=${1:-gpu-results}
+wheels=${2:-}
+if ((call && !end)); then end=570; fi
 python=${PYTHON:-python3}
+here=$root/tests/gpu
 # has NAME: whether the interpreter has this package
 has() { "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"; }
 if ! has torch 2>/dev/null; then
   echo "$python has no torch; name a Python that has: PYTHON=… tests/gpu/run.sh" >&2
   exit 2
 fi
-mkdir -p "$results" || exit 2
-if [[ -n "${2:-}" ]]; then
-  unpacked=$(mktemp -d)
-  trap 'rm -rf "$unpacked"' EXIT
-  "$python" "$root/tests/gpu/wheels.py" "$2" "$unpacked" || exit 2
+
+unpacked=$(mktemp -d)
+trap 'rm -rf "$unpacked"' EXIT
+if [[ -n "$wheels" ]]; then
+  "$python" "$here/wheels.py" "$wheels" "$unpacked" || exit 2
   export PYTHONPATH="$unpacked${PYTHONPATH:+:$PYTHONPATH}"
 fi
-nvidia-smi >"$results/machine.txt" 2>&1
+model=$("$python" "$here/accelerator.py" "${rehearse[@]}") || exit 2 # no such GPU
+if [[ ! -e "$results" && -e "$results.tar.xz" ]]; then
+  "$python" "$here/parcel.py" unpack "$results.tar.xz" "$results" || exit 2
+fi
+folder=$results/$model
+mkdir -p "$folder" "$results/caches" || exit 2
+caches=$(cd "$results/caches" && pwd)
+export TRITON_CACHE_DIR=$caches/triton DG_JIT_CACHE_DIR=$caches/deep_gemm
+nvidia-smi >"$folder/machine.txt" 2>&1
 code=0
 
-# run NAME COMMAND…: its output on the screen and in a file; keeps the first code that is not 0
+# note CODE: failures stand before what was not run
+note() {
+  if [[ $1 -ne 0 && ($code -eq 0 || $1 -ne 3) && $code -ne 1 ]]; then code=$1; fi
+}
+
+# left LIMIT: seconds for a section of at most so many minutes (0: any number), 0: without end
+left() {
+  local most=$(($1 * 60)) rest=$((end - SECONDS))
+  if ((!end)); then rest=0; fi
+  if ((most && (!rest || most < rest))); then rest=$most; fi
+  echo "$rest"
+}
+
+# run NAME LIMIT COMMAND…: its output on the screen and in a file
 run() {
-  local name=$1 own left=$((end - SECONDS))
-  shift
-  if ((${#only[@]})) && [[ " ${only[*]} " != *" $name "* ]]; then return 0; fi
-  if ((end && left < 30)); then
+  local name=$1 limit=$2 seconds own
+  shift 2
+  if ((${#only[@]})) && [[ " ${only[*]} " != *" $name "* ]]; then return; fi
+  if ((end && end - SECONDS < 30)); then
     echo "== $name: not run, time is up; the same command goes on with it"
-    if [[ $code -eq 0 ]]; then code=3; fi
-    return 3
+    note 3
+    return
   fi
-  echo "== $name"
-  # a little later than the section's own end, if it has one
-  timeout --kill-after=5 "$((end ? left + 5 : 0))" "$@" 2>&1 | tee "$results/$name.txt"
+  seconds=$(left "$limit")
+  echo "== $name$( ((seconds)) && echo ", at most $seconds s")"
+  timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$folder/$name.txt"
   own=${PIPESTATUS[0]}
-  if [[ $own -eq 124 || $own -eq 137 ]]; then echo "== $name: ended by force, code $own" | tee -a "$results/$name.txt"; fi
-  if [[ $code -eq 0 ]]; then code=$own; fi
-  "$python" "$root/tests/gpu/summary.py" "$results" >"$results/summary.md"
-  return "$own"
+  if [[ $own -eq 124 || $own -eq 137 ]]; then
+    echo "== $name: time was up after $seconds s" | tee -a "$folder/$name.txt"
+    own=3
+  elif [[ $name == tests-* && $own -eq 5 ]]; then # pytest has found no test that it could run
+    echo "== $name: NOT RUN, see the reasons above" | tee -a "$folder/$name.txt"
+    own=3
+  fi
+  note "$own"
+  "$python" "$here/summary.py" "$folder" >"$folder/summary.md"
 }
 
-# minutes that are left, as an option
-minutes() {
-  if ((end)); then awk -v left=$((end - SECONDS - 10)) 'BEGIN { printf "--minutes %.2f", left / 60 }'; fi
+# script NAME LIMIT FILE ARGUMENT…: one that ends by itself, a little before it would be ended
+script() {
+  local name=$1 limit=$2 file=$3 seconds minutes=()
+  shift 3
+  seconds=$(left "$limit")
+  if ((seconds)); then minutes=(--minutes "$(awk -v s="$seconds" 'BEGIN { printf "%.2f", (s - 10) / 60 }')"); fi
+  run "$name" "$limit" "$python" "$here/$file" "$@" "${minutes[@]}"
 }
 
-# shellcheck disable=SC2046
-run check "$python" "$root/tests/gpu/check.py" "${quick[@]}" --out "$results/check.jsonl" $(minutes)
-if [[ $code -eq 2 ]]; then exit 2; fi # no such GPU: the rest would say the same
-# shellcheck disable=SC2046
-run slice "$python" "$root/tests/gpu/slice.py" "${requests[@]}" --out "$results/slice.jsonl" $(minutes)
-if has pytest; then
-  paths="$root/kernels:$root${PYTHONPATH:+:$PYTHONPATH}"
-  tests=(env PYTHONPATH="$paths" "$python" -m pytest -rs -m gpu --noconftest)
-  run tests-operations "${tests[@]}" "$root/tests/gpu/test_hopper_gpu.py"
-  run tests-engine "${tests[@]}" "$root/tests/gpu/test_engine_gpu.py"
-else
-  echo "no pytest here: tests/gpu/test_*.py were not run" | tee "$results/tests.txt"
-fi
-echo "results so far: $results/summary.md"
+operations() { run tests-operations "$1" "${pytest[@]}" "$here/test_hopper_gpu.py"; }
+engine() { run tests-engine "$1" "${pytest[@]}" "$here/test_engine_gpu.py"; }
+checks() { script check "$1" check.py "${@:2}" --out "$folder/check.jsonl"; }
+slices() { script slice "$1" slice.py "${@:2}" "${rehearse[@]}" --out "$folder/slice.jsonl"; }
+profile() { run profile "$1" "$python" "$here/trace_step.py" "${rehearse[@]}" --out "$folder"; }
+counters() {
+  local attention=("$python" "$here/trace_step.py" "${rehearse[@]}" --attention)
+  if ! command -v ncu >/dev/null || ((${#rehearse[@]})); then
+    run counters "$1" "${attention[@]}"
+    echo "== counters: ncu was not used" | tee -a "$folder/counters.txt"
+  else # clocks stay as they are; the first launch compiles
+    run counters "$1" ncu --target-processes all --clock-control none --kernel-name 'regex:_attend_(tile|part)' \
+      --launch-skip 2 --launch-count 2 --section SpeedOfLight --section Occupancy --section WarpStateStats \
+      --section MemoryWorkloadAnalysis --section LaunchStats "${attention[@]}"
+  fi
+}
+
+if ((${#rehearse[@]})); then export GPU_TESTS=rehearse; fi
+pytest=(env "PYTHONPATH=$root/kernels:$root${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" -m pytest -rs -m gpu --noconftest -p no:cacheprovider)
+if ! has pytest; then pytest=(sh -c 'echo "no pytest here: tests of the GPU were not run"; exit 5'); fi
+case $call in
+  1)
+    operations 2
+    slices 4 --decode --requests 128
+    checks 0 "${size[@]:---quick}"
+    ;;
+  2)
+    slices 6 --requests 64 192 256
+    checks 0 "${size[@]}"
+    ;;
+  3)
+    engine 4
+    profile 3
+    counters 1
+    checks 0 "${size[@]}" --only mla_prefill mla_decode
+    ;;
+  *)
+    operations 0
+    if [[ "${size[*]}" == --quick ]]; then slices 0 --requests 128; else slices 0 --requests 64 128 192 256; fi
+    checks 0 "${size[@]}"
+    engine 0
+    profile 0
+    counters 0
+    ;;
+esac
+"$python" "$here/summary.py" "$folder" >"$folder/summary.md"
+"$python" "$here/parcel.py" pack "$results" "${archive:-$results.tar.xz}" || note 1
+echo "results so far: $folder/summary.md, exit code $code after $SECONDS s"
 exit "$code"

@@ -22,13 +22,12 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,222 +36,78 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
-from accelerator import Accelerator, why_no_hopper  # noqa: E402
-from schedule import decode_tasks, finish_s, prefill_tasks  # noqa: E402
-from stages import StageEvents  # noqa: E402
+from accelerator import Accelerator, unusable, why_no_hopper  # noqa: E402
+from figures import Figures, decode_exchange_s, describe, overlapped, prefill_exchange_s  # noqa: E402
+from roofline import decode_stages, floors_s, prefill_stages  # noqa: E402
+from steps import Stepper, decode_step, prefill_step  # noqa: E402
 from supervised import read_record, supervise, write_line  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
 from batchinfer.config import PAGE_TOKENS  # noqa: E402
-from batchinfer.model.step import (  # noqa: E402
-    PrefillSpan,
-    StepInput,
-    StepTensors,
-)
-from batchinfer.parallel.overlap import run_to_end  # noqa: E402
 
 OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3
 _RUNS = 10
 _SILENT_S = 400.0  # weights, compiling and two batches take less
 _PREFILL = "prefill"
 _KV_TOKENS, _PROMPT_TOKENS, _BATCH_TOKENS = 4989, 4096, 16384
-_HIT_SHARE = 0.563  # of input tokens, open-infra-index day 6
-# github.com/deepseek-ai/DeepEP docs/legacy.md, H800 with 400 Gb/s InfiniBand. Low latency, EP128, 128 tokens per rank:
-_DISPATCH_US, _COMBINE_US, _TOKENS = 192, 369, 128
-# Normal mode, EP32: GB/s per rank, counted as if each token went to all 4 nodes; 24 of 132 SMs are busy with it.
-_DISPATCH_GB_S, _COMBINE_GB_S, _NODES = 58, 57, 4
-_COMPUTE_SMS, _SMS = 108, 132
-
-
-@dataclass
-class Figures:
-    """Times of one batch size; seconds are None in a rehearsal.
-
-    Args:
-        stages: names and how often they came in the micro-batch, then their seconds there.
-        whole_s: the batch in one piece.
-        half_s: one of its two micro-batches.
-        exchange_s: published seconds of the exchanges of the whole batch.
-        overlapped_s: two micro-batches under the published schedule.
-        exposed_s: of these, seconds in which rows are waited for.
-    """
-
-    unit: str
-    tokens: int
-    stages: dict[str, int]
-    is_finite: bool
-    stage_s: dict[str, float] = field(default_factory=dict)
-    whole_s: float | None = None
-    half_s: float | None = None
-    exchange_s: float | None = None
-    overlapped_s: float | None = None
-    exposed_s: float | None = None
-
-
-def decode_step(share: Any, table: torch.Tensor, kv_tokens: int) -> StepInput:
-    """The next token of each request, on the host; its latent goes behind the `kv_tokens` - 1 before it."""
-    num_requests, last = len(table), kv_tokens - 1
-    return StepInput(
-        tokens=torch.arange(num_requests) % share.config.vocab_size,
-        positions=torch.full((num_requests,), last),
-        slots=table[:, last // PAGE_TOKENS] * PAGE_TOKENS + last % PAGE_TOKENS,
-        logit_rows=torch.arange(num_requests),
-        page_table=table,
-        kv_tokens=torch.full((num_requests,), kv_tokens),
-    )
-
-
-def prefill_step(share: Any, num_prompts: int, prompt_tokens: int) -> StepInput:
-    """Whole prompts, none of it computed before, on the host; logits of each one's last token."""
-    per_prompt = -(-prompt_tokens // PAGE_TOKENS)
-    pages = torch.arange(num_prompts * per_prompt).view(num_prompts, per_prompt)
-    positions = torch.arange(prompt_tokens)
-    slots = (pages[:, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).flatten()
-    spans = tuple(
-        PrefillSpan(place * prompt_tokens, prompt_tokens, prompt_tokens, ids) for place, ids in enumerate(pages)
-    )
-    tokens = torch.arange(len(slots)) % share.config.vocab_size
-    last = torch.arange(1, num_prompts + 1) * prompt_tokens - 1
-    return StepInput(tokens, positions.repeat(num_prompts), slots, last, prefill=spans)
-
-
-class Stepper:
-    """One step that can be run again and again: as a captured graph in decode, call by call in prefill."""
-
-    def __init__(self, share: Any, step: StepInput, pages: torch.Tensor, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.stages = StageEvents(is_timed=not accelerator.is_rehearsal)
-        tensors = StepTensors.of(step, accelerator.device)
-
-        def run() -> None:
-            self.stages.events.clear()
-            self.output = run_to_end(share.model.points(tensors, pages, self.stages))
-
-        run()  # compiles
-        self._run: Callable[[], Any] = run
-        if step.page_table is not None and not accelerator.is_rehearsal:
-            run()  # what compiles or is allocated once is done before the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            self._run = graph.replay
-            self._run()
-        accelerator.wait()
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all logits are."""
-        return bool(torch.isfinite(self.output.logits).all())
-
-    def seconds(self) -> tuple[float, dict[str, float]]:
-        """Median seconds of the step and of each stage in it."""
-        steps: list[float] = []
-        stages: dict[str, list[float]] = {}
-        for _ in range(self.accelerator.runs):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self._run()
-            end.record()
-            torch.cuda.synchronize()
-            steps.append(start.elapsed_time(end) / 1e3)
-            for name, seconds in self.stages.seconds().items():
-                stages.setdefault(name, []).append(seconds)
-        return statistics.median(steps), {name: statistics.median(values) for name, values in stages.items()}
-
-
-def decode_exchange_s(num_tokens: int) -> tuple[float, float]:
-    """Published seconds of one layer's dispatch and combine, in proportion to the tokens of a rank."""
-    return tuple(1e-6 * us * num_tokens / _TOKENS for us in (_DISPATCH_US, _COMBINE_US))  # type: ignore[return-value]
-
-
-def prefill_exchange_s(num_tokens: int, hidden: int) -> tuple[float, float]:
-    """Published rates applied to the bytes of a rank: FP8 with a scale per 128 values there, bfloat16 back."""
-    values = num_tokens * _NODES * hidden / 1e9
-    return values * (1 + 4 / 128) / _DISPATCH_GB_S, values * 2 / _COMBINE_GB_S
-
-
-def overlapped(figures: Figures, num_layers: int, dispatch_s: float, combine_s: float, *, is_decode: bool) -> None:
-    """Fill in what two micro-batches take under the published schedule.
-
-    What packing and copying take here counts as computing, although part of it is in the published times too. In
-    prefill computing has 108 of 132 SMs.
-    """
-    assert figures.half_s is not None
-    stretch = 1.0 if is_decode else _SMS / _COMPUTE_SMS
-    stages = {name: seconds / num_layers for name, seconds in figures.stage_s.items()}
-    before = "ATTN-1" if is_decode else "ATTN"
-    stages[before] += stages.pop("DISPATCH", 0.0)
-    stages["MLP"] += stages.pop("COMBINE", 0.0)
-    names = ("ATTN-0", "ATTN-1", "SHARED", "MLP") if is_decode else ("ATTN", "SHARED", "MLP")
-    per_layer = {name: stretch * stages[name] for name in names}
-    computing_s = 2 * num_layers * sum(per_layer.values())
-    rest_s = max(0.0, stretch * 2 * figures.half_s - computing_s)  # dense layers, logits, sums into the stream
-    tasks = (decode_tasks if is_decode else prefill_tasks)(num_layers, per_layer, dispatch_s, combine_s)
-    finish = finish_s(tasks)
-    figures.overlapped_s, figures.exposed_s = finish + rest_s, max(0.0, finish - computing_s)
 
 
 def run_decode(
     share: Any, pages: torch.Tensor, table: torch.Tensor, kv_tokens: int, accelerator: Accelerator
 ) -> Figures:
-    """One batch size of decode: in one piece, and as two micro-batches of half of it."""
-    half = Stepper(share, decode_step(share, table[: len(table) // 2], kv_tokens), pages, accelerator)
+    """One batch size of decode: as two micro-batches of half of it, and in one piece."""
+    step = decode_step(share, table[: len(table) // 2], kv_tokens)
+    half = Stepper(share, step, pages, accelerator)
+    logits = half.output.logits.clone()
     figures = Figures(share.unit.name, len(table), dict(half.stages.names()), half.is_finite)
+    if not accelerator.is_rehearsal:
+        figures.half_s, _ = half.seconds()
+    del half
+    accelerator.release()  # a graph's memory is its own: three of them might not fit
+    if not accelerator.is_rehearsal:
+        figures.take_stages(*Stepper(share, step, pages, accelerator, with_stages=True).seconds())
+        accelerator.release()
+    whole = Stepper(share, decode_step(share, table, kv_tokens), pages, accelerator)
+    figures.is_finite &= whole.is_finite
+    figures.difference = _difference(logits, whole.output.logits)
     if accelerator.is_rehearsal:
         return figures
-    figures.half_s, figures.stage_s = half.seconds()
-    del half
-    figures.whole_s, _ = Stepper(share, decode_step(share, table, kv_tokens), pages, accelerator).seconds()
+    figures.whole_s, _ = whole.seconds()
     num_layers = share.config.num_moe_layers
     figures.exchange_s = num_layers * sum(decode_exchange_s(len(table)))
     overlapped(figures, num_layers, *decode_exchange_s(len(table) // 2), is_decode=True)
+    stages = decode_stages(share.config, share.unit.num_slots, len(table) // 2, kv_tokens)
+    figures.floor_s = floors_s(stages, accelerator.name)
     return figures
+
+
+def _difference(logits: torch.Tensor, whole: torch.Tensor) -> float:
+    """The largest difference between the first rows of both, of the largest value."""
+    off = (logits.float() - whole[: len(logits)].float()).abs().max()
+    return float(off / logits.float().abs().max())
 
 
 def run_prefill(share: Any, num_prompts: int, prompt_tokens: int, accelerator: Accelerator) -> Figures:
     """A batch of prefill as two micro-batches of half its prompts."""
     half_prompts = num_prompts // 2
     pages = share.model.new_pages(half_prompts * -(-prompt_tokens // PAGE_TOKENS))
-    half = Stepper(share, prefill_step(share, half_prompts, prompt_tokens), pages, accelerator)
+    step = prefill_step(share, half_prompts, prompt_tokens)
+    half = Stepper(share, step, pages, accelerator)
     is_finite = half.is_finite and bool(torch.isfinite(pages).all())
     figures = Figures(share.unit.name, num_prompts * prompt_tokens, dict(half.stages.names()), is_finite)
     if accelerator.is_rehearsal:
         return figures
-    figures.half_s, figures.stage_s = half.seconds()
+    figures.half_s, _ = half.seconds()
+    del half
+    figures.take_stages(*Stepper(share, step, pages, accelerator, with_stages=True).seconds())
     figures.whole_s = 2 * figures.half_s
     num_layers = share.config.num_moe_layers - 1  # the last one has next to nothing to do
     exchange = prefill_exchange_s(half_prompts * prompt_tokens, share.config.hidden_size)
     figures.exchange_s = 2 * num_layers * sum(exchange)
     overlapped(figures, num_layers, *exchange, is_decode=False)
+    stages = prefill_stages(share.config, share.unit.num_slots, half_prompts, prompt_tokens)
+    figures.floor_s = floors_s(stages, accelerator.name)
     return figures
-
-
-def describe(figures: Figures) -> str:
-    """Lines for a reader."""
-    title = f"{figures.unit}, {figures.tokens:,} tokens per step"
-    if figures.half_s is None or figures.whole_s is None:
-        counted = ", ".join(f"{name} {count}" for name, count in figures.stages.items())
-        return f"{title}\n  stages of a micro-batch and how often they ran: {counted}"
-    assert figures.exchange_s is not None
-    assert figures.overlapped_s is not None
-    assert figures.exposed_s is not None
-    staged_s = sum(figures.stage_s.values())
-    stages = {**figures.stage_s, "the rest": figures.half_s - staged_s}
-    lines = [title, f"  {'micro-batch of half':<34}{1e3 * figures.half_s:9.2f} ms"]
-    lines += [f"    {name:<32}{1e3 * seconds:9.2f} ms" for name, seconds in stages.items()]
-    hidden = 1 - figures.exposed_s / figures.exchange_s
-    for words, seconds in (
-        ("computing and copies alone", figures.whole_s),
-        ("published exchange after it", figures.whole_s + figures.exchange_s),
-        (f"published schedule, {hidden:.0%} hidden", figures.overlapped_s),
-    ):
-        rate = figures.tokens / seconds
-        hits = (
-            f", {rate / (1 - _HIT_SHARE):,.0f} with {_HIT_SHARE:.1%} hits" if figures.unit.startswith("prefill") else ""
-        )
-        lines.append(f"  {words:<34}{1e3 * seconds:9.2f} ms  {rate:,.0f} tokens/s per GPU{hits}")
-    return "\n".join(lines)
 
 
 def _hold(share: Any) -> str:
@@ -283,16 +138,16 @@ def _why_not(options: argparse.Namespace) -> str | None:
     """Why the slice cannot run with these options here, or None."""
     odd = [count for count in options.requests if count < 2 or count % 2]
     if odd:
-        return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests"
+        return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests."
     try:
         if options.wheels is not None:
             unpack_wheels(options.wheels)
     except WheelError as error:
-        return f"--wheels: {error}"
+        return f"--wheels: {error}."
     if importlib.util.find_spec("safetensors") is None:
-        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels"
+        return "there is no safetensors, which the model's code imports; put its wheel into a folder for --wheels."
     reason = None if options.rehearse else why_no_hopper()
-    return reason and f"{reason}; this needs a Hopper GPU (H100, H200, H800), or --rehearse on the CPU"
+    return reason and unusable(reason)
 
 
 def jobs_of(options: argparse.Namespace) -> dict[str, int]:
@@ -402,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
             multiply_in_float64()
     reason = _why_not(options)
     if reason is not None:
-        print(f"{reason}.", file=sys.stderr)
+        print(reason, file=sys.stderr)
         return UNUSABLE
     jobs, why_not = jobs_of(options), None
     if options.work is not None:

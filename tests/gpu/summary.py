@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from figures import HIT_SHARE
 from supervised import Record, read_record
-
-_HIT_SHARE = 0.563  # of input tokens, open-infra-index day 6
 
 
 def summary(folder: Path) -> str:
@@ -102,7 +101,7 @@ def _slice(record: Record) -> Iterator[str]:
 
 
 def _rate(unit: str, rate: float) -> str:
-    hits = f" ({rate / (1 - _HIT_SHARE):,.0f} with hits)" if unit.startswith("prefill") else ""
+    hits = f" ({rate / (1 - HIT_SHARE):,.0f} with hits)" if unit.startswith("prefill") else ""
     return f"{rate:,.0f}{hits}"
 
 

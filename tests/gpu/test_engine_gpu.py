@@ -1,8 +1,13 @@
-"""The engine on a GPU against the engine on the CPU: `pytest -m gpu tests/gpu/test_engine_gpu.py`."""
+"""The engine on a GPU against the engine on the CPU: `pytest -m gpu tests/gpu/test_engine_gpu.py`.
+
+With GPU_TESTS=rehearse in the environment the sample job alone is run, on the CPU: so all that a job imports is there.
+"""
 
 # ruff: noqa: E402  (imports stand behind the question whether there is what they need)
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -10,18 +15,25 @@ import torch.distributed as dist
 
 # on a bare machine these are missing, and with them all but the steps themselves
 for package in (
+    "blake3",
     "click",
     "duckdb",
+    "fsspec",
     "jinja2",
+    "msgspec",
     "numba",
     "pyarrow",
     "pydantic",
+    "rich",
     "safetensors",
     "tokenizers",
     "tqdm",
+    "typing_extensions",
     "xxhash",
 ):
     pytest.importorskip(package, reason=f"NO {package} here: the engine on GPUs has not been run")
+
+from tokenizers import Tokenizer
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
@@ -36,18 +48,25 @@ from batchinfer.parallel.row_format import RowFormat
 from batchinfer.rank.context import ALONE
 from batchinfer.rank.kv_budget import measured_budget
 from batchinfer_kernels import transfer
-from support.jobs import answers, batchinfer, write_job, write_questions
+from support.jobs import answers, batchinfer, question, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="NO GPU: the engine on GPUs (steps, graphs, page room, streams, NCCL) has not been run here",
-    ),
-]
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="NO GPU: the engine on GPUs (steps, graphs, page room, streams, NCCL) has not been run here",
+)
+needs_gpu_or_rehearsal = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("GPU_TESTS") != "rehearse",
+    reason="NO GPU: the sample job has not been run on one",
+)
 TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
+# How far a token that ties with the best one may lie below it, of the largest logit: both were rounded at other places.
+TIE = 2**-5
+# Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far: on a CPU 2 of
+# 234 tokens between C++ and plain PyTorch in bfloat16, 5 of 234 between prefill and decode of plain PyTorch in FP8.
+MOST_BEYOND_TIES = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +79,7 @@ def prompts():
     return [torch.randint(0, 96, (length,), generator=generator) for length in (70, 3, 130)]
 
 
+@needs_gpu
 def test_logits_are_those_of_the_cpu(model):
     plain = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="reference")
     logits = []
@@ -75,20 +95,39 @@ def test_logits_are_those_of_the_cpu(model):
     assert off <= TOLERANCE["bfloat16"] * logits[1].abs().max(), off
 
 
+@needs_gpu_or_rehearsal
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_the_sample_job_has_the_answers_of_the_cpu(tmp_path, dtype):
-    write_questions(tmp_path / "prompts", (20,))
-    for backend in ("auto", "reference"):
-        job = write_job(
-            tmp_path,
-            name=f"{backend}.toml",
-            output={"dir": backend},
-            model={"path": str(SAMPLE_MODEL), "dtype": dtype},
-            cluster={"backend": backend},
-        )
-        ended = batchinfer("run", job)
-        assert ended.code == 0, ended.err
-    assert answers(tmp_path / "auto") == answers(tmp_path / "reference")
+def test_tokens_of_the_sample_job_are_the_best_to_the_cpu_or_tie_with_it(tmp_path, dtype):
+    tokenizer = Tokenizer.from_file(str(SAMPLE_MODEL / "tokenizer.json"))
+    questions = [tokenizer.encode(question(number)).ids for number in range(60)]
+    write_shard(tmp_path / "prompts/part.parquet", {"id": list(range(60)), "ids": questions})
+    job = write_job(
+        tmp_path,
+        input={"prompt": None, "token_ids": "ids"},
+        model={"path": str(SAMPLE_MODEL), "dtype": dtype},
+        sampling={"max_tokens": 32, "logprobs": 0},
+        # C++ operations on a CPU multiply rows of FP8 jobs without rounding them to FP8 first
+        cluster={"backend": "auto" if torch.cuda.is_available() or dtype != "fp8" else "reference"},
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    plain = Transformer.load(SAMPLE_MODEL, dtype=torch.bfloat16, backend="reference", eight_bit=dtype == "fp8")
+    ties, num_tokens = [], 0
+    for number, row in enumerate(answers(tmp_path / "run")):
+        answer = [token["token_id"] for token in row["logprobs"]]
+        tokens = torch.tensor(questions[number] + answer)
+        num_tokens += len(answer)
+        # what the CPU thinks of each token after the same tokens before it
+        requests = PagedRequests(plain, [tokens], max_new_tokens=0)
+        requests.prefill([0], (len(tokens),))
+        logits = requests.all_logits(0)[len(questions[number]) - 1 : -1]
+        below = logits.max(dim=-1).values - logits[torch.arange(len(answer)), answer]
+        ties += [
+            (number, place, answer[place], float(below[place] / logits[place].abs().max()))
+            for place in below.nonzero().flatten().tolist()
+        ]
+    print(*(f"row {row}, token {place}: {token} is {share:.4f} below" for row, place, token, share in ties), sep="\n")
+    assert sum(share > TIE for *_, share in ties) <= MOST_BEYOND_TIES * num_tokens
 
 
 def decode_step(lengths):
@@ -105,6 +144,7 @@ def decode_step(lengths):
     )
 
 
+@needs_gpu
 def test_graphs_have_the_results_of_plain_steps(model):
     assert can_be_recorded(model)
     pages, plain_pages = model.new_pages(11), model.new_pages(11)
@@ -120,6 +160,7 @@ def test_graphs_have_the_results_of_plain_steps(model):
     assert len(graphs._graphs) == 2
 
 
+@needs_gpu
 def test_sparse_attention_is_near_that_of_the_cpu_and_the_same_in_graphs(tmp_path):
     checkpoints = pytest.importorskip("support.checkpoints", reason="this transformers has no DeepSeek-V3.2")
     # one layer: further on a key that is chosen instead of one as good makes all the difference of a random model
@@ -148,12 +189,14 @@ def test_sparse_attention_is_near_that_of_the_cpu_and_the_same_in_graphs(tmp_pat
     assert len(graphs._graphs) == 3
 
 
+@needs_gpu
 def test_the_largest_steps_leave_room_for_pages(model):
     free, _ = torch.cuda.mem_get_info()
     room = measured_budget(model, ClusterConfig(prefill_tokens=4096, decode_requests=256), ALONE, largest_tokens=4096)
     assert 0 < room < free
 
 
+@needs_gpu
 def test_tensors_come_back_from_the_gpu_as_they_went():
     pages = torch.randn(3, 10, 64, 8, device="cuda")
     taken, other = transfer.take_pages(pages, [7, 2, 5]), torch.zeros_like(pages)
@@ -166,6 +209,7 @@ def test_tensors_come_back_from_the_gpu_as_they_went():
     assert (back[0].tolist(), back[1].tolist()) == ([1, 2, 3, 4, 5], [[8]])
 
 
+@needs_gpu
 def test_rows_that_travel_on_a_stream_of_their_own_arrive_whole():
     """A group of one rank over NCCL, with two exchanges under way while the other stream computes."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)

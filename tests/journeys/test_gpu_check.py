@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -112,37 +111,6 @@ def test_without_a_gpu_it_says_what_to_do(capsys):
     assert error.count("\n") == 1
     assert "needs a Hopper GPU" in error
     assert "--rehearse" in error
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_for_all_of_it_stops_where_there_is_no_gpu(tmp_path):
-    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--quick", str(tmp_path / "results")]
-    environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == check.UNUSABLE, done.stderr
-    assert "needs a Hopper GPU" in (tmp_path / "results" / "check.txt").read_text()
-    assert "Nothing has been measured." in (tmp_path / "results" / "summary.md").read_text()
-    assert not (tmp_path / "results" / "slice.txt").exists()
-    (tmp_path / "empty").mkdir()
-    for arguments, sentence in (
-        ([tmp_path / "results", tmp_path / "empty"], "has no *.whl files"),
-        (["--only", "slices"], "there is no section 'slices'"),
-        (["--minutes", "soon"], "--minutes takes a number above 0"),
-        (["--fast"], "there is no option --fast"),
-    ):
-        done = subprocess.run([*command[:2], *arguments], env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == check.UNUSABLE
-        assert sentence in done.stderr
-
-
-@needs_interpreter
-def test_the_command_for_all_of_it_says_what_time_did_not_allow(tmp_path):
-    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--minutes", "0.1", str(tmp_path / "results")]
-    environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == check.UNFINISHED, done.stderr
-    for section in ("check", "slice", "tests-operations", "tests-engine"):
-        assert f"== {section}: not run, time is up" in done.stdout
 
 
 @needs_interpreter

@@ -129,8 +129,8 @@ def test_experts_get_as_many_rows_as_are_sent_and_tokens_their_sums(num_tokens, 
 
 @needs_interpreter
 def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_path):
-    results = tmp_path / "results"
-    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--only", "slice", str(results)]
+    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--only", "slice", str(tmp_path / "results")]
+    results = tmp_path / "results" / "rehearsal"
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == slice_script.OK, done.stderr + done.stdout
@@ -154,6 +154,7 @@ def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_pat
         "LOGITS": 1,
     }
     assert prefill["stages"]["ATTN"] == prefill["stages"]["MLP"] == 2
+    assert decode["difference"] == 0, "a request has the same bits in a batch of another size"
     for figures in (decode, prefill):
         assert figures["is_finite"]
         assert figures["whole_s"] is figures["half_s"] is figures["overlapped_s"] is None

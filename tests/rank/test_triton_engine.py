@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer_kernels import registry
 from batchinfer_kernels.triton import ops, probe
 from support.checkpoints import MISTRAL, edit_config, make_checkpoint
+from support.compile_triton import COMMAND, RECORDED, worse
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
@@ -165,19 +167,64 @@ def test_it_says_what_a_gpu_lacks(monkeypatch):
         ops.pack(torch.zeros(1, 1), eight_bit=True)
 
 
-@needs_triton
-def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(tmp_path):
-    ended = run_python(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """What all kernels were compiled to; the compiler's results are kept for the next time."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
+    ended = run_python(COMPILE, TRITON_CACHE_DIR=str(folder))
     assert ended.returncode == 0, ended.stderr
-    kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len({kernel["name"] for kernel in kernels}) >= 20
-    for kernel in kernels:
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_it_says_which_numpy_an_old_interpreter_needs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for triton, numpy, is_taken in (("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.7.1", "2.4.6", True)):
+        versions = {"triton": triton, "numpy": numpy}
+        monkeypatch.setattr(probe, "installed_version", versions.__getitem__)
+        reason = probe.why_not.__wrapped__()
+        assert reason is None if is_taken else "the interpreter of Triton 3.6.0 needs numpy before 2.4" in reason
+
+
+@needs_triton
+def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
+    assert len({kernel["name"] for kernel in compiled}) >= 20
+    for kernel in compiled:
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
         # products on Hopper's own matrix unit, not on the older one or on none
         assert bool(kernel["matrix_instructions"]) == (kernel["name"] in MATRIX_KERNELS), kernel
     # experts' rows meet the same instruction in tiles of 64 and of 128 rows: both layouts give the same bits
-    of_products = {word for kernel in kernels if kernel["name"] == "_product" for word in kernel["matrix_instructions"]}
-    assert {word.split(".")[4] for word in of_products} <= {"m64n64k16", "m64n128k16", "m64n64k32", "m64n128k32"}
+    products = {word for kernel in compiled if kernel["name"] == "_product" for word in kernel["matrix_instructions"]}
+    assert {word.split(".")[4] for word in products} <= {"m64n64k16", "m64n128k16", "m64n64k32", "m64n128k32"}
+
+
+@needs_triton
+def test_no_kernel_takes_more_of_a_gpu_than_is_written_down(compiled):
+    """Registers, stack, shared memory and instructions, by the version of Triton."""
+    recorded = json.loads(RECORDED.read_text()).get(version("triton"))
+    if recorded is None:
+        pytest.skip(f"nothing is written down of Triton {version('triton')}: {COMMAND}")
+    sentences = worse({kernel["key"]: kernel for kernel in compiled}, recorded)
+    assert not sentences, "\n".join([*sentences, f"if that is meant: {COMMAND}"])
+
+
+def test_a_kernel_that_got_worse_is_named_with_both_numbers():
+    before = {"registers": 100, "stack_bytes": 0, "shared_bytes": 1024, "instructions": 500}
+    recorded = {"_same()": before, "_spills()": before, "_longer()": before, "_gone()": before}
+    found = {
+        "_same()": before | {"registers": 116, "instructions": 550},
+        "_spills()": before | {"registers": 117, "stack_bytes": 8},
+        "_longer()": before | {"instructions": 551, "shared_bytes": 1025},
+        "_new()": before,
+    }
+    assert worse(found, recorded) == [
+        "_gone(): it is not compiled any more",
+        "_longer(): instructions 551, before 500",
+        "_longer(): shared_bytes 1025, before 1024",
+        "_new(): nothing is written down of it",
+        "_spills(): registers 117, before 100",
+        "_spills(): stack_bytes 8, before 0",
+    ]
 
 
 def run_python(*args, **environment):

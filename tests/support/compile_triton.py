@@ -1,58 +1,35 @@
-"""Compiles every Triton operation for an H200 at DeepSeek-V3's shapes, without one, and prints a line per kernel.
+"""Compiles every Triton operation for an H200 at DeepSeek-V3's shapes, without one, and says what came out.
 
 A process of its own, without the interpreter: tensors have shapes and no values, and kernels stop before their launch.
+
+    python tests/support/compile_triton.py                one line of JSON per kernel
+    python tests/support/compile_triton.py --compare      what got worse than compiled_kernels.json has it; exit code 1
+    python tests/support/compile_triton.py --record       writes it down there, for the Triton that is installed
+
+TRITON_CACHE_DIR keeps compiled kernels for the next time.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import struct
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.gating import GateRule
-from batchinfer_kernels.reference.mla import PagedKeys
-from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
-from batchinfer_kernels.triton import decode, index_fp8, indexer, ops, prefill, topk
-
-T, D, F, H, E = 16384, 7168, 2048, 128, 256
-HELD = 9  # experts of a rank
-INT, FLOAT, FP8 = torch.int64, torch.float32, torch.float8_e4m3fn
+HERE = Path(__file__).resolve().parent
+RECORDED = HERE / "compiled_kernels.json"
+COMMAND = "PYTHONPATH=kernels:. python tests/support/compile_triton.py --record"
+INSTRUCTION_BYTES = 16
+# What a kernel may take beyond what is written down: a few registers, a tenth of its instructions.
+MORE = {"registers": (16, 0.0), "stack_bytes": (0, 0.0), "shared_bytes": (0, 0.0), "instructions": (16, 0.1)}
 
 
-@dataclass(frozen=True)
-class Hopper:
-    """What Triton asks of a device's driver before it compiles."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-def compile_only(function, *args, grid, warmup, **options):
-    del warmup
-    kernel = run(function, *args, grid=grid, warmup=True, **options)
-    instructions = sorted({word for word in kernel.asm["ptx"].split() if word.startswith("wgmma.mma_async")})
-    print(
-        json.dumps(
-            {"name": function.__name__, "shared_bytes": kernel.metadata.shared, "matrix_instructions": instructions}
-        )
-    )
-    return kernel
-
-
-def of(*shape, dtype=torch.bfloat16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def of(*shape, dtype=None):
+    return torch.empty(*shape, dtype=dtype or torch.bfloat16, device="meta")
 
 
 def blocks(*shape):
@@ -137,8 +114,142 @@ def compile_sparse():
     index_fp8.hadamard_fp8(index_keys.flatten(0, 1), of(9000, dtype=INT))
 
 
-if __name__ == "__main__":
+def all_compiled():
+    """Every kernel that `compile_all` would start, once, by a name of its own."""
+    kernels = {}
+
+    def compile_only(function, *args, grid, warmup, **options):
+        del warmup
+        kernel = run(function, *args, grid=grid, warmup=True, **options)
+        kernels.setdefault(kernel.hash, (function.__name__, variant(kernel), kernel))
+        return kernel
+
     driver.set_active(Hopper())
     run = JITFunction.run
     JITFunction.run = compile_only
     compile_all()
+    named = {}
+    for name, words, kernel in kernels.values():
+        key, number = f"{name}({words})", 2
+        while key in named:
+            key, number = f"{name}({words}) #{number}", number + 1
+        named[key] = (name, kernel)
+    return named
+
+
+def variant(kernel):
+    """What tells a kernel from others of its function: types behind its pointers, its constants."""
+    source = kernel.src
+    types = [word.removeprefix("*") for word in source.signature.values() if word.startswith("*")]
+    constants = [
+        f"{source.fn.arg_names[place[0]]}={value}"
+        for place, value in source.constants.items()
+        if isinstance(value, int | float) and source.signature.get(source.fn.arg_names[place[0]]) == "constexpr"
+    ]
+    return " ".join([*types, *constants])
+
+
+def measured(named):
+    """Registers, stack (spilled registers lie there), shared memory and instructions, from the machine code."""
+    found = {}
+    with TemporaryDirectory() as folder:
+        for key, (name, kernel) in named.items():
+            path = Path(folder) / "kernel.cubin"
+            path.write_bytes(kernel.asm["cubin"])
+            usage = resources(path)
+            words = {word for word in kernel.asm["ptx"].split() if word.startswith("wgmma.mma_async")}
+            found[key] = {
+                "name": name,
+                "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+                "stack_bytes": int(re.search(r"STACK:(\d+)", usage).group(1)),
+                "shared_bytes": kernel.metadata.shared,
+                "instructions": code_bytes(path.read_bytes()) // INSTRUCTION_BYTES,
+                "matrix_instructions": sorted(words),
+            }
+    return found
+
+
+def resources(path):
+    """What a cubin's kernel takes, by the tool in Triton's wheel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+
+
+def code_bytes(cubin):
+    """Bytes of its sections of code (ELF64, "System V ABI" chapter 4); disassembling it would take a second."""
+    first, size, count, names = struct.unpack_from("<40xQ10x3H", cubin)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, first + place * size) for place in range(count)]
+    text = headers[names][4]
+    return sum(header[5] for header in headers if cubin[text + header[0] :].startswith(b".text."))
+
+
+def worse(found, recorded):
+    """A sentence for each kernel that takes more than is written down, or of which nothing is."""
+    sentences = [f"{key}: nothing is written down of it" for key in found.keys() - recorded.keys()]
+    sentences += [f"{key}: it is not compiled any more" for key in recorded.keys() - found.keys()]
+    for key in found.keys() & recorded.keys():
+        for what, (few, share) in MORE.items():
+            now, before = found[key][what], recorded[key][what]
+            if now > before + max(few, share * before):
+                sentences.append(f"{key}: {what} {now}, before {before}")
+    return sorted(sentences)
+
+
+def main(arguments):
+    found = measured(all_compiled())
+    tables = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    counts = {key: {what: numbers[what] for what in MORE} for key, numbers in sorted(found.items())}
+    if arguments == ["--record"]:
+        tables[triton.__version__] = counts
+        lines = [
+            f' "{version}": {{\n'
+            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(numbers)}" for key, numbers in table.items())
+            + "\n }"
+            for version, table in sorted(tables.items())
+        ]
+        RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        print(f"{len(counts)} kernels of Triton {triton.__version__} written to {RECORDED}")
+    elif arguments == ["--compare"]:
+        if triton.__version__ not in tables:
+            print(f"nothing is written down of Triton {triton.__version__}: {COMMAND}")
+            return 0
+        sentences = worse(counts, tables[triton.__version__])
+        print("\n".join([*sentences, f"{len(counts)} kernels, {len(sentences)} sentences; anew: {COMMAND}"]))
+        return 1 if sentences else 0
+    else:
+        print("\n".join(json.dumps({"key": key, **numbers}) for key, numbers in found.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from batchinfer_kernels.reference.block_scaled import BlockScaled
+    from batchinfer_kernels.reference.gating import GateRule
+    from batchinfer_kernels.reference.mla import PagedKeys
+    from batchinfer_kernels.reference.rows import NewKeys
+    from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
+    from batchinfer_kernels.triton import decode, index_fp8, indexer, ops, prefill, topk
+
+    T, D, F, H, E = 16384, 7168, 2048, 128, 256
+    HELD = 9  # experts of a rank
+    INT, FLOAT, FP8 = torch.int64, torch.float32, torch.float8_e4m3fn
+
+    @dataclass(frozen=True)
+    class Hopper:
+        """What Triton asks of a device's driver before it compiles."""
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    sys.exit(main(sys.argv[1:]))

@@ -90,7 +90,7 @@ class FusedMoe(MoeMlp):
         if self._stays_here:
             self.num_local_rows += routing.ids_TK.numel()
             with spans.compute("MLP"):
-                return self._kernel.run(hidden_TD, *routing)
+                return self._kernel.run(hidden_TD, routing.x_TD, routing.ids_TK, routing.weights_TK)
         return (yield from super().points(hidden_TD, routing, spans, shared_under=shared_under))
 
 

@@ -10,6 +10,8 @@ import torch
 _MIN_CAPABILITY = (8, 0)
 _MIN_SHARED_BYTES = 145 * 1024  # decode attention at DeepSeek-V3's widths; datacenter GPUs have 164 KB and more
 _MIN_FP8_CAPABILITY = (8, 9)
+# Up to Triton 3.6 the interpreter reads the bounds of a kernel's loops in a way that numpy 2.4 has ended.
+_OLD_INTERPRETER, _NEW_NUMPY = (3, 6), (2, 4)
 
 
 def interprets() -> bool:
@@ -28,7 +30,7 @@ def why_not() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if interprets():
-        return None
+        return _why_no_interpreter()
     if not torch.cuda.is_available():
         return "no CUDA GPU that this torch can use"
     capability = torch.cuda.get_device_capability()
@@ -38,6 +40,20 @@ def why_not() -> str | None:
     if shared_bytes < _MIN_SHARED_BYTES:
         return f"the GPU has {shared_bytes >> 10} KB of shared memory, the tiles need {_MIN_SHARED_BYTES >> 10}"
     return None
+
+
+def _why_no_interpreter() -> str | None:
+    """The reason why the interpreter cannot run with the numpy that is here, or None."""
+    triton, numpy = installed_version("triton"), installed_version("numpy")
+    if _release(triton) > _OLD_INTERPRETER or _release(numpy) < _NEW_NUMPY:
+        return None
+    return f"the interpreter of Triton {triton} needs numpy before 2.4, here is {numpy} (pip install 'numpy<2.4')"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Of "3.6.0": 3 and 6."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def why_no_fp8() -> str | None:

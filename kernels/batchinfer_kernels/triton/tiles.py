@@ -113,4 +113,5 @@ def _map_tiles(
     tl.store(experts_ptr + tiles, expert, mask=is_filled)
     tl.store(starts_ptr + tiles, start + tile_in_expert * ROWS, mask=is_filled)
     tl.store(ends_ptr + tiles, end, mask=is_filled)
-    tl.store(count_ptr + tl.arange(0, 1), tl.zeros((1,), tl.int32) + total, mask=tl.program_id(0) == 0)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, total)
