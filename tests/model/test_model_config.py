@@ -265,7 +265,8 @@ REFUSED = [
     (V3, {"eos_token_id": [1, True]}, ["eos_token_id", "true"]),
     (V3, {"tie_word_embeddings": "no"}, ["tie_word_embeddings", '"no"', "true or false"]),
     # quantisation
-    (V3, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.quant_method", "gptq"]),
+    (V3, {"quantization_config": {"quant_method": "aqlm"}}, ["quantization_config.quant_method", "aqlm", "gptq"]),
+    (V3, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.group_size", "missing"]),
     (V3, {"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "missing", "[128, 128]"]),
     (
         V3,

@@ -1,9 +1,10 @@
 """Workers that claim units of a run in a bucket, "compute" rows and commit them, in processes that may be killed.
 
-    python bucket_claimants.py WORKER.json      {"endpoint", "uri", "folder", "num_units", "host"}
+    python bucket_claimants.py WORKER.json      {"endpoint", "uri", "folder", "num_units", "host", "is_calm"}
 
 Each unit has ROWS rows; each commit makes one more durable. Workers of one `host` see each other's processes, as on one
-machine; those of several know of each other only what is in the bucket.
+machine; those of several know of each other only what is in the bucket. Calm ones wait long for answers and give no
+signs of life, so what they ask for does not depend on the time they take.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def work(options: dict[str, Any]) -> None:
 
     bucket.REQUEST_S, bucket.FIRST_PAUSE_S, bucket.LONGEST_PAUSE_S = 0.5, 0.02, 0.1
     bucket_lease.LEASE_S, bucket_lease.BEAT_S = LEASE_S, BEAT_S
+    if options["is_calm"]:
+        bucket.REQUEST_S, bucket_lease.LEASE_S, bucket_lease.BEAT_S = 100.0, 1000.0, 1000.0
     open_units.FIRST_PAUSE_S = open_units.LONGEST_PAUSE_S = 0.2
     host = options["host"]
     if host is not None:
@@ -82,8 +85,10 @@ def at(options: dict[str, Any]) -> Any:
 class Workers:
     """Processes of this file, each of them started again when it was killed."""
 
-    def __init__(self, endpoint: str, uri: str, folder: Path, *, num_units: int, rng: random.Random) -> None:
-        self._common = {"endpoint": endpoint, "uri": uri, "num_units": num_units}
+    def __init__(
+        self, endpoint: str, uri: str, folder: Path, *, num_units: int, rng: random.Random, is_calm: bool = False
+    ) -> None:
+        self._common = {"endpoint": endpoint, "uri": uri, "num_units": num_units, "is_calm": is_calm}
         self._folder, self._rng = folder, rng
         self._num_started = 0
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -144,14 +149,17 @@ def disturbed(
     *,
     num_units: int,
     num_kills: int,
+    num_workers: int = 3,
     seed: int = 0,
     pause_s: float = 0.5,
+    is_calm: bool = False,
 ) -> None:
-    """Have units claimed by three workers that are killed, in a store that fails, and check what they have done."""
+    """Have units claimed by workers that are killed, in a store that fails, and check what they have done."""
+    rng = random.Random(seed)
     with faulty_store(server, faults) as url:
-        workers = Workers(url, f"s3://runs/{name}", folder, num_units=num_units, rng=random.Random(seed))
+        workers = Workers(url, f"s3://runs/{name}", folder, num_units=num_units, rng=rng, is_calm=is_calm)
         try:
-            workers.run(num_workers=3, num_kills=num_kills, seconds=460, pause_s=pause_s)
+            workers.run(num_workers=num_workers, num_kills=num_kills, seconds=460, pause_s=pause_s)
         finally:
             workers.end()
         assert workers.num_killed == num_kills
