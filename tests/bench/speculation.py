@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 16, 64])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--repeat", type=int, default=1, help="times each prompt is asked: longer turns")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--model", type=Path, default=SAMPLE_MODEL, help="whose tokens are those of the sample model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -68,6 +69,7 @@ def main() -> None:
         messages += pq.read_table(shard, columns=["messages"]).column(0).to_pylist()
     chats = [ids for ids in tokenizer.encode_chats(messages[: options.prompts]) if isinstance(ids, list)]
     sampling = SamplingConfig(max_tokens=options.max_tokens).to_sampling()
+    chats *= options.repeat
     requests = [Request(RequestKey(0, row, 0), 0, ids, sampling, sampling_key=row) for row, ids in enumerate(chats)]
     print(f"{len(requests)} prompts, {options.pairs} pairs of turns, {options.dtype}")
     for running in options.running:
