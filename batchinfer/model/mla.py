@@ -139,13 +139,18 @@ class Attention:
         return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
 
 
-def empty_pages(config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_pages(
+    config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device, width: int | None = None
+) -> torch.Tensor:
     """Pages for what a model keeps of its tokens, [L, num_pages, 64, kv_dim]; on a CPU they take memory when used.
+
+    Args:
+        width: of a token's row, where it is not kv_dim values.
 
     Raises:
         ConfigError: there is not so much address space.
     """
-    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.kv_dim)
+    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.kv_dim if width is None else width)
     num_values = math.prod(shape)
     if device.type != "cpu" or num_values == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
