@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
@@ -101,6 +102,10 @@ class Ops:
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
         return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages)
+
+    def page_format(self, dtype: torch.dtype) -> PageFormat:
+        """What pages hold of the tokens of a model in this dtype."""
+        return PageFormat(FP8 if self.fp8_pages else str(dtype).removeprefix("torch."))
 
     def weight_format(self, dtype: torch.dtype, device: torch.device | str, **bits: bool) -> WeightFormat:
         """The form in which products on this device take weights; `eight_bit` or `four_bit`: those that are held so."""

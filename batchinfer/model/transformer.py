@@ -25,7 +25,6 @@ from batchinfer.model.mtp import Mtp
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import PackedExperts, map_weights
 from batchinfer.model.packed_folder import read_packed
-from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
@@ -139,17 +138,8 @@ class Transformer:
         return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Empty pages in the model's dtype or in FP8, see mla.empty_pages."""
-        if self.ops.fp8_pages:
-            return empty_pages(
-                self.config, num_pages, torch.uint8, self.device, self.page_format.row_width(self.config)
-            )
-        return empty_pages(self.config, num_pages, self.dtype, self.device)
-
-    @property
-    def page_format(self) -> PageFormat:
-        """What its pages hold of a token."""
-        return PageFormat(FP8 if self.ops.fp8_pages else str(self.dtype).removeprefix("torch."))
+        """Empty pages, see mla.empty_pages."""
+        return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(
         self,

@@ -29,7 +29,7 @@ from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.page_format import PageFormat
+from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
@@ -89,8 +89,6 @@ def plan_job(
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
-    if PageFormat.of(job).is_fp8:
-        note("KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16")
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
         shards = _find_shards(job, encoders, strict)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
@@ -222,6 +220,8 @@ def _plan(
     if model.carrier is not None:
         others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
         note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
+    if job.kv.dtype == FP8:
+        note("KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)

@@ -204,7 +204,7 @@ def _open_prefixes(
         model=job.model.path,
         weights=model_digests["model.weights"],
         config=model_digests["model.config"],
-        dtype=model.page_format.dtype,
+        dtype=model.ops.page_format(model.dtype).dtype,
         numerics=_numerics(model),
         salt=job.kv.salt,
         block_tokens=job.kv.block_tokens,

@@ -127,7 +127,13 @@ def test_what_is_written_is_the_plain_row_rounded(name):
     assert (held[others] == 7).all()
     for some in (slice(0, 1), slice(3, 40)):
         assert torch.equal(run("rope_and_cache_fp8", empty.clone(), some)[1][slots[some]], held[slots[some]])
-    run("rope_and_cache_fp8", empty.clone(), slice(0, 0))
+
+
+@pytest.mark.parametrize("latent_dim", [16, 128, 512])
+def test_no_rows_are_none(latent_dim):
+    held = fp8_pages.narrow(random(0, latent_dim + 8), latent_dim)
+    assert held.shape == (0, fp8_pages.row_bytes(latent_dim, 8))
+    assert fp8_pages.widen(held, latent_dim).shape == (0, latent_dim + 8)
 
 
 def test_rows_of_other_widths_are_refused():

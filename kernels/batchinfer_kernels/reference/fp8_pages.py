@@ -2,17 +2,16 @@
 
     row of a page   [ latent C x e4m3 | scales ceil(C / 128) x float32 | rotary key R x bfloat16 ]
 
-It is the FP8 cache of FlashMLA's kernels (github.com/deepseek-ai/FlashMLA, README, "FP8 with scale", and
-tests/quant.py): 656 bytes for C = 512 and R = 64, where bfloat16 takes 1152. Scales are powers of two, so a widened
-latent is a bfloat16 without being rounded again. Attention over such pages is therefore that over bfloat16 pages which
-hold the widened rows, to the bit: an implementation may widen rows first or where it reads them.
+It is the FP8 cache of FlashMLA's kernels (github.com/deepseek-ai/FlashMLA: README, "FP8 with scale", and its tests,
+which round to it): 656 bytes for C = 512 and R = 64, where bfloat16 takes 1152. Scales are powers of two, so a widened
+latent is a bfloat16 without being rounded again. So attention over such pages is that over bfloat16 pages that hold
+the widened rows, to the bit: an implementation may widen rows first or where it reads them.
 """
 
 # T tokens, H heads, A query width, C latent width, R rotary width, W = C + R, J tiles of 128 latent values
 # B requests, P pages, N pages that are widened, Y bytes of a row
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -53,12 +52,14 @@ def narrow(rows_TW: torch.Tensor, latent_dim: int) -> torch.Tensor:
     """
     num_rows, rotary = len(rows_TW), rows_TW.shape[-1] - latent_dim
     num_tiles = -(-latent_dim // TILE)
+    out_TY = torch.empty(num_rows, row_bytes(latent_dim, rotary), dtype=torch.uint8, device=rows_TW.device)
+    if num_rows == 0:  # of which there are no views in other widths
+        return out_TY
     padded = rows_TW.new_zeros(num_rows, num_tiles * TILE, dtype=torch.float32)
     padded[:, :latent_dim] = rows_TW[:, :latent_dim]
     tiles_TJV = padded.unflatten(-1, (num_tiles, TILE))
     scales_TJ = scales_of(tiles_TJV.abs().amax(-1))
     values_TC = (tiles_TJV / scales_TJ[..., None]).to(FP8).flatten(1)[:, :latent_dim]
-    out_TY = torch.empty(num_rows, row_bytes(latent_dim, rotary), dtype=torch.uint8, device=rows_TW.device)
     out_TY[:, :latent_dim] = values_TC.view(torch.uint8)
     start = rotary_start(latent_dim)
     out_TY[:, latent_dim:start] = scales_TJ.view(torch.uint8)
@@ -130,10 +131,17 @@ def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
 
 
 def mla_prefill_fp8(
-    q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: torch.Tensor, num_tokens_B: torch.Tensor, **options: Any
+    q_THA: torch.Tensor,
+    keys: PagedKeys,
+    kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    *,
+    v_dim: int,
+    scale: float,
 ) -> torch.Tensor:
     """mla.mla_prefill over the widened rows of pages [num_pages, 64, Y] uint8."""
-    return mla.mla_prefill(q_THA, widened(keys, kv_b_HZC.shape[-1]), kv_b_HZC, num_tokens_B, **options)
+    wide = widened(keys, kv_b_HZC.shape[-1])
+    return mla.mla_prefill(q_THA, wide, kv_b_HZC, num_tokens_B, v_dim=v_dim, scale=scale)
 
 
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.reference.fp8_pages import TILE, rotary_start
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.triton.fp8_pages import Pages, as_parts, load_keys
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
@@ -78,8 +77,6 @@ def _attend(
     sums = torch.empty(piece * rows_per_request, num_parts, latent_dim, dtype=torch.float32, device=q_THW.device)
     peaks, totals = torch.empty(2, piece * rows_per_request, num_parts, dtype=torch.float32, device=q_THW.device)
     tile_rows = min(_TILE_ROWS, max(16, triton.next_power_of_2(rows_per_request)))
-    latent_tile = max(16, triton.next_power_of_2(latent_dim))
-    is_fp8 = pages[1] is not None
     for start in range(0, num_requests, piece):
         count = min(piece, num_requests - start)
         _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
@@ -87,14 +84,12 @@ def _attend(
             start, rows_per_request, num_heads, list_length, num_parts, pages[0].stride(1), scale * _LOG2_E,
             LATENT=latent_dim,
             ROTARY=width - latent_dim,
-            LATENT_TILE=latent_tile,
+            LATENT_TILE=max(16, triton.next_power_of_2(latent_dim)),
             ROTARY_TILE=max(16, triton.next_power_of_2(width - latent_dim)),
             ROWS=tile_rows,
             KEYS=_TILE_KEYS,
             PAGE=PAGE_TOKENS,
             SPLIT=SPLIT_TOKENS,
-            SCALED=min(TILE, latent_tile) if is_fp8 else None,
-            ROTARY_START=rotary_start(latent_dim) if is_fp8 else None,
             num_warps=8,
             num_stages=2,
         )  # fmt: skip
@@ -120,12 +115,10 @@ def _attend_part(
     sums_ptr, peaks_ptr, totals_ptr,
     first_request, rows_per_request, num_heads, list_length, num_parts, page_step, scale,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    ROTARY_START: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Unfinished softmax of some rows of one request over one part of its keys; scores in powers of two."""
-    part = tl.program_id(1)
-    local = tl.program_id(2)
+    part, local = tl.program_id(1), tl.program_id(2)
     request = (first_request + local).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows_per_request
@@ -158,7 +151,7 @@ def _attend_part(
                 slots = slots + start % PAGE + place
             k_latent, k_rotary = load_keys(
                 pages_ptr, page_scales_ptr, page_rotary_ptr, slots, page_step,
-                LATENT, ROTARY, LATENT_TILE, ROTARY_TILE, KEYS, SCALED, ROTARY_START,
+                LATENT, ROTARY, LATENT_TILE, ROTARY_TILE, KEYS,
             )  # fmt: skip
             scores = dot(q_latent, tl.trans(k_latent), tl.zeros((ROWS, KEYS), tl.float32))
             scores = dot(q_rotary, tl.trans(k_rotary), scores) * scale

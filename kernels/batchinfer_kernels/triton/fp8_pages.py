@@ -27,7 +27,6 @@ def widen_rows(pages: torch.Tensor, slots_X: torch.Tensor, latent_dim: int) -> t
     start = rotary_start(latent_dim)
     rotary = (pages.shape[-1] - start) // 2
     out_XW = torch.empty(len(slots_X), latent_dim + rotary, dtype=torch.bfloat16, device=pages.device)
-    latent_tile = triton.next_power_of_2(latent_dim)
     _widen_rows[(triton.cdiv(len(slots_X), _ROWS),)](
         *as_parts(pages),
         slots_X,
@@ -36,10 +35,8 @@ def widen_rows(pages: torch.Tensor, slots_X: torch.Tensor, latent_dim: int) -> t
         pages.stride(1),
         LATENT=latent_dim,
         ROTARY=rotary,
-        ROTARY_START=start,
-        LATENT_TILE=latent_tile,
+        LATENT_TILE=triton.next_power_of_2(latent_dim),
         ROTARY_TILE=triton.next_power_of_2(max(1, rotary)),
-        SCALED=min(TILE, latent_tile),
         ROWS=_ROWS,
     )
     return out_XW
@@ -48,9 +45,10 @@ def widen_rows(pages: torch.Tensor, slots_X: torch.Tensor, latent_dim: int) -> t
 @triton.jit
 def _widen_rows(
     pages_ptr, scales_ptr, rotary_ptr, slots_ptr, out_ptr, num_rows, page_step,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, ROTARY_START: tl.constexpr,
-    LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
+    SCALED: tl.constexpr = tile_of(LATENT_TILE)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
     at = tl.load(slots_ptr + row, mask=row < num_rows, other=0)[:, None] * page_step  # bytes
@@ -59,10 +57,22 @@ def _widen_rows(
     is_tile = is_row & (tiles * SCALED < LATENT)[None, :]
     values = tl.load(pages_ptr + at + latent[None, :], mask=is_latent, other=0.0)
     scales = tl.load(scales_ptr + (at + LATENT) // 4 + tiles[None, :], mask=is_tile, other=0.0)
-    keys = tl.load(rotary_ptr + (at + ROTARY_START) // 2 + rotary[None, :], mask=is_rotary, other=0.0)
+    keys = tl.load(rotary_ptr + (at + rotary_byte(LATENT)) // 2 + rotary[None, :], mask=is_rotary, other=0.0)
     out_at = out_ptr + row[:, None] * (LATENT + ROTARY)
     tl.store(out_at + latent[None, :], widened(values, scales, ROWS, LATENT_TILE, SCALED), mask=is_latent)
     tl.store(out_at + LATENT + rotary[None, :], keys, mask=is_rotary)
+
+
+@triton.constexpr_function
+def tile_of(LATENT_TILE):
+    """How many values of a latent in a tile of so many share a scale."""
+    return min(TILE, LATENT_TILE)
+
+
+@triton.constexpr_function
+def rotary_byte(LATENT):
+    """The byte of a row at which its rotary key begins."""
+    return LATENT + 4 * ((LATENT + TILE - 1) // TILE)
 
 
 @triton.jit
@@ -86,7 +96,7 @@ def widened(values, scales, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.co
 def load_keys(
     pages_ptr, scales_ptr, rotary_ptr, slots, page_step,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
-    KEYS: tl.constexpr, SCALED: tl.constexpr, ROTARY_START: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Latents [KEYS, LATENT_TILE] and rotary keys of these slots in bfloat16; without scales pages are plain."""
     latent, rotary = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE)
@@ -95,9 +105,10 @@ def load_keys(
     if scales_ptr is None:
         rotary_at = key_at + LATENT
     else:
+        SCALED: tl.constexpr = tile_of(LATENT_TILE)
         tiles = tl.arange(0, LATENT_TILE // SCALED)
         scales_at = scales_ptr + (slots[:, None] * page_step + LATENT) // 4 + tiles[None, :]
         scales = load_columns(scales_at, (tiles * SCALED < LATENT)[None, :], LATENT == LATENT_TILE)
         k_latent = widened(k_latent, scales, KEYS, LATENT_TILE, SCALED)
-        rotary_at = rotary_ptr + (slots[:, None] * page_step + ROTARY_START) // 2
+        rotary_at = rotary_ptr + (slots[:, None] * page_step + rotary_byte(LATENT)) // 2
     return k_latent, load_columns(rotary_at + rotary[None, :], (rotary < ROTARY)[None, :], ROTARY == ROTARY_TILE)

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.fp8 import BLOCK, ScaledRows, empty_row_scales
-from batchinfer_kernels.reference.fp8_pages import TILE, rotary_start
 from batchinfer_kernels.reference.rows import NewKeys
-from batchinfer_kernels.triton.fp8_pages import as_parts, power_scale_of
+from batchinfer_kernels.triton.fp8_pages import as_parts, power_scale_of, rotary_byte, tile_of
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
@@ -79,7 +78,6 @@ def _rotate_and_write(
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     if num_tokens:
         latent_tile = triton.next_power_of_2(latent_dim)
-        tile = None if scale_pages is None else min(TILE, latent_tile)
         rows = max(1, _PROGRAM_VALUES // latent_tile)
         _rope_and_cache[(triton.cdiv(num_tokens, rows),)](
             q_THA,
@@ -104,8 +102,6 @@ def _rotate_and_write(
             ROWS=rows,
             HEADS=min(_TILE_HEADS, triton.next_power_of_2(num_heads)),
             INTERLEAVED=interleaved,
-            SCALED=tile,
-            ROTARY_START=None if tile is None else rotary_start(latent_dim),
         )
     return q_THA
 
@@ -187,8 +183,7 @@ def _rope_and_cache(
     q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr, slots_ptr, eps,
     num_tokens, num_heads, q_width, page_step, latent_stride,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
-    ROTARY_START: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_token = token < num_tokens
@@ -204,6 +199,7 @@ def _rope_and_cache(
     if page_scales_ptr is None:
         rotary_at = page_at + LATENT
     else:  # steps are in bytes
+        SCALED: tl.constexpr = tile_of(LATENT_TILE)
         in_tiles = tl.reshape(normed.to(tl.float32), (ROWS, LATENT_TILE // SCALED, SCALED))
         amax = tl.max(tl.abs(in_tiles), 2)
         is_number = tl.sum((in_tiles != in_tiles).to(tl.int32), 2) == 0
@@ -212,7 +208,7 @@ def _rope_and_cache(
         tiles = tl.arange(0, LATENT_TILE // SCALED)[None, :]
         is_tile = is_token[:, None] & (tiles * SCALED < LATENT)
         tl.store(page_scales_ptr + (slot_step + LATENT) // 4 + tiles, scales, mask=is_tile)
-        rotary_at = page_rotary_ptr + (slot_step + ROTARY_START) // 2
+        rotary_at = page_rotary_ptr + (slot_step + rotary_byte(LATENT)) // 2
     tl.store(page_at + columns, normed, mask=is_latent)
 
     pairs = tl.arange(0, PAIRS_TILE)[None, :]
