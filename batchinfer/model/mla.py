@@ -42,7 +42,10 @@ _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Multi-head latent attention of one layer; `pages` are always this layer's, [num_pages, 64, C + R]."""
+    """Multi-head latent attention of one layer; `pages` are always this layer's, [num_pages, 64, C + R].
+
+    In FP8 their rows are bytes instead, which the operations alone look into (page_format.py).
+    """
 
     ops: Ops
     config: ModelConfig
