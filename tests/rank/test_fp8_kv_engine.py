@@ -20,7 +20,7 @@ from support.paths import DEMO_JOB, RANDOM_MODEL
 
 needs_cpp = pytest.mark.skipif(build.why_not() is not None, reason=f"no C++ operations: {build.why_not()}")
 POINT = 0.01
-FEW_PAGES = 7  # of a rank, where the largest request needs 6; as bytes of bfloat16 they are 4
+FEW_PAGES = 7  # of a rank, fewer than all requests take together
 # prefixes are shared in all
 VARIANTS = {
     "prefill-apart": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
