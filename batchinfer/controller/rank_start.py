@@ -70,6 +70,9 @@ class RankStart:
             {role: [hosts[rank] for rank in ranks] for role, ranks in group.ranks_of_role.items()}
         )
         self._session.device = ready[0].device
+        if self._job.kv.dtype == "fp8" and ready[0].device == "cpu" and "fp8 on a CPU" not in self._told:
+            self._told.add("fp8 on a CPU")
+            note("KV is in FP8: on a CPU each step widens it, and attention is not fused with what is around it")
         self._note_equal_rows([message.equal_rows for message in ready])
         for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._told):
             self._told.add(reason)

@@ -393,7 +393,7 @@ STATS_RUN = _table(
     ("run", pa.string(), "name of the run folder"),
     ("version", pa.string(), "version of batchinfer"),
     ("model", pa.string(), "model folder"),
-    ("dtype", pa.string(), "precision"),
+    ("dtype", pa.string(), "model.dtype, and ', KV in fp8' where kv.dtype is"),
     ("finished_s", pa.float64(), "Unix time when finish wrote the outputs"),
     ("num_shards", pa.int64(), "input shards"),
     ("unreadable_shards", pa.int64(), "of these, not readable"),

@@ -130,7 +130,7 @@ def _card(connection: duckdb.DuckDBPyConnection, files: list[Path], job: JobConf
         title=title,
         size=next((word for end, word in _SIZES if counts["rows"] < end), "100B<n<1T"),
         model=_cell(Path(job.model.path).name),
-        dtype=job.model.dtype,
+        dtype=job.precision,
         weights=weights,
         counts="\n".join(f"| {name} | {count:,} |" for name, count in counts.items()),
         columns="\n".join(f"| {_cell(name)} | {_cell(text)} |" for name, text in columns.items()),

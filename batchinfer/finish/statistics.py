@@ -61,7 +61,7 @@ def write_run_stats(
         "run": run.root.name,
         "version": __version__,
         "model": job.model.path,
-        "dtype": job.model.dtype,
+        "dtype": job.precision,
         "finished_s": time.time(),
         "num_shards": len(shards),
         "unreadable_shards": sum(shard.problem is not None for shard in shards),

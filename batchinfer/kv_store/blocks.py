@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import PAGE_TOKENS, VALUE_BYTES
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.records import ConfigError
 
 LAYOUT_VERSION = 2  # of block files and of the order of values in them
 NAME_BYTES = 32
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}  # of rows in pages; of FP8 rows all are counted in bytes
 SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
 MAX_LABEL = 64  # characters of the readable words, so that a header has room for them
 
@@ -33,16 +34,16 @@ class KvIdentity:
     model: str
     weights: str  # digest of the weight files
     config: str  # digest of config.json in canonical form
-    dtype: str  # of a latent, a key of VALUE_BYTES
+    dtype: str  # of a latent, a key of ELEMENT_BYTES
     numerics: str  # family of backends that compute the same bits
     salt: str
     block_tokens: int
     num_layers: int
-    latent_dim: int  # values per token and layer: ModelConfig.kv_dim
+    latent_dim: int  # elements per token and layer: PageFormat.row_width
 
     def __post_init__(self) -> None:
-        if self.dtype not in VALUE_BYTES:
-            raise ConfigError(f"the KV store cannot hold {self.dtype!r}; use one of {', '.join(VALUE_BYTES)}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigError(f"the KV store cannot hold {self.dtype!r}; use one of {', '.join(ELEMENT_BYTES)}")
         if self.block_tokens < PAGE_TOKENS or self.block_tokens % PAGE_TOKENS:
             raise ConfigError(f"kv.block_tokens is {self.block_tokens}, not a multiple of {PAGE_TOKENS}")
 
@@ -53,7 +54,7 @@ class KvIdentity:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_tokens * self.num_layers * self.latent_dim * VALUE_BYTES[self.dtype]
+        return self.block_tokens * self.num_layers * self.latent_dim * ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def digest(self) -> bytes:

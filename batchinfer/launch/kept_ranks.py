@@ -20,11 +20,11 @@ class KeptRanks:
     def __init__(self, spare: SpareRank | None) -> None:
         self._spare = spare
         self._ranks: RankLoader | None = None
-        self._of: tuple[ModelPart, ClusterConfig, FolderState] | None = None
+        self._of: tuple[ModelPart, str, ClusterConfig, FolderState] | None = None
 
     def of_job(self, job: JobConfig, stop: StopSignal) -> RankLoader:
         """Ranks that rest or are being loaded; others than before if the job or the model's files are others."""
-        wanted = (job.model, job.cluster, folder_state(Path(job.model.path)))
+        wanted = (job.model, job.kv.dtype, job.cluster, folder_state(Path(job.model.path)))
         if self._ranks is None or wanted != self._of:
             self.end()
             self._ranks, self._of = open_local_ranks(job, stop, self._spare), wanted

@@ -22,6 +22,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.fresh_memory import zeroed
 from batchinfer.model.ops import Ops, normed
+from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.model.rope_config import QueryScale, RopeConfig
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import AttentionWeights
@@ -34,13 +35,17 @@ assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of anot
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
+_PAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.uint8}
 Rows = torch.Tensor | ScaledRows
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Multi-head latent attention of one layer; `pages` are always this layer's, [num_pages, 64, C + R]."""
+    """Multi-head latent attention of one layer; `pages` are always this layer's, [num_pages, 64, C + R].
+
+    In FP8 their rows are bytes instead, which the operations alone look into (page_format.py).
+    """
 
     ops: Ops
     config: ModelConfig
@@ -139,13 +144,16 @@ class Attention:
         return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
 
 
-def empty_pages(config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages for what a model keeps of its tokens, [L, num_pages, 64, kv_dim]; on a CPU they take memory when used.
+def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:
+    """Pages for what a model keeps of its tokens, [L, num_pages, 64, row]; on a CPU they take memory when used.
+
+    A row is kv_dim values, or bytes in FP8.
 
     Raises:
         ConfigError: there is not so much address space.
     """
-    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, config.kv_dim)
+    dtype = _PAGE_DTYPES[form.dtype]
+    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
     num_values = math.prod(shape)
     if device.type != "cpu" or num_values == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

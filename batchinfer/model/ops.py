@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
@@ -13,6 +14,7 @@ from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.registry import Operation
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
+_OF_PAGES = ("rope_and_cache", "mla_prefill", "mla_decode")  # which have a version for pages in FP8
 _OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # others and a rounding in one; only weights in FP8 blocks ask for them
 
 
@@ -45,6 +47,7 @@ class Ops:
     log_sum_exp: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
+    fp8_pages: bool = False  # pages hold latents in FP8, as reference/fp8_pages.py of the kernels lays them out
 
     @property
     def reads_on_host(self) -> bool:
@@ -66,8 +69,9 @@ class Ops:
 
     @property
     def bits(self) -> str:
-        """Which products are of other weights than the model's dtype has."""
-        return (", 8-bit products" if self.eight_bit else "") + (", 4-bit experts" if self.four_bit else "")
+        """Which products are of other weights than the model's dtype has, and pages of other latents."""
+        held = {"8-bit products": self.eight_bit, "4-bit experts": self.four_bit, "KV in FP8": self.fp8_pages}
+        return "".join(f", {words}" for words, holds in held.items() if holds)
 
     @property
     def has_fixed_sums(self) -> bool:
@@ -82,6 +86,7 @@ class Ops:
         *,
         eight_bit: bool = False,
         four_bit: bool = False,
+        fp8_pages: bool = False,
         device: torch.device | str = "cpu",
     ) -> Ops:
         """The best implementation for tensors of this device ("auto"), or the one named for all operations.
@@ -90,10 +95,17 @@ class Ops:
             ModelError: the named one does not exist or cannot run there, with its reason.
         """
         try:
-            chosen = {name: registry.select(name, choice, dtype, device) for name in op_names()}
+            chosen = {
+                name: registry.select(f"{name}_fp8" if fp8_pages and name in _OF_PAGES else name, choice, dtype, device)
+                for name in op_names()
+            }
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit)
+        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages)
+
+    def page_format(self, dtype: torch.dtype) -> PageFormat:
+        """What pages hold of the tokens of a model in this dtype."""
+        return PageFormat(FP8 if self.fp8_pages else str(dtype).removeprefix("torch."))
 
     def weight_format(self, dtype: torch.dtype, device: torch.device | str, **bits: bool) -> WeightFormat:
         """The form in which products on this device take weights; `eight_bit` or `four_bit`: those that are held so."""
@@ -127,4 +139,4 @@ def meets_fp8(x: torch.Tensor, weight: Weight) -> bool:
 
 def op_names() -> list[str]:
     """The operations among the fields of Ops."""
-    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit")]
+    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit", "fp8_pages")]

@@ -3,13 +3,16 @@
 Weights that are packed for C++ or held in FP8 blocks are left out: their products add in one order by construction.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weights import ModelWeights, MoeWeights, Projection
 from batchinfer_kernels import row_check
+from batchinfer_kernels.reference.fp8_pages import narrow
+from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.row_check import RowComputation
 
 
@@ -33,12 +36,25 @@ def plain_computations(model: Transformer) -> Iterator[RowComputation]:
         latent_dim=config.kv_lora_rank,
     )
     if isinstance(kv_up_HZC, torch.Tensor):
-        yield row_check.decode_attention(shape, weights.embedding.dtype, ops.mla_decode)
-        yield row_check.prefill_attention(shape, kv_up_HZC, ops.mla_prefill)
+        decode, prefill = (
+            _over_fp8_pages(op, shape.latent_dim) if ops.fp8_pages else op for op in (ops.mla_decode, ops.mla_prefill)
+        )
+        yield row_check.decode_attention(shape, weights.embedding.dtype, decode)
+        yield row_check.prefill_attention(shape, kv_up_HZC, prefill)
         if config.indexer is not None:
             widths = config.indexer.num_heads, config.indexer.head_dim, config.indexer.topk
             indexer = row_check.IndexerShape(*widths)
             yield row_check.sparse_attention(shape, indexer, weights.embedding.dtype, ops.choose_keys, ops.mla_sparse)
+
+
+def _over_fp8_pages(op: Callable[..., torch.Tensor], latent_dim: int) -> Callable[..., torch.Tensor]:
+    """Attention that is given bfloat16 pages and rounds them first."""
+
+    def run(q: torch.Tensor, keys: PagedKeys, *rest: Any, **options: Any) -> torch.Tensor:
+        pages = narrow(keys.pages.flatten(0, 1), latent_dim).view(*keys.pages.shape[:2], -1)
+        return op(q, keys._replace(pages=pages), *rest, **options)
+
+    return run
 
 
 def _products(weights: ModelWeights) -> Iterator[tuple[str, object]]:

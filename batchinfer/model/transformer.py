@@ -70,6 +70,7 @@ class Transformer:
         dtype: torch.dtype,
         eight_bit: bool = False,
         four_bit: bool = False,
+        fp8_pages: bool = False,
         dispatchers: Sequence[Dispatcher] | None = None,
         expert_ids: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
@@ -82,7 +83,7 @@ class Transformer:
 
         Args:
             dtype: of weights, activations and pages.
-            eight_bit, four_bit: see Ops.
+            eight_bit, four_bit, fp8_pages: see Ops.
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
@@ -92,7 +93,7 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, device=device)
+        ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages, device=device)
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
@@ -137,8 +138,8 @@ class Transformer:
         return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Empty pages in the model's dtype, see mla.empty_pages."""
-        return empty_pages(self.config, num_pages, self.dtype, self.device)
+        """Empty pages, see mla.empty_pages."""
+        return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.balance.request_load import RequestLoad
-from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
 from batchinfer.config.model_files import config_file
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
@@ -29,6 +29,7 @@ from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import Learned, Speeds, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
@@ -219,6 +220,8 @@ def _plan(
     if model.carrier is not None:
         others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
         note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
+    if job.kv.dtype == FP8:
+        note("KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = _tokenize(prepared, shards, strict=strict)
@@ -289,6 +292,7 @@ def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int 
         prefill_tokens=cluster.prefill_tokens,
         decode_requests=cluster.decode_requests,
         page_bytes=cluster.page_bytes,
+        pages=PageFormat.of(prepared.job),
     )
     answers = np.maximum(1, np.ceil(work.answer_tokens)).astype(np.int64)
     cached = np.minimum(work.shared_tokens, work.prompt_tokens - 1)
@@ -461,7 +465,7 @@ def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: li
     # the last generated token is never attended to, so it needs no KV
     tokens = rows.num_tokens + np.maximum(rows.max_tokens - 1, 0)
     largest = int(np.argmax(tokens))
-    page_bytes = PAGE_TOKENS * model.kv_bytes_per_token(VALUE_BYTES[job.model.dtype])
+    page_bytes = PAGE_TOKENS * PageFormat.of(job).bytes_per_token(model)
     needed = -(-int(tokens[largest]) // PAGE_TOKENS) * page_bytes
     if needed > job.cluster.page_bytes:
         name = next(shard.path for shard in shards if shard.index == rows.shard[largest])

@@ -11,6 +11,7 @@ from batchinfer.data.overrides import check_biased_tokens
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_rows
 from batchinfer.parallel.layout import rank_places
@@ -26,8 +27,8 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
 
     Raises:
         ModelError: the tensors do not fit config.json, by the headers of their files.
-        ConfigError: the experts do not spread evenly, exchange, backend and dtype do not go together, or sampling
-            names tokens that the model does not have.
+        ConfigError: the experts do not spread evenly, exchange, backend and dtype do not go together, the model's KV
+            cannot be held as asked for, or sampling names tokens that the model does not have.
     """
     try:
         check_biased_tokens(job.sampling.to_sampling(), model.vocab_size)
@@ -38,6 +39,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         packed.check(job.model.dtype)
     else:
         check_tensors(read_headers(folder, model.carrier), model)
+    PageFormat.of(job).check(model)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
     for exchange in sorted({place.exchange(job.cluster) for place in rank_places(job.cluster) if place.group_size > 1}):

@@ -46,7 +46,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
         ConfigError: the largest request does not fit, or this host's memory cannot hold the pages.
     """
     cluster, on_cpu = job.cluster, model.device.type == "cpu"
-    page_bytes = PAGE_TOKENS * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     # mapped weights count as free, and must not have to go for pages; some of them the host's ranks share

@@ -14,6 +14,7 @@ from batchinfer.kv_store.disk import DiskStore
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
+from batchinfer.model.page_format import PageFormat
 from batchinfer.model.transformer import Transformer
 from batchinfer.ownership import group_id
 from batchinfer.parallel.layout import RankPlace
@@ -69,6 +70,7 @@ def load_model(
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
+    PageFormat.of(job).check(config)
     _check_ops(job, device)
     dispatchers = expert_ids = None
     if mesh.size > 1:
@@ -93,6 +95,7 @@ def load_model(
         mtp=mtp,
         memory=memory,
         told=told,
+        fp8_pages=PageFormat.of(job).is_fp8,
         **bits,
     )
 
@@ -196,17 +199,17 @@ def _open_prefixes(
 ) -> StoredPrefixes:
     """This rank's view of the job's KV store."""
     assert job.kv.dir is not None
-    num_layers, _, _, latent_dim = pages.shape
+    num_layers, _, _, row_width = pages.shape
     identity = KvIdentity(
         model=job.model.path,
         weights=model_digests["model.weights"],
         config=model_digests["model.config"],
-        dtype=str(pages.dtype).removeprefix("torch."),
+        dtype=model.ops.page_format(model.dtype).dtype,
         numerics=_numerics(model),
         salt=job.kv.salt,
         block_tokens=job.kv.block_tokens,
         num_layers=num_layers,
-        latent_dim=latent_dim,
+        latent_dim=row_width,
     )
     return StoredPrefixes(
         DiskStore(

@@ -10,6 +10,7 @@ from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import mtp_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.parallel.layout import RankPlace
@@ -29,6 +30,8 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
         return f"experts are spread over {place.group_size} ranks"
     if device.type != "cpu":
         return "decode steps on a GPU draft nothing"
+    if PageFormat.of(job).is_fp8:
+        return "KV is in fp8, which the steps that check drafts cannot read"
     folder, dtype = Path(job.model.path), job.model.dtype
     config = load_model_config(folder)
     if (packed := read_packed(folder)) is not None:

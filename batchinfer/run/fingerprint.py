@@ -47,7 +47,7 @@ def model_fingerprint(job: JobConfig, tokenizer_digest: str) -> Fingerprint:
 def settings_fingerprint(job: JobConfig) -> Fingerprint:
     """The part of it that is in the job file and the program."""
     return {
-        "model.dtype": job.model.dtype,
+        "model.dtype": job.precision,
         "sampling": job.sampling.model_dump(),
         # by extension is what "parquet" was before there were others
         "input columns": {**job.input.model_dump(exclude={"files"}), "format": job.input.format or "parquet"},

@@ -89,11 +89,18 @@ def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: 
     return flops / (whole_gpu * sms_share * gpu.bf16_flops / REFERENCE.bf16_flops)
 
 
-def decode_attention_s(kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator) -> float:
-    """Seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each."""
+def decode_attention_s(
+    kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator, *, row_bytes: int | None = None
+) -> float:
+    """Seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each.
+
+    Args:
+        row_bytes: read of a KV token; None: those of `latent_dim` values in BF16. Arithmetic is in BF16 in any case.
+    """
     flops = 2.0 * kv_tokens * heads * (latent_dim + value_dim)
     by_arithmetic = flops / (MLA_DECODE_FLOPS * gpu.bf16_flops / REFERENCE.bf16_flops)
-    return max(by_arithmetic, 2.0 * kv_tokens * latent_dim / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
+    num_bytes = kv_tokens * (2.0 * latent_dim if row_bytes is None else row_bytes)
+    return max(by_arithmetic, num_bytes / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
 
 
 def stream_s(num_bytes: float, gpu: Accelerator) -> float:

@@ -60,13 +60,24 @@ def prefill_stages(
 
 
 def decode_stages(
-    work: LayerWork, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, is_moe: bool
+    work: LayerWork,
+    model: ModelConfig,
+    gpu: Accelerator,
+    exchange: ExchangeTimes,
+    *,
+    is_moe: bool,
+    row_bytes: int | None = None,
 ) -> Stages:
-    """Seconds of the stages of a decode micro-batch; attention in its absorbed form, BF16 latents."""
+    """Seconds of the stages of a decode micro-batch; attention in its absorbed form.
+
+    Args:
+        row_bytes: of a KV token; None: of latents in BF16.
+    """
     heads, tokens, latent = model.num_attention_heads, work.tokens, model.kv_lora_rank
     absorb_query = bf16_product_s(tokens, latent, model.qk_nope_head_dim, gpu, batch=heads)
     expand_value = bf16_product_s(tokens, model.v_head_dim, latent, gpu, batch=heads)
-    attention = decode_attention_s(_attended(work.kv_pairs, tokens, model), heads, model.latent_dim, latent, gpu)
+    attended = _attended(work.kv_pairs, tokens, model)
+    attention = decode_attention_s(attended, heads, model.latent_dim, latent, gpu, row_bytes=row_bytes)
     return Stages(
         attn_0=_query_s(tokens, model, gpu, 1.0) + _indexer_s(work, model, gpu, 1.0, is_decode=True) + absorb_query,
         attn_1=attention + expand_value + _output_and_gate_s(tokens, model, gpu, 1.0, is_moe),

@@ -21,7 +21,7 @@ def weight_bytes(model: ModelConfig, unit: Unit) -> float:
 
 
 def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve: float) -> float:
-    """Tokens whose KV (BF16) fits next to the weights and a reserved share of the memory.
+    """Tokens whose KV fits next to the weights and a reserved share of the memory.
 
     Raises:
         ConfigError: the weights alone do not fit.
@@ -32,4 +32,4 @@ def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve:
             f"{weight_bytes(model, unit) / 1e9:,.0f} GB of weights per GPU at EP size {unit.ep_size} do not fit into "
             f"the {gpu.hbm_bytes / 1e9:,.0f} GB of an {gpu.name}; use a larger ep_size"
         )
-    return free / model.kv_bytes_per_token(BF16)
+    return free / unit.pages.bytes_per_token(model)

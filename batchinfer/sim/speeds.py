@@ -7,13 +7,14 @@ import numpy as np
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import Rater
 from batchinfer.sim.spec import ClusterSpec
-from batchinfer.sim.steps import BF16, Unit, decode_step
+from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.workload import Workload
 
 DEFAULTS = ClusterSpec(nodes=1)  # of a spec, where a job says nothing
@@ -31,6 +32,7 @@ class Ranks:
     prefill_tokens: int  # new tokens per rank and step, and the most of one prompt
     decode_requests: int  # per rank, if their KV fits
     page_bytes: int | None  # for KV of a rank; None: what the weights leave
+    pages: PageFormat = BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def paper_speeds(
     """
     gpu = accelerator(ranks.gpu)
     prefill, decode = (
-        Unit(size, ranks.redundant_experts, overlap=ranks.overlap) for size in (ranks.prefill_ranks, ranks.decode_ranks)
+        Unit(size, ranks.redundant_experts, overlap=ranks.overlap, pages=ranks.pages)
+        for size in (ranks.prefill_ranks, ranks.decode_ranks)
     )
     work = Workload(
         prompt_tokens, cached_tokens, output_tokens, np.zeros(len(prompt_tokens)), part_tokens=ranks.prefill_tokens
@@ -73,7 +76,7 @@ def paper_speeds(
     kv_tokens_per_gpu(model, prefill, gpu, rater.memory_reserve)  # only whether the weights fit
     kv_tokens = kv_tokens_per_gpu(model, decode, gpu, rater.memory_reserve)
     if ranks.page_bytes is not None:
-        kv_tokens = min(kv_tokens, ranks.page_bytes / model.kv_bytes_per_token(BF16))
+        kv_tokens = min(kv_tokens, ranks.page_bytes / ranks.pages.bytes_per_token(model))
     fitting = rater.requests_that_fit(kv_tokens)
     if fitting < 1:
         raise ConfigError(f"a rank has room for {kv_tokens:,.0f} KV tokens, less than one request needs")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Skews
 from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
@@ -15,7 +16,6 @@ from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
 # DeepSeek's published profile (github.com/deepseek-ai/profile-data): prefill leaves 24 of 132 SMs to communication,
 # decode none
 COMMUNICATION_SMS_SHARE = 24 / 132
-BF16 = 2  # bytes of a KV value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Unit:
     skew: float = 1.0  # expert rows of the busiest GPU by the mean
     overlap: bool = True
     release: Release = LATEST  # of the exchange
+    pages: PageFormat = BFLOAT16
 
     def micro_batches(self, model: ModelConfig) -> int:
         """Parts of a step that run side by side; there is no use for two where no rows travel."""
@@ -113,8 +114,11 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
     tokens = requests / halves
     work = LayerWork(tokens, kv_tokens / halves, 0.0, _rows(tokens, model, unit), unit.slots_per_gpu(model))
     exchange = decode_exchange(tokens, model, unit.ep_size, gpu, receive_skew=unit.skew, release=unit.release)
-    dense = decode_stages(work, model, gpu, exchange, is_moe=False)
-    moe = decode_stages(work, model, gpu, exchange, is_moe=True) if model.num_moe_layers else dense
+    row_bytes = unit.pages.row_width(model) if unit.pages.is_fp8 else None
+    dense = decode_stages(work, model, gpu, exchange, is_moe=False, row_bytes=row_bytes)
+    moe = dense
+    if model.num_moe_layers:
+        moe = decode_stages(work, model, gpu, exchange, is_moe=True, row_bytes=row_bytes)
     moe_s = decode_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(requests, model, gpu))
 
@@ -140,7 +144,7 @@ def prefill_batch(
         gpu,
         unit,
     )
-    kv_bytes = model.kv_bytes_per_token(BF16)
+    kv_bytes = unit.pages.bytes_per_token(model)
     num_nodes = unit.ep_size / gpu.gpus_per_node
     limits = {
         step.bottleneck: step.seconds,

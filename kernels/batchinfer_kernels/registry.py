@@ -20,6 +20,7 @@ import torch
 
 from batchinfer_kernels import reference, sdpa
 from batchinfer_kernels.cpu import build as cpu_build
+from batchinfer_kernels.cpu import fp8_pages as cpu_fp8_pages
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
 from batchinfer_kernels.hopper import libraries
@@ -194,7 +195,7 @@ def _of_library(
 def _plain(function: Callable[..., Any]) -> Candidate:
     # Stored KV blocks are kept under the origins: whoever changes one takes the blocks from their users.
     module = function.__module__.rpartition(".")[2]
-    origin = f"reference_{module}" if module in ("mla", "rows") else "reference"
+    origin = f"reference_{module}" if module in ("mla", "rows", "fp8_pages") else "reference"
     implementation = Implementation(function, _packed_weights)
     return Candidate(function.__name__, REFERENCE, implementation, _always, origin=lambda _: origin)
 
@@ -217,6 +218,7 @@ _FASTER = (
     *(replace(candidate, dtype=None) if candidate.op in _OF_ANY_DTYPE else candidate for candidate in _TRITON),
     *_listed(sdpa, SDPA, _always, probe_auto=sdpa.why_not_auto, device_types=lambda: (GPU,), origin=lambda _: SDPA),
     *_listed(cpu_ops, CPU, cpu_build.why_not, device_types=lambda: (CPU,), origin=cpu_build.numerics),
+    *_listed(cpu_fp8_pages, CPU, cpu_build.why_not, device_types=lambda: (CPU,), origin=cpu_build.numerics),
 )
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     plain.op: (*(candidate for candidate in _FASTER if candidate.op == plain.op), plain)

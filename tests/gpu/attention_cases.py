@@ -12,6 +12,7 @@ from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of,
 from published import MLA_DECODE
 
 from batchinfer_kernels import reference
+from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 
@@ -33,11 +34,14 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             words = f"{num_requests} x {dims.heads} heads, KV {kv_tokens}{', mixed' if is_mixed else ''}"
             make = partial(_decode, dims, num_requests, kv_tokens, is_mixed)
             cases.append(Case("mla_decode", words, make, both, None if is_tiny else MLA_DECODE))
+            cases.append(Case("mla_decode_fp8", words, partial(make, is_fp8=True)))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
     return [
         *cases,
         Case("mla_prefill", words, partial(_prefill, dims, *prompts), ("triton", "sdpa")),
+        Case("mla_prefill_fp8", words, partial(_prefill, dims, *prompts, is_fp8=True)),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
+        Case("rope_and_cache_fp8", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens, is_fp8=True)),
     ]
 
 
@@ -49,22 +53,33 @@ def _pages(dims: Dims, num_requests: int, num_tokens: int, device: torch.device)
     return pages, order.view(num_requests, per_request)
 
 
-def _decode(dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, device: torch.device) -> Work:
+def _held(pages: torch.Tensor, dims: Dims, is_fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages as an operation gets them, and the bfloat16 values that it is to find there."""
+    if not is_fp8:
+        return pages, pages
+    held = fp8_pages.narrow(pages.flatten(0, 1), dims.latent).unflatten(0, pages.shape[:2])
+    return held, fp8_pages.widen(held, dims.latent)
+
+
+def _decode(
+    dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, device: torch.device, *, is_fp8: bool = False
+) -> Work:
     lengths = [kv_tokens] * num_requests
     if is_mixed:
         lengths = [max(1, kv_tokens * (place + 1) // num_requests) for place in range(num_requests)]
     pages, table = _pages(dims, num_requests, kv_tokens, device)
+    held, pages = _held(pages, dims, is_fp8)
     q = normal(num_requests, dims.heads, dims.width, device=device)
     kv_tokens_B = torch.tensor(lengths, device=device)
     positions = kv_tokens_B - 1
     schedule: dict = {}  # as from a step's second layer on
 
     def run(function: Function, requests: slice) -> torch.Tensor:
-        keys = PagedKeys(pages, table[requests], kv_tokens_B[requests], positions[requests])
+        keys = PagedKeys(held, table[requests], kv_tokens_B[requests], positions[requests])
         return function(q[requests], keys, latent_dim=dims.latent, scale=SCALE)
 
     def timed(function: Function) -> torch.Tensor:
-        keys = PagedKeys(pages, table, kv_tokens_B, positions, schedule)
+        keys = PagedKeys(held, table, kv_tokens_B, positions, schedule)
         return function(q, keys, latent_dim=dims.latent, scale=SCALE)
 
     return Work(
@@ -73,13 +88,14 @@ def _decode(dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, devic
         measure="relative",
         parts=parts_of(num_requests),
         flops=2 * sum(lengths) * dims.heads * (dims.width + dims.latent),
-        num_bytes=2 * sum(lengths) * dims.width + bytes_of(q) + 2 * num_requests * dims.heads * dims.latent,
+        num_bytes=bytes_of(held[0, :1]) * sum(lengths) + bytes_of(q) + 2 * num_requests * dims.heads * dims.latent,
         timed=timed,
     )
 
 
-def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device) -> Work:
+def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device, *, is_fp8: bool = False) -> Work:
     pages, table = _pages(dims, num_prompts, num_tokens, device)
+    held, pages = _held(pages, dims, is_fp8)
     q = normal(num_prompts * num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
     kv_b = weight(dims.heads, dims.nope + dims.value, dims.latent, device=device, fp8=False)
     assert isinstance(kv_b, torch.Tensor)
@@ -92,11 +108,11 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
 
     def run(function: Function, prompts: slice) -> torch.Tensor:
         own = lengths[prompts]
-        keys = PagedKeys(pages, table[prompts], own, of_tokens(positions, prompts))
+        keys = PagedKeys(held, table[prompts], own, of_tokens(positions, prompts))
         return function(of_tokens(q, prompts), keys, kv_b, own, v_dim=dims.value, scale=SCALE)
 
     def timed(function: Function) -> torch.Tensor:
-        keys = PagedKeys(pages, table, lengths, positions, schedule)
+        keys = PagedKeys(held, table, lengths, positions, schedule)
         return function(q, keys, kv_b, lengths, v_dim=dims.value, scale=SCALE)
 
     q_BTHA = q.unflatten(0, (num_prompts, -1))
@@ -109,14 +125,14 @@ def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device
         parts=(slice(0, 1), slice(num_prompts - 1, num_prompts)),
         flops=2 * seen * dims.heads * (dims.nope + dims.rotary + dims.value) + up_projection,
         num_bytes=bytes_of(q, kv_b)
-        + 2 * num_prompts * num_tokens * dims.width
+        + bytes_of(held[0, :1]) * num_prompts * num_tokens
         + 2 * num_prompts * num_tokens * dims.heads * dims.value,
         take=of_tokens,
         timed=timed,
     )
 
 
-def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
+def _positions(dims: Dims, num_tokens: int, device: torch.device, *, is_fp8: bool = False) -> Work:
     q = normal(num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
     latents = normal(num_tokens, dims.width, device=device, seed=1)
     norm = normal(dims.latent, device=device, seed=2)
@@ -125,6 +141,8 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
     num_pages = -(-num_tokens // exact.PAGE)
     slots = torch.randperm(num_pages * exact.PAGE, generator=torch.Generator().manual_seed(4))[:num_tokens].to(device)
     pages = torch.zeros(num_pages, exact.PAGE, dims.width, dtype=torch.bfloat16, device=device)
+    if is_fp8:
+        pages = _held(pages, dims, is_fp8)[0]
 
     def call(function: Function, turned: torch.Tensor, rows: slice) -> torch.Tensor:
         return function(turned, NewKeys(latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows], True))
@@ -133,7 +151,9 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
         """Queries and latents of each token."""
         pages.zero_()
         turned = call(function, q[rows].clone(), rows)
-        written = pages.view(-1, dims.width)[slots[rows]]
+        written = pages.view(-1, pages.shape[-1])[slots[rows]]
+        if is_fp8:
+            written = fp8_pages.widen(written, dims.latent)
         return torch.cat([turned.flatten(1), written], dim=-1)
 
     def expected() -> torch.Tensor:
@@ -142,17 +162,20 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device) -> Work:
         latent, key = latents.double().split([dims.latent, dims.rotary], dim=-1)
         turned = torch.cat([plain, _turned(rotary, cos, sin)], dim=-1)
         normed = reference.rms_norm(latent, norm.double(), 1e-6)
-        return torch.cat([turned.flatten(1), normed, _turned(key[:, None], cos, sin)[:, 0]], dim=-1)
+        written = torch.cat([normed, _turned(key[:, None], cos, sin)[:, 0]], dim=-1)
+        if is_fp8:
+            written = fp8_pages.widen(fp8_pages.narrow(written.bfloat16(), dims.latent), dims.latent).double()
+        return torch.cat([turned.flatten(1), written], dim=-1)
 
     scratch = q.clone()
     rotary_bytes = bytes_of(q) * dims.rotary // (dims.nope + dims.rotary)
     return Work(
         run=run,
         expected=expected,
-        measure="relative",
+        measure="diff" if is_fp8 else "relative",
         parts=parts_of(num_tokens),
         flops=0,
-        num_bytes=2 * rotary_bytes + 2 * bytes_of(latents) + bytes_of(cos, sin),
+        num_bytes=2 * rotary_bytes + bytes_of(latents) + num_tokens * bytes_of(pages[0, :1]) + bytes_of(cos, sin),
         timed=lambda function: call(function, scratch, slice(None)),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.config.job import KvConfig
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.rank import may_draft
 from support.paths import SAMPLE_MODEL
@@ -37,6 +38,9 @@ def test_ranks_that_hold_all_experts_and_decode_on_a_cpu_draft(monkeypatch):
     assert reason() == [None]
     assert reason(speculate="off") == ["not asked"]
     assert JobConfig.model_fields["cluster"].get_default(call_default_factory=True).speculate == "off"
+    in_fp8 = job().model_copy(update={"kv": KvConfig(dtype="fp8")})
+    (place,) = rank_places(in_fp8.cluster)
+    assert may_draft.why_not(in_fp8, place, CPU) == "KV is in fp8, which the steps that check drafts cannot read"
     assert reason(prefill_ranks=2) == ["experts are spread over 2 ranks"] * 2
     apart = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}
     assert reason(**apart) == ["not asked", "not asked", None]

@@ -11,6 +11,7 @@ import pytest
 from batchinfer.balance.decode_series import EVEN
 from batchinfer.model.config import load_model_config
 from batchinfer.model.indexer_config import IndexerConfig
+from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.answer import answer
 from batchinfer.sim.cluster import Cluster, simulate
@@ -80,6 +81,17 @@ def test_decode_attention_with_128_heads_is_bound_by_arithmetic_and_with_few_by_
     per_head = [decode_attention_s(1e6, heads, 576, 512, H800) for heads in (16, 32, 128)]
     assert per_head[0] == per_head[1] == pytest.approx(1e6 * 576 * 2 / 3e12)
     assert per_head[2] == pytest.approx(1e6 * 128 * 2 * (576 + 512) / 660e12)
+
+
+def test_kv_in_fp8_takes_its_bytes_of_memory_network_disk_and_attention():
+    plain, narrow = (Unit(32, 32, pages=pages) for pages in (BFLOAT16, PageFormat("fp8")))
+    fitting = [kv_tokens_per_gpu(V3, unit, H800, 0.1) for unit in (plain, narrow)]
+    assert fitting[1] / fitting[0] == pytest.approx(1152 / 656)
+    few_heads = replace(V3, num_attention_heads=16)  # bound by memory
+    attention = "core attention and output"
+    seconds = [decode_step(8.0, 8e6, few_heads, H800, unit).by_stage[attention] for unit in (plain, narrow)]
+    per_token = few_heads.num_hidden_layers * (1152 - 656) / 3e12
+    assert seconds[0] - seconds[1] == pytest.approx(8e6 * per_token, rel=0.01)
 
 
 def test_nodes_of_a_token_against_drawing_its_experts():

@@ -79,12 +79,24 @@ def compile_all():
         latent_dim=512,
         scale=0.1352,
     )
+    compile_fp8_pages()
     compile_sparse()
     tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
         0, 512, 0.1352,
     )  # fmt: skip
+
+
+def compile_fp8_pages():
+    """DeepSeek-V3's rows in FP8 pages, 656 bytes each: written, read in decode, widened for prefill."""
+    angles, pages = of(128, 32, dtype=FLOAT), of(9000, 64, 656, dtype=torch.uint8)
+    table, positions = of(128, 64, dtype=INT), of(128, dtype=INT)
+    ops.rope_and_cache_fp8(
+        of(128, H, 192), NewKeys(of(128, 576), of(512), 1e-6, angles, angles, pages, positions, True)
+    )
+    decode.mla_decode_fp8(of(128, H, 576), PagedKeys(pages, table, positions, positions), latent_dim=512, scale=0.1352)
+    fp8_pages.widen_rows(pages, of(T, dtype=INT), 512)
 
 
 def compile_sparse():
@@ -233,7 +245,7 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.mla import PagedKeys
     from batchinfer_kernels.reference.rows import NewKeys
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
-    from batchinfer_kernels.triton import decode, index_fp8, indexer, ops, prefill, topk
+    from batchinfer_kernels.triton import decode, fp8_pages, index_fp8, indexer, ops, prefill, topk
 
     T, D, F, H, E = 16384, 7168, 2048, 128, 256
     HELD = 9  # experts of a rank

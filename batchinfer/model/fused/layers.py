@@ -99,7 +99,7 @@ def attention_of(
 ) -> Attention | FusedAttention | SparseAttention:
     """Fused where all weights are packed, none has a bias, and rows between them are whole steps of a product.
 
-    Attention to chosen keys is not.
+    Attention to chosen keys is not, nor is that over pages in FP8, which the C++ layer cannot read.
     """
     if config.indexer is not None:
         return SparseAttention(Attention(ops, config, weights, norm_D), config.indexer, weights.indexer)
@@ -107,7 +107,7 @@ def attention_of(
     held = all_packed(*(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC), *map(plain_weight, projections))
     nope_dim, value_dim, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads
     widths = (len(norm_D), nope_dim, heads * value_dim, config.kv_lora_rank, config.q_lora_rank or 0)
-    if held is None or not _has_whole_pairs(norm_D, *widths):
+    if held is None or ops.fp8_pages or not _has_whole_pairs(norm_D, *widths):
         return Attention(ops, config, weights, norm_D)
     key_up, value_up, kv_up, q, kv_down, out, *q_down = (weight.plain for weight in held)
     kernel = library().classes.Attention(

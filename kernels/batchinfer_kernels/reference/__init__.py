@@ -15,6 +15,7 @@ from typing import Any
 
 from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_mul_blocks
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
+from batchinfer_kernels.reference.fp8_pages import mla_decode_fp8, mla_prefill_fp8, rope_and_cache_fp8
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
@@ -58,6 +59,9 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     log_sum_exp,
     mla_prefill,
     mla_decode,
+    rope_and_cache_fp8,
+    mla_prefill_fp8,
+    mla_decode_fp8,
     index_cache,
     choose_keys,
     mla_sparse,

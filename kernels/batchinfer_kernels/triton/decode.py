@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
+from batchinfer_kernels.triton.fp8_pages import Pages, as_parts, load_keys
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
 SPLIT_TOKENS = 1024
@@ -26,7 +27,16 @@ _LOG2_E = 1.4426950408889634
 
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """A request without tokens gives zeros. Softmax weights are rounded to bfloat16 before they meet the latents."""
-    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
+    return _attend_paged(q_THW, keys, (keys.pages, None, None), latent_dim, scale)
+
+
+def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
+    """Rows are widened where they are read: as mla_decode of the widened rows, to the bit."""
+    return _attend_paged(q_THW, keys, as_parts(keys.pages), latent_dim, scale)
+
+
+def _attend_paged(q_THW: torch.Tensor, keys: PagedKeys, pages: Pages, latent_dim: int, scale: float) -> torch.Tensor:
+    _, page_table_BP, kv_tokens_B, positions_T, _ = keys
     num_keys = page_table_BP.shape[1] * PAGE_TOKENS
     whose = page_table_BP.contiguous(), kv_tokens_B, positions_T.contiguous(), None
     return _attend(q_THW, pages, whose, len(page_table_BP), num_keys, latent_dim, scale)
@@ -37,19 +47,23 @@ def mla_sparse(
 ) -> torch.Tensor:
     """As mla_decode of the keys in these slots, to the bit."""
     whose = None, None, None, slots_TK.contiguous()
-    return _attend(q_THW, pages, whose, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
+    return _attend(q_THW, (pages, None, None), whose, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
 
 
 def _attend(
     q_THW: torch.Tensor,
-    pages: torch.Tensor,
+    pages: Pages,
     whose: tuple[torch.Tensor | None, ...],
     num_requests: int,
     most_keys: int,
     latent_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of each request's queries to its keys: by page table, lengths and positions, or by slots."""
+    """Attention of each request's queries to its keys: by page table, lengths and positions, or by slots.
+
+    Args:
+        pages: in bfloat16, and no others; in FP8 the same pages as values, as scales and as rotary keys.
+    """
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
     if out_THC.numel() == 0:
@@ -66,8 +80,8 @@ def _attend(
     for start in range(0, num_requests, piece):
         count = min(piece, num_requests - start)
         _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
-            q_THW, pages, *whose, sums, peaks, totals,
-            start, rows_per_request, num_heads, list_length, num_parts, pages.stride(1), scale * _LOG2_E,
+            q_THW, *pages, *whose, sums, peaks, totals,
+            start, rows_per_request, num_heads, list_length, num_parts, pages[0].stride(1), scale * _LOG2_E,
             LATENT=latent_dim,
             ROTARY=width - latent_dim,
             LATENT_TILE=max(16, triton.next_power_of_2(latent_dim)),
@@ -97,14 +111,14 @@ def _num_chosen(slots_ptr, request, list_length):
 
 @triton.jit
 def _attend_part(
-    q_ptr, pages_ptr, table_ptr, kv_tokens_ptr, positions_ptr, slots_ptr, sums_ptr, peaks_ptr, totals_ptr,
+    q_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr, table_ptr, kv_tokens_ptr, positions_ptr, slots_ptr,
+    sums_ptr, peaks_ptr, totals_ptr,
     first_request, rows_per_request, num_heads, list_length, num_parts, page_step, scale,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Unfinished softmax of some rows of one request over one part of its keys; scores in powers of two."""
-    part = tl.program_id(1)
-    local = tl.program_id(2)
+    part, local = tl.program_id(1), tl.program_id(2)
     request = (first_request + local).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows_per_request
@@ -135,9 +149,10 @@ def _attend_part(
             else:
                 slots = tl.load(table_ptr + request * list_length + start // PAGE).to(tl.int64) * PAGE
                 slots = slots + start % PAGE + place
-            key_at = pages_ptr + slots[:, None] * page_step
-            k_latent = load_columns(key_at + latent[None, :], is_latent[None, :], LATENT == LATENT_TILE)
-            k_rotary = load_columns(key_at + LATENT + rotary[None, :], is_rotary[None, :], ROTARY == ROTARY_TILE)
+            k_latent, k_rotary = load_keys(
+                pages_ptr, page_scales_ptr, page_rotary_ptr, slots, page_step,
+                LATENT, ROTARY, LATENT_TILE, ROTARY_TILE, KEYS,
+            )  # fmt: skip
             scores = dot(q_latent, tl.trans(k_latent), tl.zeros((ROWS, KEYS), tl.float32))
             scores = dot(q_rotary, tl.trans(k_rotary), scores) * scale
             is_seen = (keys < stop)[None, :] & (keys[None, :] <= positions[:, None])

@@ -52,6 +52,16 @@ def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) 
     return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _uneven(keys.pages)
 
 
+def _fp8_rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
+    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q_THA, new.latents_TW)
+
+
+def _fp8_attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
+    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q, *kv_b_and_more[:1])
+
+
 def _index_keys(new: NewIndexKeys) -> str | None:
     """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(new.keys_TI, new.norm_I, new.bias_I, new.pages) or _uneven(new.pages)
@@ -166,6 +176,9 @@ argmax = _in("argmax", "argmax", _logits)
 draw = _in("draw", "draw", at(_logits, 0))
 mla_prefill = _in("prefill", "mla_prefill", _attention)
 mla_decode = _in("decode", "mla_decode", _attention)
+rope_and_cache_fp8 = _in("rows", "rope_and_cache_fp8", _fp8_rotation)
+mla_prefill_fp8 = _in("prefill", "mla_prefill_fp8", _fp8_attention)
+mla_decode_fp8 = _in("decode", "mla_decode_fp8", _fp8_attention)
 index_cache = _in("indexer", "index_cache", _index_keys)
 choose_keys = _in("indexer", "choose_keys", _scored)
 rotated_queries = _in("indexer", "rotated_queries", _queries)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.transfer import in_one_copy
+from batchinfer_kernels.triton.fp8_pages import widen_rows
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
@@ -24,6 +25,7 @@ _MAX_KEY_BYTES = 2**30  # keys and values at a time
 _TILE_ROWS = 128
 _LOG2_E = 1.4426950408889634
 SCHEDULE = "triton prefill"  # its entry in a step's schedule
+_SOURCE = "triton prefill from"  # there: the slots of rows that are widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,33 @@ def mla_prefill(
         product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
         _attend(q_THA, kv_XHZ, pages, work.page_ids, work.tiles, positions_T, out_THV, first, latent_dim, scale)
     return out_THV
+
+
+def mla_prefill_fp8(
+    q_THA: torch.Tensor,
+    keys: PagedKeys,
+    kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    *,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """As mla_prefill of the widened rows, to the bit: a kernel of its own widens those of the step's requests.
+
+    Each is read by all heads and many queries, and its keys and values are made from it by a product anyway.
+    """
+    if q_THA.numel() == 0 or v_dim == 0:
+        return torch.empty(*q_THA.shape[:2], v_dim, dtype=q_THA.dtype, device=q_THA.device)
+    schedule = {} if keys.schedule is None else keys.schedule
+    if SCHEDULE not in schedule:
+        work = _cut(keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, q_THA.device)
+        num_pages = len(work.page_ids)
+        ids, slots = (torch.arange(count, device=q_THA.device) for count in (num_pages, num_pages * PAGE_TOKENS))
+        schedule[SCHEDULE] = num_tokens_B, _Work(ids, slots, work.tiles)
+        schedule[_SOURCE] = work.slots_X
+    wide = widen_rows(keys.pages, schedule[_SOURCE], kv_b_HZC.shape[-1])
+    wide_keys = keys._replace(pages=wide.unflatten(0, (-1, PAGE_TOKENS)), schedule=schedule)
+    return mla_prefill(q_THA, wide_keys, kv_b_HZC, num_tokens_B, v_dim=v_dim, scale=scale)
 
 
 def _cut(

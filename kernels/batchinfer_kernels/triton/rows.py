@@ -11,6 +11,7 @@ import triton.language as tl
 
 from batchinfer_kernels.reference.fp8 import BLOCK, ScaledRows, empty_row_scales
 from batchinfer_kernels.reference.rows import NewKeys
+from batchinfer_kernels.triton.fp8_pages import as_parts, power_scale_of, rotary_byte, tile_of
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
 
@@ -55,7 +56,23 @@ def rms_norm_fp8(
 
 def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     """One kernel; rotates queries in place."""
-    latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
+    return _rotate_and_write(q_THA, new, new.pages, None, None)
+
+
+def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
+    """One kernel; rotates queries in place. Sums of the norm are float32; rows are rounded as by `fp8_pages.narrow`."""
+    return _rotate_and_write(q_THA, new, *as_parts(new.pages))
+
+
+def _rotate_and_write(
+    q_THA: torch.Tensor,
+    new: NewKeys,
+    latent_pages: torch.Tensor,
+    scale_pages: torch.Tensor | None,
+    rotary_pages: torch.Tensor | None,
+) -> torch.Tensor:
+    """With pages in FP8 these as values, as scales and as rotary keys; else as they are."""
+    latents_TW, norm_C, eps, cos, sin, _, slots_T, interleaved = new
     q_THA, latents_TW = q_THA.contiguous(), dense(latents_TW)
     num_tokens, num_heads, q_width = q_THA.shape
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
@@ -68,13 +85,15 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
             norm_C,
             cos.contiguous(),
             sin.contiguous(),
-            pages,
+            latent_pages,
+            scale_pages,
+            rotary_pages,
             slots_T,
             eps,
             num_tokens,
             num_heads,
             q_width,
-            pages.stride(1),
+            latent_pages.stride(1),
             latents_TW.stride(0),
             LATENT=latent_dim,
             PAIRS=rotary // 2,
@@ -161,21 +180,36 @@ def _rotated(first, second, cos, sin):
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps,
+    q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr, slots_ptr, eps,
     num_tokens, num_heads, q_width, page_step, latent_stride,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_token = token < num_tokens
-    page_at = pages_ptr + tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step
+    slot_step = tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step
+    page_at = pages_ptr + slot_step
     latent_at = latents_ptr + token[:, None] * latent_stride
 
     columns = tl.arange(0, LATENT_TILE)[None, :]
     is_latent = is_token[:, None] & (columns < LATENT)
     latent = tl.load(latent_at + columns, mask=is_latent, other=0.0)
     norm = tl.load(norm_ptr + columns, mask=columns < LATENT, other=0.0)
-    tl.store(page_at + columns, _normed(latent, norm, is_latent, LATENT, eps), mask=is_latent)
+    normed = _normed(latent, norm, is_latent, LATENT, eps)
+    if page_scales_ptr is None:
+        rotary_at = page_at + LATENT
+    else:  # steps are in bytes
+        SCALED: tl.constexpr = tile_of(LATENT_TILE)
+        in_tiles = tl.reshape(normed.to(tl.float32), (ROWS, LATENT_TILE // SCALED, SCALED))
+        amax = tl.max(tl.abs(in_tiles), 2)
+        is_number = tl.sum((in_tiles != in_tiles).to(tl.int32), 2) == 0
+        scales = tl.where(is_number, power_scale_of(amax), float("nan"))
+        normed = tl.reshape(to_e4m3(scaled(in_tiles, scales[:, :, None])), (ROWS, LATENT_TILE))
+        tiles = tl.arange(0, LATENT_TILE // SCALED)[None, :]
+        is_tile = is_token[:, None] & (tiles * SCALED < LATENT)
+        tl.store(page_scales_ptr + (slot_step + LATENT) // 4 + tiles, scales, mask=is_tile)
+        rotary_at = page_rotary_ptr + (slot_step + rotary_byte(LATENT)) // 2
+    tl.store(page_at + columns, normed, mask=is_latent)
 
     pairs = tl.arange(0, PAIRS_TILE)[None, :]
     if INTERLEAVED:
@@ -188,8 +222,8 @@ def _rope_and_cache(
     key_first = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
     key_second = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
     rotated_first, rotated_second = _rotated(key_first, key_second, cos, sin)
-    tl.store(page_at + LATENT + first, rotated_first, mask=is_pair)
-    tl.store(page_at + LATENT + second, rotated_second, mask=is_pair)
+    tl.store(rotary_at + first, rotated_first, mask=is_pair)
+    tl.store(rotary_at + second, rotated_second, mask=is_pair)
 
     for start in range(0, num_heads, HEADS):
         heads = (start + tl.arange(0, HEADS))[None, :, None]

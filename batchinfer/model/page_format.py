@@ -1,0 +1,70 @@
+"""What pages hold of a token, asked by all who count their bytes: kv.dtype of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.config import VALUE_BYTES, JobConfig
+from batchinfer.model.config import ModelConfig
+from batchinfer.records import ConfigError
+
+FP8 = "fp8"
+_SCALE_BYTES, _ROTARY_BYTES = 4, 2
+_TILE = 128  # latent values that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """Pages of a job.
+
+    dtype: "float32" or "bfloat16", of every value; or "fp8": latents in E4M3 with a float32 scale per 128 values, the
+        rotary key in bfloat16 (`reference/fp8_pages.py` of the kernels).
+    """
+
+    dtype: str
+
+    @classmethod
+    def of(cls, job: JobConfig) -> PageFormat:
+        """What the job asks for."""
+        if job.kv.dtype == FP8:
+            return cls(FP8)
+        return cls("float32" if job.model.dtype == "float32" else "bfloat16")
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == FP8
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuse a model whose pages cannot be held so.
+
+        Raises:
+            ConfigError: it chooses keys, or its widths do not fit.
+        """
+        if not self.is_fp8:
+            return
+        if model.indexer is not None:
+            raise ConfigError(
+                'kv.dtype is "fp8", but the model has an indexer (sparse attention), whose keys pages in FP8 do not '
+                "hold; leave kv.dtype out"
+            )
+        if model.kv_lora_rank % 4:
+            raise ConfigError(
+                f'kv.dtype is "fp8", but kv_lora_rank of the model is {model.kv_lora_rank}, not a multiple of 4; '
+                "leave kv.dtype out"
+            )
+
+    def row_width(self, model: ModelConfig) -> int:
+        """Elements of a token's row in one layer: values, or bytes in FP8."""
+        if not self.is_fp8:
+            return model.kv_dim
+        num_tiles = -(-model.kv_lora_rank // _TILE)
+        return model.kv_lora_rank + _SCALE_BYTES * num_tiles + _ROTARY_BYTES * model.qk_rope_head_dim
+
+    def bytes_per_token(self, model: ModelConfig) -> int:
+        """Page bytes of one token over all layers (40,016 for the 671B model in FP8, 70,272 in bfloat16)."""
+        if not self.is_fp8:
+            return model.kv_bytes_per_token(VALUE_BYTES[self.dtype])
+        return model.num_hidden_layers * self.row_width(model)
+
+
+BFLOAT16 = PageFormat("bfloat16")
