@@ -97,7 +97,8 @@ BUDGET = {("hopper", True): 32, ("hopper", False): 29, ("triton", True): 28, ("t
 def test_a_layer_of_decode_starts_few_kernels(folder, with_hopper, eight_bit):
     with device_calls.counted_calls(with_hopper=with_hopper) as calls:
         model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
-        tensors = StepTensors.fixed(decode_input(), torch.ones(3, dtype=torch.int64), META)
+        given = decode_input()
+        tensors = StepTensors.fixed(given, torch.ones(3, dtype=torch.int64), META, given.position_range())
         step = AttentionStep.with_angles(tensors, *model.angles.at(tensors.positions))
         counts = torch.zeros(model.config.n_routed_experts, dtype=torch.int64, device=META)
         hidden = torch.zeros(3, model.config.hidden_size, dtype=torch.bfloat16, device=META)

@@ -171,7 +171,7 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
         patch.setattr(registry, "_CANDIDATES", candidates)
         patch.setattr(InterpretedFunction, "run", run)
         patch.setattr(JITFunction, "run", run)
-        patch.setattr(hopper, "_is_on_gpu", lambda *tensors: True)
+        patch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
         patch.setattr(libraries, "deep_gemm", gemm)
         patch.setattr(libraries, "flash_mla", lambda: library)
         patch.setattr(libraries, "decode_parameters", lambda: frozenset({"use_legacy"}))

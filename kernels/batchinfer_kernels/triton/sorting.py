@@ -93,4 +93,5 @@ def _sort_few(
     rows += tl.sum(tl.where(experts[None, :] == ids[:, None], starts[None, :], 0), 1)
     tl.store(inverse_ptr + entries, rows.to(tl.int64), mask=is_entry)
     tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)
-    tl.store(counts_ptr + experts, totals.to(tl.int64), mask=(experts < num_experts) & (first == 0))
+    if first == 0:
+        tl.store(counts_ptr + experts, totals.to(tl.int64), mask=experts < num_experts)
