@@ -99,7 +99,7 @@ def plain(jobs):
 
 
 def expert_counts(jobs, name):
-    sql = "SELECT layer, expert, sum(tokens)::INT AS n FROM experts WHERE kind = 'decode' GROUP BY ALL ORDER BY ALL"
+    sql = "SELECT layer, expert, sum(tokens)::INT AS n FROM experts WHERE phase = 'decode' GROUP BY ALL ORDER BY ALL"
     return json.loads(batchinfer("report", jobs.folder / name, "--json", "--sql", sql).out)
 
 
