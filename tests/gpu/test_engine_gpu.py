@@ -64,9 +64,8 @@ needs_gpu_or_rehearsal = pytest.mark.skipif(
 TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
 # How far a token that ties with the best one may lie below it, of the largest logit: both were rounded at other places.
 TIE = 2**-5
-# Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far: on a CPU
-# for 2 of 234 tokens between C++ and plain PyTorch in bfloat16, for 5 between prefill and decode of plain PyTorch in
-# FP8.
+# Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
+# of 234 tokens, C++ beside plain PyTorch in bfloat16; 5 of them, prefill beside decode of plain PyTorch in FP8.
 MOST_BEYOND_TIES = 0.05
 
 
