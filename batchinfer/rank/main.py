@@ -39,6 +39,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
+from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.group_store import GroupStore
 from batchinfer.parallel.layout import RankPlace, rank_places
@@ -171,7 +172,8 @@ def _work(
     equality = equal_rows(model, job.cluster.backend)
     if model.mtp is not None and equality.bit_equal is not True:
         no_drafts = "answers may depend on what rows are batched with"
-    channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts))
+    ready = messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts, _graphs(model, place))
+    channel.send(ready)
     loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
         gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
@@ -218,6 +220,14 @@ def _run_job(
     if leave.stay and worker.telemetry.placement != placement:
         model.place_experts(Path(job.model.path), first_placements(job, model.config, slots, mesh), mesh.rank)
     return leave
+
+
+def _graphs(model: Transformer, place: RankPlace) -> str | None:
+    """What is said of this rank's graphs; on a CPU nobody expects any."""
+    reason = why_not_recorded(model) if place.runs_decode else ON_HOST
+    if reason == ON_HOST:
+        return None
+    return "decode steps run as CUDA graphs" if reason is None else f"decode steps run as no CUDA graphs: {reason}"
 
 
 def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
