@@ -21,6 +21,7 @@ from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.protocol.messages import ExpertSlots, Start
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.kv_budget import KvBudget
@@ -143,7 +144,7 @@ def make_worker(
     place: RankPlace,
     start: Start,
     budget: KvBudget,
-    transfer_folder: Path | None,
+    transfers: Path | BucketTransfers | None,
     placement: int = 0,
     *,
     drafts: bool = False,
@@ -151,7 +152,7 @@ def make_worker(
     """Allocate the KV pages, and put the parts of this rank together.
 
     Args:
-        transfer_folder: of this rank, for KV on its way between hosts; None: all ranks are on one host.
+        transfers: place of this rank, for KV on its way between hosts; None: all ranks are on one host.
         placement: number of the one with which the experts were loaded.
         drafts: draft tokens; the model has its layer for that.
 
@@ -168,7 +169,7 @@ def make_worker(
         place=place,
         mesh=mesh,
         transfer_bytes=budget.transfer_bytes,
-        transfer_folder=transfer_folder,
+        transfers=transfers,
         # without experts nothing travels under which the other half could compute
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,

@@ -73,6 +73,15 @@ class BucketFiles:
             if not self._bucket.fetch(name, temporary):
                 raise DamagedFileError(path, f"{self._bucket.uri}/{name} is gone")
 
+    def read(self, path: Path) -> bytes | None:
+        """What is in a file's object; None: it is not there."""
+        found = self._bucket.read(self.name(path))
+        return None if found is None else found.data
+
+    def delete_below(self, folder: str) -> None:
+        """Delete all objects in a folder."""
+        self.each(self._bucket.delete, [item.name for item in self._bucket.objects(folder)])
+
     def each(self, call: Callable[[Any], object], items: Iterable[Any]) -> None:
         """Several transfers at a time."""
         with ThreadPoolExecutor(TRANSFERS) as pool:

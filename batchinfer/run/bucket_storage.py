@@ -7,6 +7,7 @@
     done/<unit>                       created once; names the results that count, with their sizes
     workers/… locks/plan              who is alive (bucket_lease.py)
     stats/… outputs/… dataset/…       as on a disk;   work/sessions/… signs of life
+    work/meeting-… work/transfers-…   of groups over several hosts: where they meet, and KV between them
 
 Data goes first, then what names it. An object that nothing names is ignored, and deleted by the last `finish`. Listings
 say what may be skipped, never what counts: what a stale one lacks is asked for by its name.
@@ -47,6 +48,7 @@ class BucketStorage:
     """
 
     beat_s = 15.0
+    look_s = 1.0
 
     def __init__(self, uri: str, s3: S3Config = DEFAULT_S3, work_dir: str | None = None) -> None:
         self.bucket = Bucket(uri, s3)
@@ -103,6 +105,12 @@ class BucketStorage:
     def keep(self, path: Path) -> None:
         self._files.put(path)
 
+    def secret(self, path: Path) -> bytes | None:
+        return self._files.read(path)  # who else may read and write there is the bucket's policy
+
+    def kept(self, path: Path) -> bytes | None:
+        return self._files.read(path)
+
     def keep_statistics(self, session: str) -> None:
         for path in sorted(self.run.stats.glob(f"*/{session}*.parquet")):
             self._files.put_changed(path)
@@ -111,10 +119,14 @@ class BucketStorage:
         path.unlink(missing_ok=True)
         self.bucket.delete(self._files.name(path))
 
+    def forget_folder(self, folder: Path) -> None:
+        self._files.delete_below(self._files.name(folder))
+
     def commit(self, *, anew: bool = False) -> None:
         state = read_state(self.run)
         if MADE not in state:
-            self._clear_bucket()
+            for folder in ("done", "leases", "units", "stats"):  # of an earlier run here; nothing of this was computed
+                self._files.delete_below(folder)
             state[MADE] = secrets.token_hex(8)
             publish_json(self.run.run_json, state)
         manifest = Manifest(self.run.root, state.get("files"))
@@ -178,11 +190,6 @@ class BucketStorage:
         for name in due:
             self._claims.note(name, listed[name])
             self._files.note_kept(self.run.root / name)
-
-    def _clear_bucket(self) -> None:
-        """Delete what an earlier run in this place has left, of which nothing was computed."""
-        for folder in ("done", "leases", "units", "stats"):
-            self._files.each(self.bucket.delete, [item.name for item in self.bucket.objects(folder)])
 
 
 def _made(run: RunDir) -> dict[str, Any] | None:

@@ -9,11 +9,13 @@ controller/claiming.py.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
+from batchinfer.records import ConfigError
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.rundir import RunDir
@@ -31,10 +33,12 @@ class Storage(Protocol):
     """See module docstring.
 
     beat_s: seconds between signs of life.
+    look_s: seconds between looks at what another process is to write.
     """
 
     run: RunDir
     beat_s: float
+    look_s: float
 
     def check(self) -> None:
         """Refuse a place that cannot hold a run, with the reason."""
@@ -51,11 +55,24 @@ class Storage(Protocol):
     def keep(self, path: Path) -> None:
         """Make a file durable that only this process writes."""
 
+    def secret(self, path: Path) -> bytes | None:
+        """What a process of this user has kept for others of his; None: nothing yet.
+
+        Raises:
+            ConfigError: somebody else could have written it.
+        """
+
+    def kept(self, path: Path) -> bytes | None:
+        """What another process has kept in a file; None: nothing."""
+
     def keep_statistics(self, session: str) -> None:
         """Make durable what is new of a session's statistics."""
 
     def forget(self, path: Path) -> None:
         """Delete such a file, if it is there."""
+
+    def forget_folder(self, folder: Path) -> None:
+        """Delete a folder of files that only this process and its ranks write."""
 
     def sweep(self) -> None:
         """Once all units are done: delete what dead workers have left where nobody else would."""
@@ -72,6 +89,7 @@ class FolderStorage:
     """A run folder on a file system: what is published in it counts at once."""
 
     beat_s = 5.0
+    look_s = 0.2
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -94,11 +112,28 @@ class FolderStorage:
     def keep(self, path: Path) -> None:
         pass
 
+    def secret(self, path: Path) -> bytes | None:
+        try:
+            with open(path, "rb") as file:
+                status, data = os.fstat(file.fileno()), file.read()
+        except FileNotFoundError:
+            return None
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")
+        return data
+
+    def kept(self, path: Path) -> bytes | None:
+        return path.read_bytes() if path.exists() else None
+
     def keep_statistics(self, session: str) -> None:
         pass
 
     def forget(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def forget_folder(self, folder: Path) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
 
     def sweep(self) -> None:
         pass
