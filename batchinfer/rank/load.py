@@ -7,10 +7,12 @@ from typing import TypedDict
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
+from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
@@ -215,6 +217,7 @@ def _open_prefixes(
             identity,
             max_bytes=job.kv.max_bytes,
             gid=group_id(job.kv.shared_group, "kv.shared_group"),
+            bucket=None if job.kv.second_tier is None else Bucket(job.kv.second_tier, job.s3, attempts=TIER_ATTEMPTS),
         ),
         pages,
         persist=job.kv.persist,
