@@ -97,6 +97,8 @@ class BucketStorage:
             self._fetch_statistics()
         if "signs" in parts:
             self._claims.fetch_signs()
+        if "sent" in parts:
+            self._files.fetch_sent()
 
     def names(self, folder: Path) -> Iterable[str]:
         prefix = "leases" if folder == self.run.unit_folders else "done"
@@ -110,6 +112,9 @@ class BucketStorage:
 
     def kept(self, path: Path) -> bytes | None:
         return self._files.read(path)
+
+    def keep_sent(self) -> None:
+        self._files.keep_sent()
 
     def keep_statistics(self, session: str) -> None:
         for path in sorted(self.run.stats.glob(f"*/{session}*.parquet")):

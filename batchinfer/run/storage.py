@@ -21,9 +21,9 @@ from batchinfer.run.probe import check_file_system
 from batchinfer.rundir import RunDir
 
 # of a run folder: run.json and job.toml; plan/; tokens/; done marks and what they vouch for; claims of units that are
-# not done; stats/; outputs/ and dataset/; signs of life
+# not done; stats/; outputs/ and dataset/; signs of life; what was sent to clusters
 MADE = "made"  # of run.json in an object store: tells one run from an earlier one in the same place
-Part = Literal["state", "plan", "tokens", "results", "claims", "stats", "outputs", "signs"]
+Part = Literal["state", "plan", "tokens", "results", "claims", "stats", "outputs", "signs", "sent"]
 
 
 ALL_PARTS: tuple[Part, ...] = ("plan", "tokens", "results", "claims", "stats", "outputs", "signs")
@@ -64,6 +64,9 @@ class Storage(Protocol):
 
     def kept(self, path: Path) -> bytes | None:
         """What another process has kept in a file; None: nothing."""
+
+    def keep_sent(self) -> None:
+        """Make durable what was sent to clusters."""
 
     def keep_statistics(self, session: str) -> None:
         """Make durable what is new of a session's statistics."""
@@ -124,6 +127,9 @@ class FolderStorage:
 
     def kept(self, path: Path) -> bytes | None:
         return path.read_bytes() if path.exists() else None
+
+    def keep_sent(self) -> None:
+        pass
 
     def keep_statistics(self, session: str) -> None:
         pass

@@ -225,5 +225,5 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
 def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "submitted", tmp_path)
     run.plan()
-    found = run.command("submit", "--array", "2", code=2)
-    assert "tasks of `submit` share a folder" in found.err
+    found = run.command("submit", "--finish-by", "2099-01-01 00:00", "--dry-run", code=2)
+    assert "it must be on a disk" in found.err

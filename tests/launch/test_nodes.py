@@ -206,7 +206,8 @@ def test_two_nodes_meet_in_a_bucket_and_their_kv_goes_through_it(reference, serv
         assert run.outputs() == reference[1]
     assert any("/work/meeting-slurm-77-0-0.json" in path for path in faults.written)
     if cluster == APART:
-        assert len([path for path in faults.written if "/work/transfers-" in path]) == 27
+        sent = {path.rpartition("/")[2] for path in faults.written if "/work/transfers-" in path}
+        assert len(sent) == 27  # each request, some twice: an answer was lost
 
 
 @pytest.mark.slow
