@@ -57,7 +57,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
             time.sleep(POLL_S)
         # when one has left all leave; when one has failed the others notice
         ranks.wait(POLL_S * 50)
-        if ranks.all_ended_well() or storage.secret(storage.run.meeting(node.name)) is None:
+        if ranks.all_ended_well() or storage.kept(storage.run.meeting(node.name)) is None:
             return
         for rank, how in ended.items():
             note(f"warning: rank {rank} {how}; starting this node's ranks again")

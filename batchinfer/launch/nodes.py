@@ -128,7 +128,7 @@ def find_meeting_point(storage: Storage, node: NodeShare, stop: StopSignal) -> M
     """
     path = storage.run.meeting(node.name)
     deadline = time.monotonic() + MEET_S
-    while (said := storage.secret(path)) is None:
+    while (said := storage.kept(path)) is None:
         if stop.requested:
             return None
         if time.monotonic() > deadline:
@@ -136,4 +136,12 @@ def find_meeting_point(storage: Storage, node: NodeShare, stop: StopSignal) -> M
                 f"the first process of this group did not announce itself in {storage.run.shown} for {MEET_S:g} s"
             )
         time.sleep(storage.look_s)
+    if storage.run.uri is None:  # in an object store its policy says who may write
+        _refuse_others(path)
     return MeetingPoint(**document_of(said, path))
+
+
+def _refuse_others(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")

@@ -53,10 +53,7 @@ class BucketStorage:
     def __init__(self, uri: str, s3: S3Config = DEFAULT_S3, work_dir: str | None = None) -> None:
         self.bucket = Bucket(uri, s3)
         self.uri = self.bucket.uri
-        endpoint = s3_endpoint(s3) or ""
-        name = hashlib.blake2b(f"{endpoint} {self.uri}".encode(), digest_size=8).hexdigest()
-        parent = Path(work_dir) if work_dir is not None else _own_temporary_folder()
-        self.run = RunDir(parent / name / PurePosixPath(self.uri).name, self.uri)
+        self.run = RunDir(_copy_of(self.uri, s3, work_dir), self.uri)
         self._version: str | None = None  # of run.json, as last fetched or committed
         self._vouched: dict[str, Checksums] = {}  # by it
         self._files = BucketFiles(self.bucket, self.run)
@@ -106,9 +103,6 @@ class BucketStorage:
 
     def keep(self, path: Path) -> None:
         self._files.put(path)
-
-    def secret(self, path: Path) -> bytes | None:
-        return self._files.read(path)  # who else may read and write there is the bucket's policy
 
     def kept(self, path: Path) -> bytes | None:
         return self._files.read(path)
@@ -204,5 +198,8 @@ def _made(run: RunDir) -> dict[str, Any] | None:
         return None
 
 
-def _own_temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+def _copy_of(uri: str, s3: S3Config, work_dir: str | None) -> Path:
+    """Where this node's copy is."""
+    name = hashlib.blake2b(f"{s3_endpoint(s3) or ''} {uri}".encode(), digest_size=8).hexdigest()
+    own = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+    return (own if work_dir is None else Path(work_dir)) / name / PurePosixPath(uri).name

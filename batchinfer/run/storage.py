@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from batchinfer.records import ConfigError
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
 from batchinfer.rundir import RunDir
@@ -54,13 +53,6 @@ class Storage(Protocol):
 
     def keep(self, path: Path) -> None:
         """Make a file durable that only this process writes."""
-
-    def secret(self, path: Path) -> bytes | None:
-        """What a process of this user has kept for others of his; None: nothing yet.
-
-        Raises:
-            ConfigError: somebody else could have written it.
-        """
 
     def kept(self, path: Path) -> bytes | None:
         """What another process has kept in a file; None: nothing."""
@@ -115,18 +107,11 @@ class FolderStorage:
     def keep(self, path: Path) -> None:
         pass
 
-    def secret(self, path: Path) -> bytes | None:
+    def kept(self, path: Path) -> bytes | None:
         try:
-            with open(path, "rb") as file:
-                status, data = os.fstat(file.fileno()), file.read()
+            return path.read_bytes()
         except FileNotFoundError:
             return None
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")
-        return data
-
-    def kept(self, path: Path) -> bytes | None:
-        return path.read_bytes() if path.exists() else None
 
     def keep_sent(self) -> None:
         pass
