@@ -46,6 +46,7 @@ class Loss:
     """What was seen of one kill; times are seconds since then."""
 
     taken_s: float
+    back_s: float  # until as many requests are durable as the killed worker had begun
     done_s: float  # until the whole unit is done
     kept: int  # requests that were durable at the kill
     again: float  # requests' worth of tokens that were computed for nothing and then again
@@ -69,7 +70,7 @@ class Disk:
         return self.options
 
     def num_durable(self) -> int:
-        return sum(pq.read_metadata(path).num_rows for path in self.run.glob("units/000000/0000/part-*.parquet"))
+        return sum(pq.read_metadata(path).num_rows for path in self.run.glob("units/000000/[0-9]*/part-*.parquet"))
 
     def claim(self) -> str | None:
         return max((path.name for path in self.run.glob("units/000000/[0-9]*")), default=None)
@@ -139,7 +140,7 @@ def main() -> None:
         print(
             f"one unit of {ROWS} requests, {AT_ONCE} at once, commits every {COMMIT_S:g} s; medians of {options.repeat}"
         )
-        names = f"{'lease s':>7} {'taken s':>8} {'done s':>7} {'kept':>5} {'again':>6}"
+        names = f"{'lease s':>7} {'taken s':>8} {'back s':>7} {'done s':>7} {'kept':>5} {'again':>6}"
         print(f"{'run folder':<11} {'other worker on':<16} {names}")
         for kind in ("disk", "bucket"):
             for where, prefix in (("the same host", []), ("another host", ELSEWHERE)):
@@ -150,10 +151,11 @@ def main() -> None:
                     place = Disk(folder, job) if kind == "disk" else InBucket(folder, job, server)
                     found.append(_lose(place, prefix, expected))
                 medians = [statistics.median(getattr(loss, name) for loss in found) for name in Loss.__annotations__]
-                taken_s, done_s, kept, again = medians
+                taken_s, back_s, done_s, kept, again = medians
                 lease = f"{place.lease_s:g}"
                 print(
-                    f"{kind:<11} {where:<16} {lease:>7} {taken_s:>8.1f} {done_s:>7.1f} {kept:>5.0f} {again:>6.1f}",
+                    f"{kind:<11} {where:<16} {lease:>7} {taken_s:>8.1f} {back_s:>7.1f} {done_s:>7.1f} {kept:>5.0f} "
+                    f"{again:>6.1f}",
                     flush=True,
                 )
 
@@ -180,13 +182,21 @@ def _lose(place: Disk | InBucket, prefix: list[str], expected: dict[str, bytes])
     killed_s = time.monotonic()
     first.wait()
     taken_s = _wait(lambda: place.claim() != "0000") - killed_s
-    done_s = _wait(place.is_done) - killed_s
+    durable = [(time.monotonic() - killed_s, kept)]
+
+    def is_done() -> bool:
+        durable.append((time.monotonic() - killed_s, place.num_durable()))
+        return place.is_done()
+
+    done_s = _wait(is_done) - killed_s
     assert second.wait() == 0
     ended = batchinfer("finish", place.job, *place.on("a"))
     assert ended.code == 0, ended.err
     assert place.outputs() == expected
     wasted = json.loads(batchinfer("report", place.folder, "--json").out)["wasted_tokens"]
-    return Loss(taken_s, done_s, kept, wasted / TOKENS)
+    again = wasted / TOKENS
+    back_s = next((at_s for at_s, count in durable if count >= kept + again), done_s)
+    return Loss(taken_s, back_s, done_s, kept, again)
 
 
 def _start(prefix: list[str], place: Disk | InBucket, node: str) -> subprocess.Popen[bytes]:
