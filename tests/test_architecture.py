@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "net": set(),
     "parallel": {"net"},
     "kv": set(),
-    "kv_store": set(),
+    "kv_store": {"data"},
     "model": {"parallel"},
     "run": {"data", "parallel"},
     "protocol": {"net", "parallel", "run"},

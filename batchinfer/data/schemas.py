@@ -389,6 +389,10 @@ STATS_KV = _table(
     ("refused_blocks", pa.int64(), "blocks not written: all that the store held was worth more"),
     ("evicted_files", pa.int64(), "files removed to make room"),
     ("evicted_bytes", pa.int64(), "bytes of them"),
+    ("fetched_files", pa.int64(), "files that came from the second tier"),
+    ("fetched_bytes", pa.int64(), "bytes of them"),
+    ("sent_files", pa.int64(), "files put there"),
+    ("sent_bytes", pa.int64(), "bytes of them"),
 )
 STATS_RUN = _table(
     "run",

@@ -16,6 +16,7 @@ from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.logit_rules import RuleMaker
 from batchinfer.rank.thinking import Mode, Thinking, ThinkingTokens
 from batchinfer.records import Request
@@ -35,7 +36,7 @@ class RankContext:
     place: RankPlace = ALONE
     mesh: Mesh = field(default_factory=Mesh.alone)
     transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
-    transfer_folder: Path | None = None  # for KV between hosts; None: anonymous memory
+    transfers: Path | BucketTransfers | None = None  # for KV between hosts; None: anonymous memory
     overlap: bool = False  # run two micro-batches in turn when there is work for both
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps

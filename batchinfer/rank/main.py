@@ -36,6 +36,7 @@ from typing import NoReturn
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
@@ -57,12 +58,14 @@ from batchinfer.protocol.messages import (
 )
 from batchinfer.rank import may_draft
 from batchinfer.rank.bit_equality import equal_rows
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import first_placements, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
@@ -205,11 +208,11 @@ def _run_job(
     """Step until the controller says that the job is over."""
     join, place, model, mesh, slots = loaded.join, loaded.place, loaded.model, loaded.mesh, loaded.slots
     job = JobConfig.model_validate_json(start.job)
-    folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
+    transfers = None if join.all_on_one_host else _transfers(job, Path(start.transfer_folder), place)
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
     placement = 0 if slots is None else slots.placement
     drafts = loaded.drafts and job.cluster.speculate == "auto"
-    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, folder, placement, drafts=drafts)
+    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, transfers, placement, drafts=drafts)
     feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)
@@ -228,6 +231,14 @@ def _graphs(model: Transformer, place: RankPlace) -> str | None:
     if reason == ON_HOST:
         return None
     return "decode steps run as CUDA graphs" if reason is None else f"decode steps run as no CUDA graphs: {reason}"
+
+
+def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:
+    """Where this rank's KV lies on its way to another host; in a store, under the last two parts of its folder."""
+    own = folder / f"rank-{place.rank}"
+    if not is_in_bucket(job.output.dir):
+        return own
+    return BucketTransfers(Bucket(job.output.dir, job.s3), "/".join(own.parts[-3:]))
 
 
 def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
