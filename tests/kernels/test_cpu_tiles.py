@@ -23,7 +23,11 @@ from batchinfer_kernels.cpu import build
 assert build.why_not() is None
 print(torch.ops.batchinfer_cpu.tiles_agree(False), torch.ops.batchinfer_cpu.tiles_agree(True))
 """
-NAMES = "from batchinfer_kernels.cpu import build; import torch; print(*map(build.numerics, [torch.float32, torch.bfloat16]))"
+NAMES = """
+import torch
+from batchinfer_kernels.cpu import build
+print(*map(build.numerics, [torch.float32, torch.bfloat16]))
+"""
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
