@@ -48,6 +48,7 @@ def test_float32_has_the_family_of_other_instructions_and_bfloat16_one_of_its_ow
     assert of_tiles[1] != of_others[1]
 
 
+@pytest.mark.slow  # a store goes by the family's name: above, and test_a_store_is_not_shared_with_other_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_path):
     write_questions(tmp_path / "prompts", (3, 2))
