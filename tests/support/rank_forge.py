@@ -28,7 +28,10 @@ from batchinfer.rank import main
 from batchinfer.rank.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
-READ_LATE = ("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES")
+READ_LATE = (
+    *("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES"),
+    *("TORCHINDUCTOR_", "TOKENIZERS_PARALLELISM"),  # which transformers and datasets set when they are used
+)
 TESTS = Path(__file__).parents[1]
 WARM = "support.warm_tokenizer"
 TRAP = "sitecustomize.py"  # what a test sets up in ranks
