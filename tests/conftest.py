@@ -14,10 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
+import gc
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -157,6 +158,22 @@ LONG_FILES = (
     "test_fp8_engine",
     "test_cli",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests are no garbage: nothing looks through them while they come, nor afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
