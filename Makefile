@@ -28,8 +28,9 @@ demo: $(VENV)/.installed
 	@echo; echo "Right answers per task"
 	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
+# Tests wait for other processes much of their time: two cores have enough to do with three workers.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Small sabotages of the product, each of which a test must catch; five of them are in `make test`.
 mutants: $(VENV)/.installed-dev

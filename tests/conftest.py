@@ -14,10 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
+import gc
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from support.open_encoders import close_all
 from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of two workers hold at once
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of three workers hold at once
 
 if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) > ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
@@ -156,7 +157,35 @@ LONG_FILES = (
     "test_prefix_stream",
     "test_fp8_engine",
     "test_cli",
+    "test_same_bits",
+    "test_strangers",
+    "test_families",
+    "test_figures_of_runs",
+    "test_status",
+    "test_run_in_bucket",
+    "test_bucket_claims",
+    "test_dense_models",
+    "test_plan",
+    "test_k8s",
+    "test_triton_sparse_models",
+    "test_structured_outputs",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests are no garbage: nothing looks through them while they come, nor afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

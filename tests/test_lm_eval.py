@@ -210,8 +210,15 @@ def test_the_command_takes_keys_of_the_job_file_and_goes_on_in_its_folder(task_f
     (folder,) = (tmp_path / "work").iterdir()
     assert tomllib.loads((folder / "job.toml").read_text())["cluster"]["prefill_ranks"] == 2
     done = (folder / "run" / "outputs" / "prompts.parquet").stat().st_mtime_ns
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (again.returncode, [*(tmp_path / "work").iterdir()]) == (0, [folder])
+    same = {"dtype": "float32", "cluster.prefill_ranks": 2, "work_dir": str(tmp_path / "work")}
+    again = simple_evaluate(
+        BatchinferLM(str(SAMPLE_MODEL), **same),
+        tasks=["sums_to_choose"],
+        task_manager=TaskManager(include_path=str(task_folder), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert again["results"]["sums_to_choose"] == json.loads(result.read_text())["results"]["sums_to_choose"]
+    assert [*(tmp_path / "work").iterdir()] == [folder]
     assert (folder / "run" / "outputs" / "prompts.parquet").stat().st_mtime_ns == done
 
 

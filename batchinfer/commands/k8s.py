@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None:
     """Send the job's tasks to Kubernetes, or print their manifests."""
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.submit.k8s.kubectl import Kubectl
     from batchinfer.submit.k8s.manifests import as_yaml
     from batchinfer.submit.k8s.shape import Shape, check_shape
@@ -32,7 +33,11 @@ def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None
         return
     Kubectl(shape.context, shape.namespace).check()  # without a cluster there is no need to plan
     target.plan()
-    click.echo(what_to_watch(run, submit(run, job.output.dir, shape, tasks)))
+    storage = storage_of(job)
+    storage.fetch("state", "sent")
+    sent = submit(run, job.output.dir, shape, tasks)
+    storage.keep_sent()
+    click.echo(what_to_watch(run, sent))
 
 
 def resize_on_k8s(run: RunDir, size: str, busy: Container[str]) -> list[str]:

@@ -13,6 +13,7 @@ from batchinfer.commands.goals import Asked, expected_size
 from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
     from batchinfer.rundir import RunDir
     from batchinfer.submit.size import ArraySize
 
@@ -53,10 +54,10 @@ def cancel(target: Path) -> None:
     from batchinfer.submit.ray import client as ray
     from batchinfer.submit.records import launchers_of
 
-    run, _ = planned_run(target, ())
+    run, _ = planned_run(target, (), "sent")
     end = {"slurm": slurm.cancel, "k8s": k8s.cancel, "ray": ray.cancel}
     ended = [name for launcher in launchers_of(run) for name in end[launcher](run)]
-    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.root} waits or runs in a cluster")
+    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")
 
 
 @click.command()
@@ -72,11 +73,12 @@ def retry(target: Path, array: str | None) -> None:
     from batchinfer.run.planned import planned_run
     from batchinfer.submit.size import parse_size
 
-    run, config = planned_run(target, ())
+    run, config = planned_run(target, (), "sent")
+    storage = storage_of(config)
     size = None if array is None else parse_size(array)
     if size is not None and not size.tasks:
         raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
-    found = retry_failed(storage_of(config))
+    found = retry_failed(storage)
     click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
     if found.num_held:
         click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
@@ -87,7 +89,9 @@ def retry(target: Path, array: str | None) -> None:
     elif size is None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
-        click.echo(_send_again(run, size))
+        said = _send_again(run, size)
+        storage.keep_sent()
+        click.echo(said)
 
 
 def _send_again(run: RunDir, size: ArraySize) -> str:
@@ -112,7 +116,10 @@ def _send_again(run: RunDir, size: ArraySize) -> str:
 def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> None:
     """Send the job's tasks to Slurm, or print the sbatch commands."""
     import shlex
+    from dataclasses import replace
 
+    from batchinfer.records import ConfigError
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.client import max_array_size
     from batchinfer.slurm.goal import write_goal
@@ -123,6 +130,10 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     shape = Shape(**options)
     run, config = target.run_and_job
     check_shape(config, shape)
+    if run.uri is not None:
+        if asked.has_goal:
+            raise ConfigError(f"output.dir is {run.uri}; with --finish-by and --max-cost it must be on a disk")
+        shape = replace(shape, sbatch_args=(*_endpoint(config), *shape.sbatch_args))
     parse_schedule(config.slurm.schedule)
     size, goal = asked.size, asked.goal(config) if asked.has_goal else None
     if target.dry_run:
@@ -137,7 +148,11 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     target.plan()
     if goal is None:
         assert size is not None
-        click.echo(what_to_watch(run, submit(run, shape, size, max_array_size=limit)))
+        storage = storage_of(config)
+        storage.fetch("state", "sent")
+        sent = submit(run, shape, size, max_array_size=limit)
+        storage.keep_sent()
+        click.echo(what_to_watch(run, sent))
         return
     remember_shape(run, shape)
     write_goal(run, goal)
@@ -148,14 +163,22 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     pursue(run, config, goal)
 
 
+def _endpoint(config: JobConfig) -> tuple[str, ...]:
+    """For tasks, which have only the URI to find their job file with."""
+    return () if config.s3.endpoint is None else (f"--export=ALL,AWS_ENDPOINT_URL_S3={config.s3.endpoint}",)
+
+
 def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
+    from batchinfer.records import ConfigError
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.goal import read_goal, write_goal
     from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import follow, local_minute
 
     run_dir, config = planned_run(target, overrides)
+    if run_dir.uri is not None:
+        raise ConfigError(f"the run folder is {run_dir.uri}; to be followed it must be on a disk")
     earlier = read_goal(run_dir)
     if earlier is None and not asked.has_goal:
         if asked.array is not None or asked.prices is not None:

@@ -169,12 +169,16 @@ def _refuse_others(to: str, shape: dict[str, Any]) -> None:
 
 
 def _resize(target: Path, size: str) -> None:
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.status import StatusReader
     from batchinfer.submit.records import last_launcher
 
-    run, _ = planned_run(target, ())
-    busy = {holder.task for holder in StatusReader(run).read().running if holder.task is not None}
+    run, config = planned_run(target, ())
+    storage = storage_of(config)
+    busy = {holder.task for holder in StatusReader(run, storage).read().running if holder.task is not None}
     change = {"k8s": k8s.resize_on_k8s, "ray": ray.resize_on_ray}.get(last_launcher(run) or "", slurm.resize_on_slurm)
-    for line in change(run, size, busy) or [f"{run.root} has that many tasks already"]:
+    lines = change(run, size, busy) or [f"{run.shown} has that many tasks already"]
+    storage.keep_sent()
+    for line in lines:
         click.echo(line)

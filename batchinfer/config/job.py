@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import unquote
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -29,6 +29,7 @@ RankCount = Annotated[int, Field(ge=1, le=4096)]
 Price = Annotated[float, Field(ge=0)]
 
 # a scheme of one letter would be a drive
+_FOLDER_IN_BUCKET = r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?"
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -163,7 +164,7 @@ class OutputConfig(Part):
     @classmethod
     def _is_folder(cls, value: str) -> str:
         if value.startswith("s3:"):
-            if re.fullmatch(r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?", value) is None:
+            if re.fullmatch(_FOLDER_IN_BUCKET, value) is None:
                 raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
             return value.rstrip("/")
         if is_uri(value) and not value.startswith("file:"):
@@ -306,6 +307,9 @@ class KvConfig(Part):
         None, description="group whose members all use the store and trust each other; unset: only this user does"
     )
     max_bytes: Count | None = Field(None, description="size bound of the store")
+    second_tier: Text | None = Field(
+        None, description="s3://bucket/folder that has all blocks, too: for nodes whose `dir` is on a disk of their own"
+    )
     block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
     persist: Literal["shared", "all", "none"] = Field(
         "shared", description="blocks to write: those that several requests have, all, or none"
@@ -321,6 +325,19 @@ class KvConfig(Part):
                 f"is {value}, not a multiple of {PAGE_TOKENS}; use {-(-value // PAGE_TOKENS) * PAGE_TOKENS}"
             )
         return value
+
+    @field_validator("second_tier")
+    @classmethod
+    def _is_in_bucket(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(_FOLDER_IN_BUCKET, value) is None:
+            raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
+        return value if value is None else value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _has_first_tier(self) -> Self:
+        if self.second_tier is not None and self.dir is None:
+            raise ValueError("has second_tier, but no dir; name a folder on a disk of each node")
+        return self
 
 
 class PricingConfig(Part):
@@ -528,6 +545,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
         _refuse_credentials("input.files", pattern)
     _refuse_credentials("output.publish", job.output.publish or "")
     _refuse_credentials("output.dir", job.output.dir)
+    _refuse_credentials("kv.second_tier", job.kv.second_tier or "")
     for what, value in [("model.path", job.model.path), ("kv.dir", job.kv.dir or "")]:
         if is_uri(value):
             raise ConfigError(f"{what} is a URI, but must be a folder on a file system; copy what is there to one")

@@ -77,6 +77,9 @@ class RankStart:
         for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._told):
             self._told.add(reason)
             note(f"no tokens are drafted with the model's MTP layer: {reason}")
+        for sentence in sorted({message.graphs for message in ready if message.graphs} - self._told):
+            self._told.add(sentence)
+            note(sentence)
 
     def _note_equal_rows(self, said: list[EqualRows]) -> None:
         """Keep what the ranks say of their rows with what those before a restart have said; tell what is wrong."""

@@ -16,7 +16,7 @@ from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.expert_statistics import ExpertStatistics
 from batchinfer.controller.open_units import OpenUnits
-from batchinfer.controller.rank_start import RankStart, remove_folder
+from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
@@ -34,10 +34,11 @@ from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, InputError, InterruptedRunError, RequestKey, Shard, StoreError
+from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.session import Session
+from batchinfer.run.storage import Storage
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal
@@ -76,22 +77,17 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
-    if run.uri is not None and node.count > 1:
-        raise ConfigError(
-            f"output.dir is {run.uri}, but a group of ranks in several processes meets in a folder; choose a folder on "
-            "a shared file system, or start each process as a group of its own"
-        )
     if ranks_ahead is None:
         refuse_too_large(job, node.ranks)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
-        serve_node(run, session, stop, node)
+        serve_node(storage, session, stop, node)
         return
     open_units = [row["unit"] for row in units.rows]
     with (
         claims_in(storage) as claims,
         WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
-        _ranks(run, job, session, stop, node, ranks_ahead, spare) as ranks,
+        _ranks(storage, job, session, stop, node, ranks_ahead, spare) as ranks,
     ):
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
@@ -103,7 +99,7 @@ def work_on(
 
 @contextmanager
 def _ranks(
-    run: RunDir,
+    storage: Storage,
     job: JobConfig,
     session: Session,
     stop: StopSignal,
@@ -118,7 +114,7 @@ def _ranks(
     connections, announced = ranks.group.connections, None
     if connections.listener is not None:
         called_at, port = connections.listener.host, connections.listener.port
-        announced = announce(run, node, MeetingPoint(called_at, port, connections.credentials, session.name))
+        announced = announce(storage, node, MeetingPoint(called_at, port, connections.credentials, session.name))
     try:
         yield ranks
     finally:
@@ -126,8 +122,8 @@ def _ranks(
         if is_ours:
             ranks.close()
         if announced is not None:
-            announced.unlink(missing_ok=True)
-        remove_folder(run.kv_transfers(session.name))
+            storage.forget(announced)
+            storage.forget_folder(storage.run.kv_transfers(session.name))
 
 
 def _controller(

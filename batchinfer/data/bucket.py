@@ -27,7 +27,7 @@ from batchinfer.data.profiles import profile_keys
 from batchinfer.data.stores import CONNECT_S, REQUEST_S, reason_of, s3_endpoint, s3_region
 from batchinfer.records import ConfigError, StoreError
 
-ATTEMPTS = 8  # of a request that a store may answer later
+ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two of them, drawn by chance up to twice the last
 CHUNK_BYTES = 16 << 20
 WHOLE_S = 600.0  # of a request with all its bytes
@@ -56,15 +56,15 @@ class Listed:
 class Bucket:
     """The objects below a URI such as s3://bucket/folder; names count from there.
 
-    Nothing is asked of the store when this is made, but which region a bucket of Amazon's is in.
+    When this is made nothing is asked but which region a bucket of Amazon's is in. `attempts`: tries of a request.
 
     Raises:
         ConfigError: the URI names no bucket, or obstore is not installed.
         StoreError: from every method, when the store does not answer, refuses, or has no such bucket.
     """
 
-    def __init__(self, uri: str, s3: S3Config) -> None:
-        self.uri = uri.rstrip("/")
+    def __init__(self, uri: str, s3: S3Config, *, attempts: int = ATTEMPTS) -> None:
+        self.uri, self._attempts = uri.rstrip("/"), attempts
         self._store = _connection(self.uri, s3, s3_endpoint(s3), CONNECT_S, REQUEST_S)
         self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
 
@@ -183,14 +183,14 @@ class Bucket:
         """Do something, again and again while the store may only be busy."""
         base = _library().exceptions.BaseError
         pause_s = FIRST_PAUSE_S
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self._attempts):
             self.requests[kind] += 1
             try:
                 return call()
             except (base, _UnsettledError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of a file on this machine
-                if attempt == ATTEMPTS - 1 or _is_final(error):
+                if attempt == self._attempts - 1 or _is_final(error):
                     raise _failure(kind, f"{self.uri}/{name}", error) from None
             time.sleep(random.uniform(0, pause_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

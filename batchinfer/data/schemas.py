@@ -310,6 +310,9 @@ STATS_STEPS = _table(
     ),
     ("drafted_tokens", pa.int32(), "guesses of the model's layer for multi-token prediction that were run, too"),
     ("accepted_tokens", pa.int32(), "of these, guesses that were right, which are among output_tokens"),
+    ("graph", pa.string(), "decode as a CUDA graph: 'replayed', or 'recorded' where it was the first of its size"),
+    ("graph_rows", pa.int32(), "rows of that graph, or of each of its two micro-batches, filler among them"),
+    ("no_graph", pa.string(), "why a decode step ran as plain operations instead; null where graph is not"),
 )
 STATS_EXPERTS = _table(
     "experts",
@@ -386,6 +389,10 @@ STATS_KV = _table(
     ("refused_blocks", pa.int64(), "blocks not written: all that the store held was worth more"),
     ("evicted_files", pa.int64(), "files removed to make room"),
     ("evicted_bytes", pa.int64(), "bytes of them"),
+    ("fetched_files", pa.int64(), "files that came from the second tier"),
+    ("fetched_bytes", pa.int64(), "bytes of them"),
+    ("sent_files", pa.int64(), "files put there"),
+    ("sent_bytes", pa.int64(), "bytes of them"),
 )
 STATS_RUN = _table(
     "run",

@@ -1,7 +1,8 @@
 """The KV of one prompt on its way from a prefill rank to a decode rank: written once, read once, whole pages.
 
 On one host a transfer is anonymous memory that the receiver opens through the sender's process: it has no name to
-collide with and is gone with the sender. Between hosts it is a file in a folder that both see.
+collide with and is gone with the sender. Between hosts it is a file in a folder that both see, or the sender's memory
+goes through an object store (rank/bucket_transfer.py).
 
     | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | …
 """
@@ -11,7 +12,9 @@ collide with and is gone with the sender. Between hosts it is a file in a folder
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,15 +31,7 @@ class KvTransfer:
 
     path: str
     num_bytes: int
-    descriptor: int | None  # of anonymous memory
-    file: Path | None
-
-    def close(self) -> None:
-        """Free the memory or delete the file."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
+    close: Callable[[], None]  # frees the memory, or deletes the file
 
 
 def page_bytes(pages: torch.Tensor) -> int:
@@ -68,7 +63,14 @@ def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | Non
         target.write(_LENGTH.pack(len(header)) + header)
         target.write(content.view(torch.uint8).numpy().reshape(-1).data)
     num_bytes = content.numel() * content.element_size()
-    return KvTransfer(path, num_bytes, None if file is not None else descriptor, file)
+    return KvTransfer(path, num_bytes, partial(_close, None if file is not None else descriptor, file))
+
+
+def _close(descriptor: int | None, file: Path | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+    if file is not None:
+        file.unlink(missing_ok=True)
 
 
 def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_page: int) -> None:

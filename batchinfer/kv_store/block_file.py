@@ -95,14 +95,14 @@ def checksum(data: bytes | memoryview, key: bytes) -> bytes:
     return blake3(data, key=key).digest(length=CHECKSUM_BYTES)
 
 
-def make_header(identity: KvIdentity, chain: Sequence[bytes], start: int, content: np.ndarray, key: bytes) -> bytes:
-    """The header of a file that holds `content`, blocks [n, block_bytes], from `start` on in their chain."""
+def make_header(identity: KvIdentity, blocks: Sequence[bytes], first: int, content: np.ndarray, key: bytes) -> bytes:
+    """The header of a file that holds `content`, these blocks [n, block_bytes], from `first` on in their chain."""
     document = {
         "identity": identity.digest.hex(),
         "made_by": identity.describe(),
         "shape": identity.block_shape,
-        "first": start,
-        "blocks": [block.hex() for block in chain[start : start + len(content)]],
+        "first": first,
+        "blocks": [block.hex() for block in blocks],
         "checksums": [checksum(block.data, key).hex() for block in content],
     }
     data = json.dumps(document, separators=(",", ":")).encode()
@@ -237,24 +237,42 @@ def check_file(path: str, name: FileName, *, key: bytes, identity_start: str, bl
     """
     descriptor = open_blocks(path)
     try:
-        header = parse_header(os.pread(descriptor, HEADER_BYTES, 0), key)
+        header, _ = read_whole(descriptor, name, key=key, identity=None, block_bytes=block_bytes)
         if not header.identity.hex().startswith(identity_start):
             raise DamagedFileError("it belongs to another model, dtype, backend or salt")
-        if os.fstat(descriptor).st_size != file_bytes(len(header.blocks), block_bytes):
-            raise DamagedFileError("it does not have the size that its header and folder say")
-        out = np.empty((len(header.blocks), block_bytes), np.uint8)
-        read_blocks(
-            descriptor,
-            name,
-            key=key,
-            identity=header.identity,
-            block_bytes=block_bytes,
-            wanted=header.blocks,
-            position=0,
-            out=out,
-        )
     finally:
         os.close(descriptor)
+
+
+def read_whole(
+    descriptor: int, name: FileName, *, key: bytes, identity: bytes | None, block_bytes: int
+) -> tuple[Header, np.ndarray]:
+    """Read a whole file and check it against its name.
+
+    Args:
+        identity: digest that the header must name; None: any.
+
+    Returns:
+        Its header, and its blocks: [n, block_bytes] uint8.
+
+    Raises:
+        DamagedFileError, OSError: as in `read_blocks`.
+    """
+    header = parse_header(os.pread(descriptor, HEADER_BYTES, 0), key)
+    if os.fstat(descriptor).st_size != file_bytes(len(header.blocks), block_bytes):
+        raise DamagedFileError("it does not have the size that its header and folder say")
+    out = np.empty((len(header.blocks), block_bytes), np.uint8)
+    read_blocks(
+        descriptor,
+        name,
+        key=key,
+        identity=header.identity if identity is None else identity,
+        block_bytes=block_bytes,
+        wanted=header.blocks,
+        position=0,
+        out=out,
+    )
+    return header, out
 
 
 def write_blocks(descriptor: int, header: bytes, content: np.ndarray) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from batchinfer.data.bucket import Bucket
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.file_reader import FileReader
 from batchinfer.kv_store.file_writer import FileWriter
 from batchinfer.kv_store.index import BlockIndex, FileSpan
 from batchinfer.kv_store.next_uses import LEASE_SECONDS, BlockClaims
+from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession, publish_history
 from batchinfer.kv_store.store_dir import StoreDir, add_model, create_store, read_key
 from batchinfer.records import ConfigError
@@ -20,6 +22,7 @@ from batchinfer.records import ConfigError
 TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
 MAX_TEND_SHARE = 0.05  # of the time
 MAX_PAUSE_SECONDS = LEASE_SECONDS / 4  # claims are renewed before they run out
+TIER_SECONDS = 60.0  # what other nodes have put into the second tier is learned at least this often apart
 CLOSE_SECONDS = 10.0  # a disk that hangs holds the job up no longer
 
 
@@ -31,17 +34,26 @@ class DiskStore:
         identity: of the blocks that this process reads and writes.
         max_bytes: bound of all files in the folder; None: none.
         gid: the group that shares the store; None: it is this user's alone.
+        bucket: has the files, too, and keeps those that the bound evicts; None: there is no second tier.
     """
 
     def __init__(
-        self, folder: Path, identity: KvIdentity, *, max_bytes: int | None = None, gid: int | None = None
+        self,
+        folder: Path,
+        identity: KvIdentity,
+        *,
+        max_bytes: int | None = None,
+        gid: int | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         self.session = StoreSession(StoreDir(Path(folder), gid), identity)
         self.store, self.identity, self.counters = self.session.store, identity, self.session.counters
         self._index = BlockIndex(self.store.model(identity))
         self._claims = BlockClaims(self.store, self.session.name)
-        self._reader = FileReader(self.session, self._index)
-        self._writer = FileWriter(self.session, self._index, self._claims, max_bytes)
+        self._tier = None if bucket is None else SecondTier(bucket, self.session, self._index)
+        self._tier_due_s = 0.0
+        self._writer = FileWriter(self.session, self._index, self._claims, max_bytes, self._tier)
+        self._reader = FileReader(self.session, self._index, self._tier, self._writer.keep)
         self._is_closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kv-keeper", daemon=True)
         self._open()
@@ -118,6 +130,9 @@ class DiskStore:
             self.session.switch_off("write" if os.path.isdir(self._index.folder) else "use", error)
         self.refresh()
         if self.session.is_readable:
+            if self._tier is not None:
+                self._tier.open()
+                self._tier_due_s = time.monotonic() + TIER_SECONDS
             self._keeper.start()
 
     def _keep(self) -> None:
@@ -128,6 +143,9 @@ class DiskStore:
             started_s = time.monotonic()
             self.refresh()
             self._tell()
+            if self._tier is not None and started_s >= self._tier_due_s:
+                self._tier.refresh()
+                self._tier_due_s = time.monotonic() + TIER_SECONDS
             pause_s = max(TEND_SECONDS, min(MAX_PAUSE_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE))
 
     def _tell(self, *, is_last: bool = False) -> None:

@@ -3,23 +3,31 @@
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from batchinfer.kv_store.block_file import DamagedFileError, NameClashError, open_blocks, read_blocks
+from batchinfer.kv_store.block_file import DamagedFileError, FileName, NameClashError, open_blocks, read_blocks
 from batchinfer.kv_store.index import BlockIndex, FileSpan, parsed_name
+from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.store_dir import quarantine
+
+Keep = Callable[[FileName, Sequence[bytes], np.ndarray], bool]
 
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
 
 
 class FileReader:
-    """For all threads of one process."""
+    """For all threads of one process.
 
-    def __init__(self, session: StoreSession, index: BlockIndex) -> None:
-        self._session, self._index = session, index
+    Args:
+        tier: has files that are not on disk; None: there is none.
+        keep: puts a file that came from there on disk.
+    """
+
+    def __init__(self, session: StoreSession, index: BlockIndex, tier: SecondTier | None, keep: Keep) -> None:
+        self._session, self._index, self._tier, self._keep = session, index, tier, keep
 
     def read_span(self, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
         """Read blocks that are in one file; returns how many of them, from the first on, were there and intact.
@@ -32,8 +40,7 @@ class FileReader:
         path = self._index.path(span.file)
         try:
             if self._session.is_readable:
-                self._read_file(path, span, blocks, out)
-                num_intact = len(blocks)
+                num_intact = self._read(path, span, blocks, out)
         except FileNotFoundError as error:
             self._index.forget(span.file)
             if not os.path.exists(self._session.store.marker):
@@ -50,6 +57,30 @@ class FileReader:
                 self._session.switch_off("read", error)
         self._session.counters.add(read_s=time.monotonic() - started_s, missing_blocks=len(blocks) - num_intact)
         return num_intact
+
+    def _read(self, path: str, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
+        """From disk, or from the second tier; returns how many blocks were there.
+
+        Raises:
+            FileNotFoundError: it is in neither.
+        """
+        if self._tier is None or not self._index.is_far(span.file) or os.path.exists(path):
+            self._read_file(path, span, blocks, out)
+            return len(blocks)
+        with self._tier.fetching(span.file):
+            if os.path.exists(path):  # another thread has fetched it meanwhile
+                self._read_file(path, span, blocks, out)
+                return len(blocks)
+            found = self._tier.fetch(span.file)
+            if found is None:
+                return 0
+            header, content = found
+            self._keep(parsed_name(span.file), header.blocks, content)
+        stop = span.position + len(blocks)
+        if header.blocks[span.position : stop] != list(blocks):
+            raise NameClashError
+        out[:] = content[span.position : stop]
+        return len(blocks)
 
     def _read_file(self, path: str, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> None:
         descriptor = open_blocks(path)

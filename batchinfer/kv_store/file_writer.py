@@ -12,6 +12,7 @@ from batchinfer.kv_store.block_file import MAX_BLOCKS, TARGET_BYTES, FileName, f
 from batchinfer.kv_store.blocks import SHORT_BYTES
 from batchinfer.kv_store.index import BlockIndex
 from batchinfer.kv_store.next_uses import BlockClaims
+from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.space_ledger import LockTimeoutError
 from batchinfer.kv_store.space_manager import SpaceManager
@@ -26,10 +27,18 @@ class FileWriter:
 
     Args:
         max_bytes: bound of all files in the folder; None: none.
+        tier: has each file before the disk; None: there is none.
     """
 
-    def __init__(self, session: StoreSession, index: BlockIndex, claims: BlockClaims, max_bytes: int | None) -> None:
-        self._session, self._index, self._claims = session, index, claims
+    def __init__(
+        self,
+        session: StoreSession,
+        index: BlockIndex,
+        claims: BlockClaims,
+        max_bytes: int | None,
+        tier: SecondTier | None,
+    ) -> None:
+        self._session, self._index, self._claims, self._tier = session, index, claims, tier
         self._space = SpaceManager(session.store, claims, session.name, max_bytes, self._note_eviction)
         self._space_lock = threading.Lock()  # one thread of this process makes space at a time
         bound = TARGET_BYTES if max_bytes is None else min(TARGET_BYTES, max_bytes // FILES_BELOW_BOUND)
@@ -90,13 +99,23 @@ class FileWriter:
 
     def _write_file(self, blocks: Sequence[bytes], start: int, stop: int, content: np.ndarray) -> bool:
         name = FileName.of(blocks, start, stop)
+        is_sent = self._tier is not None and self._tier.put(name, blocks[start:stop], content)
+        return self.keep(name, blocks[start:stop], content) or is_sent
+
+    def keep(self, name: FileName, blocks: Sequence[bytes], content: np.ndarray) -> bool:
+        """Have a file on disk, if all that is there is not worth more.
+
+        Args:
+            blocks: names of the file's blocks.
+            content: [len(blocks), block_bytes] uint8, contiguous.
+        """
         try:
-            header = make_header(self._session.identity, blocks, start, content, self._session.key)
+            header = make_header(self._session.identity, blocks, name.first, content, self._session.key)
             with self._space_lock:
                 ancestors = self._index.ancestors(name.parent)
-                booked = self._space.book(name, file_bytes(stop - start, self._session.identity.block_bytes), ancestors)
+                booked = self._space.book(name, file_bytes(len(blocks), self._session.identity.block_bytes), ancestors)
             if booked is None:
-                self._session.counters.add(refused_blocks=stop - start)
+                self._session.counters.add(refused_blocks=len(blocks))
                 return False
             self._publish(*booked, self._index.path(str(name)), header, content)
         except LockTimeoutError:

@@ -1,7 +1,8 @@
 """Which blocks of one model are in the store, known from the names of its files.
 
 Opening lists 64 folders and reads no file. Afterwards only folders that changed are listed again, so what other
-processes wrote or removed is learned at the price of 64 `stat` calls.
+processes wrote or removed is learned at the price of 64 `stat` calls. A store with a second tier (second_tier.py) also
+knows files that are not on disk: far ones.
 """
 
 import os
@@ -43,6 +44,7 @@ class BlockIndex:
         self.file_of_block: dict[bytes, str] = {}  # short name -> file name
         self._also_in: dict[bytes, set[str]] = {}  # more files with a block: two processes had written it at once
         self._folders: dict[str, _Folder] = {}
+        self._far: set[str] = set()
         self._lock = threading.Lock()
 
     def count_leading(self, blocks: Sequence[bytes]) -> int:
@@ -93,6 +95,28 @@ class BlockIndex:
                 folder.names.discard(name)
             self._drop(name)
 
+    def is_far(self, name: str) -> bool:
+        """Whether the second tier has a file, for all that is known."""
+        return name in self._far
+
+    def add_far(self, name: str) -> None:
+        """The second tier has a file now."""
+        with self._lock:
+            self._enter_far(name)
+
+    def set_far(self, names: set[str]) -> None:
+        """The second tier has these files, and no others."""
+        with self._lock:
+            for name in self._far - names:
+                self._forget_far(name)
+            for name in names - self._far:
+                self._enter_far(name)
+
+    def forget_far(self, name: str) -> None:
+        """The second tier has lost a file."""
+        with self._lock:
+            self._forget_far(name)
+
     def refresh(self) -> None:
         """Learn what changed on disk.
 
@@ -130,7 +154,22 @@ class BlockIndex:
                 self._also_in.setdefault(block, set()).add(before)
             self.file_of_block[block] = name
 
+    def _enter_far(self, name: str) -> None:
+        """A block that is on disk, too, is read from there."""
+        self._far.add(name)
+        for block in parsed_name(name).blocks:
+            if self.file_of_block.setdefault(block, name) != name:
+                self._also_in.setdefault(block, set()).add(name)
+
+    def _forget_far(self, name: str) -> None:
+        self._far.discard(name)
+        folder = self._folders.get(parsed_name(name).folder)
+        if folder is None or name not in folder.names:
+            self._drop(name)
+
     def _drop(self, name: str) -> None:
+        if name in self._far:
+            return  # it is fetched when it is needed
         for block in parsed_name(name).blocks:
             others = self._also_in.get(block, set())
             others.discard(name)

@@ -53,6 +53,10 @@ class Counters:
     lock_timeouts: int = 0  # another process kept the lock: a file was not written, or not counted
     evicted_files: int = 0
     evicted_bytes: int = 0
+    fetched_files: int = 0  # from the second tier
+    fetched_bytes: int = 0
+    sent_files: int = 0  # to it
+    sent_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **amounts: float) -> None:

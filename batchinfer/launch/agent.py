@@ -3,14 +3,17 @@
 import time
 from dataclasses import fields
 
-from batchinfer.data.parquet import read_rows
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.parquet import own_file
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.session import Session
-from batchinfer.rundir import RunDir
+from batchinfer.run.storage import Storage
 from batchinfer.stop import StopSignal
 
 POLL_S = 0.2
@@ -18,28 +21,28 @@ CONTROLLER_GONE = 5  # starts in a row after which no rank found the controller
 LEAVE_S = 90.0  # after a signal, for the controller to let the ranks go
 
 
-def serve_node(run: RunDir, session: Session, stop: StopSignal, node: NodeShare) -> None:
+def serve_node(storage: Storage, session: Session, stop: StopSignal, node: NodeShare) -> None:
     """Run this node's ranks until the controller lets them go.
 
     Raises:
         InterruptedRunError: a signal came, or the controller is gone.
     """
     stop.graceful = True
-    point = find_meeting_point(run, node, stop)
+    point = find_meeting_point(storage, node, stop)
     if point is None:
         raise InterruptedRunError("stopped by a signal before the group had met")
     ranks = LocalRanks(node.ranks, controller=point, one_host=node.is_one_host)
     try:
-        _keep_running(ranks, run, node, stop)
+        _keep_running(ranks, storage, node, stop)
     finally:
         stop.graceful = False
         ranks.kill()
-        _take_over(run, session, point.session)
+        _take_over(storage, session, point.session)
     if stop.requested:
         raise InterruptedRunError("stopped; the group's controller has committed what was finished")
 
 
-def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSignal) -> None:
+def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: StopSignal) -> None:
     """Start the ranks again whenever one of them has failed; the controller does the same with the others."""
     deadline = float("inf")
     num_failed = 0
@@ -54,7 +57,7 @@ def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSig
             time.sleep(POLL_S)
         # when one has left all leave; when one has failed the others notice
         ranks.wait(POLL_S * 50)
-        if ranks.all_ended_well() or not run.meeting(node.name).exists():
+        if ranks.all_ended_well() or storage.kept(storage.run.meeting(node.name)) is None:
             return
         for rank, how in ended.items():
             note(f"warning: rank {rank} {how}; starting this node's ranks again")
@@ -64,10 +67,12 @@ def _keep_running(ranks: LocalRanks, run: RunDir, node: NodeShare, stop: StopSig
             raise InterruptedRunError("the group's controller is gone; run the same command to go on")
 
 
-def _take_over(run: RunDir, session: Session, controller: str) -> None:
+def _take_over(storage: Storage, session: Session, controller: str) -> None:
     """The group's first step is that of all its nodes, and what its ranks say of their rows holds for all."""
-    path = run.session_stats("nodes", controller)
-    if path.exists():
-        (row,) = read_rows(path)
+    path = storage.run.session_stats("nodes", controller)
+    said = storage.kept(path)
+    if said is not None:
+        with own_file(path):
+            (row,) = pq.read_table(pa.BufferReader(said)).to_pylist()
         session.first_prefill_s, session.device = row["first_prefill_s"], row["device"]
         session.equal_rows = EqualRows(**{field.name: row[field.name] for field in fields(EqualRows)})

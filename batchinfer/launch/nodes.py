@@ -1,7 +1,7 @@
 """Which of a job's ranks this process has to start: all, or its share under `srun` or `torchrun`.
 
 A group over several processes meets through a small file in the run folder: the first process, the group's controller,
-writes where it listens; the others (agent.py) read it and send their ranks there.
+writes where it listens; the others (agent.py) read it and send their ranks there. In an object store it is an object.
 """
 
 import os
@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import document_of, publish_json
 from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
-LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +112,36 @@ def own_address() -> str:
             return address
 
 
-def announce(run: RunDir, node: NodeShare, point: MeetingPoint) -> Path:
-    """Tell the other processes where to meet; returns the file, to be removed at the end."""
-    path = run.meeting(node.name)
+def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
+    """Tell the other processes where to meet; returns the file, to be forgotten at the end."""
+    path = storage.run.meeting(node.name)
     publish_json(path, asdict(point), mode=0o600)  # nobody else ever reads the credentials
+    storage.keep(path)
     return path
 
 
-def find_meeting_point(run: RunDir, node: NodeShare, stop: StopSignal) -> MeetingPoint | None:
+def find_meeting_point(storage: Storage, node: NodeShare, stop: StopSignal) -> MeetingPoint | None:
     """Where the controller listens; waits for it to say so. None when a signal came meanwhile.
 
     Raises:
         ConfigError: it did not come, or somebody else wrote the file.
     """
-    path = run.meeting(node.name)
+    path = storage.run.meeting(node.name)
     deadline = time.monotonic() + MEET_S
-    while not path.exists():
+    while (said := storage.kept(path)) is None:
         if stop.requested:
             return None
         if time.monotonic() > deadline:
-            raise ConfigError(f"the first process of this group did not announce itself in {run.root} for {MEET_S:g} s")
-        time.sleep(LOOK_S)
+            raise ConfigError(
+                f"the first process of this group did not announce itself in {storage.run.shown} for {MEET_S:g} s"
+            )
+        time.sleep(storage.look_s)
+    if storage.run.uri is None:  # in an object store its policy says who may write
+        _refuse_others(path)
+    return MeetingPoint(**document_of(said, path))
+
+
+def _refuse_others(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")
-    return MeetingPoint(**read_json(path))

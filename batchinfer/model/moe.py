@@ -36,12 +36,14 @@ class Routing(NamedTuple):
     """Tokens on their way to experts: the residual normed, ids of the experts [T, K] int64, weights [T, K] float32.
 
     rounded: the first in FP8, where the experts' weights are.
+    is_counted_T: [T] int64, 0 for tokens whose results nobody wants; None: all are wanted.
     """
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
     weights_TK: torch.Tensor
     rounded: ScaledRows | None = None
+    is_counted_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,9 @@ class MoeMlp:
         """
         x_TD = routing.x_TD if routing.rounded is None else routing.rounded
         with spans.send("DISPATCH"):
-            handle = self.dispatcher.dispatch(self._sent(routing), routing.ids_TK, routing.weights_TK)
+            handle = self.dispatcher.dispatch(
+                self._sent(routing), routing.ids_TK, routing.weights_TK, routing.is_counted_T
+            )
         shared_TD = self._shared_expert(x_TD, spans) if shared_under is YieldPoint.DISPATCH else None
         yield YieldPoint.DISPATCH
 
@@ -127,7 +131,7 @@ class MoeMlp:
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
         ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config))
         add_counts(ids_TK, expert_counts_E, is_counted_T, x_TD.dtype)
-        return Routing(x_TD, ids_TK, weights_TK, rounded)
+        return Routing(x_TD, ids_TK, weights_TK, rounded, is_counted_T)
 
     def _sent(self, routing: Routing) -> Any:
         """The rows that are dispatched; what travels is rounded by its dispatcher, into a form of its own."""

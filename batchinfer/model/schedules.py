@@ -2,7 +2,7 @@
 
 operation by operation  `plain`: any step
 fused                   decode in one C++ call, for a lone rank on the CPU (fused/stack.py)
-graph                   decode as a recorded CUDA graph, for a lone rank on a GPU (fused/graphs.py)
+graph                   decode as a recorded CUDA graph, whole or in halves, on a GPU (fused/graphs.py)
 overlapped              a step that comes in halves: one computes while the other's rows travel (parallel/overlap.py)
 """
 
@@ -35,6 +35,12 @@ class WholeStep(Protocol):
     def __call__(self, model: Any, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
 
 
+class PairedStep(Protocol):
+    """Runs a step of a Transformer that comes in halves."""
+
+    def __call__(self, model: Any, step: StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
+
+
 def plain(model: StepModel, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
     """Operation by operation, waiting for rows that travel."""
     return run_to_end(model.points(StepTensors.of(step, model.device), pages, MicroBatchSpans(log)))
@@ -57,11 +63,13 @@ class Schedule:
     """How the steps of a rank run."""
 
     decode: WholeStep = plain  # of steps that come whole
+    decode_pair: PairedStep = overlapped  # of those in halves
 
     def run(self, model: StepModel, step: StepInput | StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
         """See Transformer.forward."""
         if isinstance(step, StepHalves):
-            return overlapped(model, step, pages, log)
+            run_halves = self.decode_pair if step.first.is_decode else overlapped
+            return run_halves(model, step, pages, log)
         run_whole = self.decode if step.is_decode else plain
         return run_whole(model, step, pages, log)
 

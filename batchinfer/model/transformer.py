@@ -120,9 +120,8 @@ class Transformer:
         for mlp, placement in zip(self.moe_mlps, placements, strict=True):
             mlp.dispatcher.place(placement)
 
-    def reaches(self, step: StepInput) -> tuple[bool, bool]:
-        """Whether rows of this step attend to all keys before them, and whether rows attend to chosen ones alone."""
-        first, last = step.position_range()
+    def reaches(self, first: int, last: int) -> tuple[bool, bool]:
+        """Whether rows between these positions attend to all keys before them, and whether rows choose keys."""
         return self.config.indexer is None or first < self.config.indexer.topk, (
             self.config.indexer is not None and last >= self.config.indexer.topk
         )

@@ -72,6 +72,12 @@ class AllToAllDispatcher:
         row_format: form of the rows on their way to the experts.
     """
 
+    stays_here = False
+    why_not_recorded: str | None = (
+        "this exchange sends as many rows as there are, which the host has to know; cluster.exchange = "
+        "'deepep-low-latency' does not"
+    )
+
     def __init__(self, exchange: Exchange, placement: Placement, row_format: RowFormat):
         assert placement.num_ranks == exchange.size, f"{placement.num_ranks} ranks placed, {exchange.size} in the group"
         self._exchange = exchange
@@ -83,7 +89,13 @@ class AllToAllDispatcher:
         """See Dispatcher."""
         self._placement, self._turn = placement, 0
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> AllToAllHandle:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> AllToAllHandle:
         """Start sending each (token, expert) row to a slot of its expert."""
         placement, num_values = self._placement, x.shape[1]
         slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank, self._turn)

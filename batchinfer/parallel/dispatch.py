@@ -48,13 +48,30 @@ HandleT = TypeVar("HandleT", bound=Arriving[ExpertInput])
 class Dispatcher(Protocol[HandleT]):
     """One layer's way of exchanging rows. Calls come in the same order on all ranks; several may be under way."""
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> HandleT:
+    @property
+    def stays_here(self) -> bool:
+        """Whether no row leaves this rank."""
+        ...
+
+    @property
+    def why_not_recorded(self) -> str | None:
+        """Why a CUDA graph cannot hold the exchange; None: it can, the host waits for nothing and shapes are fixed."""
+        ...
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> HandleT:
         """Start sending rows to their experts.
 
         Args:
             x: [T, D], T may differ from rank to rank and may be 0.
             topk_ids: [T, K] int64, expert ids, all different within a row.
             topk_weights: [T, K] float32.
+            is_counted: [T] int64, 0 for tokens that need not be sent, whose sums may be anything; None: all are.
         """
         ...
 
@@ -106,6 +123,9 @@ class LocalDispatcher:
         gathers: put rows in their order; otherwise they stay where they are and ExpertInput says which they are.
     """
 
+    stays_here = True
+    why_not_recorded: str | None = None
+
     def __init__(self, num_experts: int, row_format: RowFormat | None = None, *, gathers: bool = True):
         self.num_experts = num_experts
         self.row_format = row_format
@@ -116,7 +136,13 @@ class LocalDispatcher:
         """Whether rows that are rounded to FP8 already are taken as they are."""
         return self.row_format is not None and self.row_format.dtype == "fp8"
 
-    def dispatch(self, x: torch.Tensor | ScaledRows, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LocalHandle:
+    def dispatch(
+        self,
+        x: torch.Tensor | ScaledRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> LocalHandle:
         """Sort the (token, expert) rows by expert, tokens in order within one; see Dispatcher."""
         scales = None
         if isinstance(x, ScaledRows):

@@ -92,7 +92,12 @@ class Placement:
         """The expert in each of a rank's slots."""
         return self.expert_of_slot[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
-    def slots_for(self, expert_M: torch.Tensor, rank: int, turn: int = 0) -> torch.Tensor:
+    @property
+    def has_replicas(self) -> bool:
+        """Whether an expert has several slots."""
+        return self.num_slots != self.num_experts
+
+    def slots_for(self, expert_M: torch.Tensor, rank: int, turn: int | torch.Tensor = 0) -> torch.Tensor:
         """A slot for each row of `rank`, so that each slot gets its share of its expert's rows.
 
         The j-th of a rank's n rows for an expert lies at (j + phase) / n of the expert's shares laid end to end. The
@@ -102,12 +107,12 @@ class Placement:
 
         Args:
             expert_M: [M] int64.
-            turn: how often this rank has been here with the placement.
+            turn: how often this rank has been here with the placement; a tensor [] float64 is not read on the host.
 
         Returns:
             [M] int64 slot numbers.
         """
-        if self.num_slots == self.num_experts:
+        if not self.has_replicas:
             return self._tables_on(expert_M.device)[0][expert_M]
         order_M = torch.argsort(expert_M, stable=True)
         sorted_M = expert_M[order_M]

@@ -49,6 +49,9 @@ class StepRecord(Struct, frozen=True, array_like=True):
     fallback_calls: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    graph: str | None = None
+    graph_rows: int = 0
+    no_graph: str | None = None
 
 
 class StepReport(Struct, frozen=True):
@@ -135,12 +138,14 @@ class Ready(Message, frozen=True):
 
     moe_layers: the decoder layers that mix experts.
     no_drafts: why no tokens are drafted although the model has a layer for it and the job leaves it open.
+    graphs: whether decode steps run as CUDA graphs or why not, a sentence; None: nobody expects them of this rank.
     """
 
     device: str
     moe_layers: list[int]
     equal_rows: EqualRows
     no_drafts: str | None = None
+    graphs: str | None = None
 
 
 # from a rank: while it works

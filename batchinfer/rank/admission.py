@@ -1,6 +1,7 @@
 """When a rank wants to prefill, decode and ask for more: what it votes for before each step."""
 
 from batchinfer.config import FREE_SHARE
+from batchinfer.model.fused.graph_size import DecodeBatch
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode_table import DecodeTable
 from batchinfer.rank.migration import KvMigration
@@ -65,6 +66,7 @@ class Admission:
             fills_both_halves=both_halves,
             place=place,
             calibrate=calibrate,
+            batch=self._batch(),
         )
 
     def refuse_what_never_fits(self) -> None:
@@ -82,6 +84,11 @@ class Admission:
                 f"row {key.row} of shard {key.shard} needs {pages_needed(waiting[0])} KV pages, but the budget holds "
                 f"{self._context.num_pages}; raise cluster.page_bytes or lower max_tokens"
             )
+
+    def _batch(self) -> DecodeBatch:
+        """What a decode step would have on this rank."""
+        context, running = self._context, self._running
+        return DecodeBatch() if context.graphs is None else context.graphs.batch(context.model, running.kv_lengths)
 
     def _should_prefill(self) -> bool:
         num_free = self.num_to_admit

@@ -1,20 +1,22 @@
 """What the parts of a rank have in common: its model, its pages, its role and the size of its steps."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from batchinfer.data.tokenizer import PromptTokenizer
-from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded
+from batchinfer.model.fused.graph_size import num_filler_pages
+from batchinfer.model.fused.graphs import DecodeGraphs, has_memory, why_not_recorded
 from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.mtp import Draft
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.logit_rules import RuleMaker
 from batchinfer.rank.thinking import Mode, Thinking, ThinkingTokens
 from batchinfer.records import Request
@@ -34,7 +36,7 @@ class RankContext:
     place: RankPlace = ALONE
     mesh: Mesh = field(default_factory=Mesh.alone)
     transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
-    transfer_folder: Path | None = None  # for KV between hosts; None: anonymous memory
+    transfers: Path | BucketTransfers | None = None  # for KV between hosts; None: anonymous memory
     overlap: bool = False  # run two micro-batches in turn when there is work for both
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
@@ -43,19 +45,31 @@ class RankContext:
 
     def __post_init__(self) -> None:
         # before the first step, so that pages for which there is no memory are refused at the start
-        _ = self.pages, self.schedule
+        _ = self.pages, self.schedule, self.graphs
 
     @cached_property
     def pages(self) -> torch.Tensor:
-        """[L, P, 64, W], the pool; where graphs need it, one more page behind it that no request has."""
-        return self.model.new_pages(self.num_pages + self._has_graphs)
+        """[L, P, 64, W], the pool; where graphs need them, pages behind it that no request has."""
+        num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
+        return self.model.new_pages(self.num_pages + num_filler)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The quickest way to run this rank's steps: decode as recorded graphs, else in one call, else plain."""
-        if self._has_graphs:
-            return Schedule(decode=DecodeGraphs(filler_page=self.num_pages))
+        """The quickest way to run steps that are not recorded as graphs: decode in one call, else plain."""
         return Schedule(decode=FusedDecode.of(self.model) or plain)
+
+    @cached_property
+    def no_graphs(self) -> str | None:
+        """Why this rank's decode steps never run as graphs; None: they do where the group agrees on it."""
+        return why_not_recorded(self.model) if self.place.runs_decode else "the rank runs no decode steps"
+
+    @cached_property
+    def graphs(self) -> DecodeGraphs | None:
+        """Of decode steps; None: see `no_graphs`."""
+        if self.no_graphs:
+            return None
+        memory = partial(has_memory, self.model.device)
+        return DecodeGraphs(self.num_pages, most_rows=self.decode_requests, has_memory=memory)
 
     @property
     def draft(self) -> Draft:
@@ -92,7 +106,3 @@ class RankContext:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self.tokenizer.eos_token_ids
-
-    @property
-    def _has_graphs(self) -> bool:
-        return self.place.runs_decode and can_be_recorded(self.model)

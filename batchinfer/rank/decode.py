@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchinfer.model.fused.graph_size import GraphSize
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
@@ -19,7 +20,13 @@ from batchinfer.rank.sequence import Sequence
 
 
 def decode_step(
-    context: RankContext, table: DraftedTable, log: SpanLog, *, in_pairs: bool, drafter: Drafter | None = None
+    context: RankContext,
+    table: DraftedTable,
+    log: SpanLog,
+    *,
+    in_pairs: bool,
+    drafter: Drafter | None = None,
+    graph: GraphSize | None = None,
 ) -> StepResult:
     """Generate one token for every running sequence (there may be none: then only take part), or several.
 
@@ -29,6 +36,7 @@ def decode_step(
         in_pairs: run two micro-batches in turn.
         drafter: of a rank that drafts tokens; what it drafts is run beside the tokens that are due, and a guess that
             is what would have been picked anyway saves a step.
+        graph: run the step as a graph of this size; None: as plain operations.
     """
     drafts = None
     if drafter is not None and (num_guesses := drafter.choose(len(table.sequences))):
@@ -40,7 +48,12 @@ def decode_step(
     count = len(sequences)
     due = _due(table, in_pairs=in_pairs) if drafts is None else _due_with(drafts, table)
     rules = context.rules.begin(due.rules)
-    output = context.model.forward(due.step, context.pages, context.schedule, log)
+    schedule = context.schedule
+    if graph is not None:
+        assert context.graphs is not None
+        assert drafts is None, "steps with guesses are not recorded"
+        schedule = context.graphs.schedule(graph)
+    output = context.model.forward(due.step, context.pages, schedule, log)
     finished, taken = [], np.ones(count, dtype=np.int64)
     if count:
         sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())

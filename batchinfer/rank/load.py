@@ -7,10 +7,12 @@ from typing import TypedDict
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
+from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
@@ -22,6 +24,7 @@ from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.protocol.messages import ExpertSlots, Start
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.kv_budget import KvBudget
@@ -146,7 +149,7 @@ def make_worker(
     place: RankPlace,
     start: Start,
     budget: KvBudget,
-    transfer_folder: Path | None,
+    transfers: Path | BucketTransfers | None,
     placement: int = 0,
     *,
     drafts: bool = False,
@@ -154,7 +157,7 @@ def make_worker(
     """Allocate the KV pages, and put the parts of this rank together.
 
     Args:
-        transfer_folder: of this rank, for KV on its way between hosts; None: all ranks are on one host.
+        transfers: place of this rank, for KV on its way between hosts; None: all ranks are on one host.
         placement: number of the one with which the experts were loaded.
         drafts: draft tokens; the model has its layer for that.
 
@@ -171,7 +174,7 @@ def make_worker(
         place=place,
         mesh=mesh,
         transfer_bytes=budget.transfer_bytes,
-        transfer_folder=transfer_folder,
+        transfers=transfers,
         # without experts nothing travels under which the other half could compute
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,
@@ -217,6 +220,7 @@ def _open_prefixes(
             identity,
             max_bytes=job.kv.max_bytes,
             gid=group_id(job.kv.shared_group, "kv.shared_group"),
+            bucket=None if job.kv.second_tier is None else Bucket(job.kv.second_tier, job.s3, attempts=TIER_ATTEMPTS),
         ),
         pages,
         persist=job.kv.persist,

@@ -36,9 +36,11 @@ from typing import NoReturn
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
+from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.group_store import GroupStore
 from batchinfer.parallel.layout import RankPlace, rank_places
@@ -56,12 +58,14 @@ from batchinfer.protocol.messages import (
 )
 from batchinfer.rank import may_draft
 from batchinfer.rank.bit_equality import equal_rows
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import first_placements, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import leave_signals_to_controller
 
@@ -171,7 +175,8 @@ def _work(
     equality = equal_rows(model, job.cluster.backend)
     if model.mtp is not None and equality.bit_equal is not True:
         no_drafts = "answers may depend on what rows are batched with"
-    channel.send(messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts))
+    ready = messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts, _graphs(model, place))
+    channel.send(ready)
     loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
         gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
@@ -203,11 +208,11 @@ def _run_job(
     """Step until the controller says that the job is over."""
     join, place, model, mesh, slots = loaded.join, loaded.place, loaded.model, loaded.mesh, loaded.slots
     job = JobConfig.model_validate_json(start.job)
-    folder = None if join.all_on_one_host else Path(start.transfer_folder) / f"rank-{place.rank}"
+    transfers = None if join.all_on_one_host else _transfers(job, Path(start.transfer_folder), place)
     budget = kv_budget(job, model, place, start, join.num_local_ranks)
     placement = 0 if slots is None else slots.placement
     drafts = loaded.drafts and job.cluster.speculate == "auto"
-    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, folder, placement, drafts=drafts)
+    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, transfers, placement, drafts=drafts)
     feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)
@@ -218,6 +223,22 @@ def _run_job(
     if leave.stay and worker.telemetry.placement != placement:
         model.place_experts(Path(job.model.path), first_placements(job, model.config, slots, mesh), mesh.rank)
     return leave
+
+
+def _graphs(model: Transformer, place: RankPlace) -> str | None:
+    """What is said of this rank's graphs; on a CPU nobody expects any."""
+    reason = why_not_recorded(model) if place.runs_decode else ON_HOST
+    if reason == ON_HOST:
+        return None
+    return "decode steps run as CUDA graphs" if reason is None else f"decode steps run as no CUDA graphs: {reason}"
+
+
+def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:
+    """Where this rank's KV lies on its way to another host; in a store, under the last two parts of its folder."""
+    own = folder / f"rank-{place.rank}"
+    if not is_in_bucket(job.output.dir):
+        return own
+    return BucketTransfers(Bucket(job.output.dir, job.s3), "/".join(own.parts[-3:]))
 
 
 def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:

@@ -7,11 +7,14 @@ asked to, and takes others in order, as pages come free.
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
 
 from batchinfer.kv.pages import pages_for
 from batchinfer.kv.transfer import KvTransfer, page_bytes, read_transfer, write_transfer
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.messages import Adoption, Handover
+from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
@@ -81,9 +84,11 @@ class KvMigration:
     def _send(self, sequence: Sequence) -> Handover:
         # the newest token has not run yet
         key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)
-        folder = self._context.transfer_folder
-        file = None if folder is None else folder / f"{key.shard}-{key.row}-{key.sample}.kv"
+        place, name = self._context.transfers, f"{key.shard}-{key.row}-{key.sample}.kv"
+        file = place / name if isinstance(place, Path) else None
         transfer = write_transfer(self._context.pages, sequence.pages[:num_pages], file=file)
+        if isinstance(place, BucketTransfers):
+            transfer = place.put(name, transfer)
         self._sent[key] = transfer
         self._num_bytes += transfer.num_bytes
         return Handover(
@@ -108,8 +113,10 @@ class KvMigration:
         sequence.cached, sequence.prompt_logprobs = handover.cached, handover.prompt_logprobs
         self._prompt_pages.make_known(sequence, sequence.num_prompt_tokens)
         page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
-        with log.kv("KV in"):
-            read_transfer(handover.kv_path, self._context.pages, page_ids, first_page=len(match.full))
+        place = self._context.transfers
+        fetched = place.fetched if isinstance(place, BucketTransfers) else nullcontext
+        with log.kv("KV in"), fetched(handover.kv_path) as path:
+            read_transfer(path, self._context.pages, page_ids, first_page=len(match.full))
         for index, token in enumerate(handover.tokens):
             logprob = handover.logprobs[index] if handover.logprobs else None
             sequence.accept(token, logprob, self._context.eos_token_ids)

@@ -1,12 +1,23 @@
 """What the ranks of a group do next: each says what it could do, all draw the same conclusion.
 
 Experts are spread over the ranks, so every rank takes part in every step, also with nothing of its own to compute.
+Whether a decode step runs as a graph, and as one of which size, is agreed in the same exchange: all ranks have recorded
+the same sizes, so from equal votes all find the same.
 """
 
-from dataclasses import astuple, dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 
+from batchinfer.model.fused.graph_size import DecodeBatch, GraphSize
+from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.parallel.mesh import Mesh
+
+NO_BATCH = DecodeBatch()
+TOO_LARGE = "a rank of the group decodes more requests than cluster.decode_requests, the rows of the largest graph"
+CANNOT, NO_MEMORY = "a rank of the group has no graphs", "a rank of the group has no memory for another graph"
 
 
 class Kind(Enum):
@@ -30,6 +41,19 @@ class StepVote:
     fills_both_halves: bool = False  # has at least two tokens to run in the step it votes for
     place: bool = False  # knows of another placement of the experts
     calibrate: bool = False  # has got its part of the calibration
+    batch: DecodeBatch = NO_BATCH
+
+    def to_ints(self) -> list[int]:
+        """To be sent to the other ranks."""
+        return [*(int(getattr(self, field.name)) for field in fields(self)[:-1]), *self.batch]
+
+    @classmethod
+    def of_ints(cls, values: Sequence[int]) -> StepVote:
+        """As another rank has sent it."""
+        num_flags = len(fields(cls)) - 1
+        leave, prefill, decode, fills_both_halves, place, calibrate = map(bool, values[:num_flags])
+        batch = DecodeBatch(*values[num_flags:])
+        return cls(leave, prefill, decode, fills_both_halves, place, calibrate, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +62,25 @@ class Agreed:
 
     kind: Kind
     in_pairs: bool  # two micro-batches
+    graph: GraphSize | None = None  # as which a decode step runs
+    records: bool = False  # no rank has this graph yet, and each makes it in this step
+    no_graph: str | None = None  # why a decode step runs as plain operations
 
 
-def agree(mesh: Mesh, vote: StepVote, *, overlap: bool) -> Agreed:
+def agree(mesh: Mesh, vote: StepVote, *, overlap: bool, graphs: DecodeGraphs | None = None) -> Agreed:
     """One small exchange between all ranks of the group.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
     requests. Experts move once all ranks know where to; likewise with the calibration. Two micro-batches are run when
-    `overlap` is on and some rank can fill both.
+    `overlap` is on and some rank can fill both. A decode step runs as a graph when all ranks have that one or all can
+    record it.
+
+    Args:
+        graphs: of this rank; None: it has none.
     """
     votes = [vote]
     if mesh.size > 1:
-        votes = [StepVote(*map(bool, values)) for values in mesh.agree([int(value) for value in astuple(vote)])]
+        votes = [StepVote.of_ints(values) for values in mesh.agree(vote.to_ints())]
     if any(vote.leave for vote in votes):
         kind = Kind.LEAVE
     elif all(vote.calibrate for vote in votes):
@@ -62,4 +93,16 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool) -> Agreed:
         kind = Kind.DECODE
     else:
         kind = Kind.WAIT
-    return Agreed(kind, overlap and any(vote.fills_both_halves for vote in votes))
+    in_pairs = overlap and any(vote.fills_both_halves for vote in votes)
+    if kind is not Kind.DECODE:
+        return Agreed(kind, in_pairs)
+    batches = [vote.batch for vote in votes]
+    if graphs is None or not all(batch.replays for batch in batches):
+        return Agreed(kind, in_pairs, no_graph=CANNOT)
+    size = graphs.size_for(batches, in_pairs=in_pairs)
+    if size is None:
+        return Agreed(kind, in_pairs, no_graph=TOO_LARGE)
+    records = not graphs.has(size)
+    if records and not all(batch.captures for batch in batches):
+        return Agreed(kind, in_pairs, no_graph=NO_MEMORY)
+    return Agreed(kind, in_pairs, size, records)

@@ -30,6 +30,7 @@ class Telemetry:
         model = context.model
         self._model = model
         self._exchanges_rows = context.mesh.size > 1
+        self._no_graphs = context.no_graphs
         self._num_steps = 0
         self.placement = context.placement  # number of the one in force
         self._rows_L = model.expert_rows  # after the latest step
@@ -85,6 +86,9 @@ class Telemetry:
             fallback_calls=self._num_fallbacks - fallbacks_before,
             drafted_tokens=ran.drafted_tokens,
             accepted_tokens=ran.accepted_tokens,
+            graph=None if agreed.graph is None else "recorded" if agreed.records else "replayed",
+            graph_rows=0 if agreed.graph is None else agreed.graph.num_rows,
+            no_graph=agreed.no_graph and (self._no_graphs or agreed.no_graph),
         )
 
     def traced(self, kind: str, log: SpanLog) -> list[Span]:

@@ -73,7 +73,8 @@ class RankWorker:
             vote = self._admission.vote(
                 leave=self._leave, place=self._expert_slots is not None, calibrate=self._pieces is not None
             )
-            agreed = agree(self._context.mesh, vote, overlap=self._context.overlap)
+            context = self._context
+            agreed = agree(context.mesh, vote, overlap=context.overlap, graphs=context.graphs)
             if agreed.kind is Kind.LEAVE:
                 break
             if agreed.kind is Kind.CALIBRATE:
@@ -130,6 +131,8 @@ class RankWorker:
         feed.send_experts()
         started_s = time.monotonic()
         self._place_experts(self._expert_slots)
+        if self._context.graphs is not None:
+            self._context.graphs.forget()
         self.telemetry.count_anew(self._expert_slots.placement)
         self._expert_slots = None
         feed.send_placed(time.monotonic() - started_s)
@@ -140,7 +143,14 @@ class RankWorker:
         if agreed.kind is Kind.PREFILL:
             ran = self._prefill.step(self._admission.num_to_admit, log, in_pairs=agreed.in_pairs)
         else:
-            ran = decode_step(self._context, self._running, log, in_pairs=agreed.in_pairs, drafter=self._drafter)
+            ran = decode_step(
+                self._context,
+                self._running,
+                log,
+                in_pairs=agreed.in_pairs,
+                drafter=self._drafter,
+                graph=agreed.graph,
+            )
         started, handovers = [], []
         if self._context.place.runs_decode:
             self._running.add(ran.started)

@@ -186,6 +186,10 @@ SPEED = Group(
                "seconds that decode steps with guesses would have taken at the pace of this run's steps without, as "
                "many requests running, by the seconds that they took; null when there were none to compare",
                note="in steps with drafts", why_empty=""),
+        Figure("graph_share", "decode as CUDA graphs", forms.percent, "%",
+               "decode steps that ran as CUDA graphs; null when all ranks compute on CPUs",
+               note=lambda values: f"others: {reason}" if (reason := values.get("no_graph")) else "", why_empty=""),
+        Figure("recorded_graphs", "", forms.count, "", "CUDA graphs that were recorded, over all ranks"),
         Figure("mean_kv_tokens_per_output_token", "mean KV per output token", forms.rate, "tokens",
                "mean KV length that a generated token attended to", why_empty="nothing was generated"),
         Figure("wait_comm_share", "communication, waiting", forms.percent, "%",

@@ -20,7 +20,7 @@ DECODE_STRETCHES = 8  # at most, of the time with decode steps
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
-    "decode_balance", "trouble", "store", "expert_balance", "speculation",
+    "decode_balance", "trouble", "store", "expert_balance", "speculation", "graphs",
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ class Report:
     bit_equal: bool | None  # whether a row has the same bits whatever it is batched with; None: not known
     bit_equal_reason: str | None  # why it is false or not known
     processor: str | None  # what ranks computed on, with vector units; None: nothing was computed
+    no_graph: str | None  # why most decode steps that ran as no CUDA graph did not; None: none is known
     unfinished: Unfinished | None = None  # None: it is finished
 
 
@@ -75,7 +76,7 @@ def is_worth_showing(found: Prediction) -> bool:
 
 def as_document(report: Report) -> dict[str, Any]:
     """The report as a JSON document: the published figures, equal rows, the plan, and how much of it is done."""
-    equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor")}
+    equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor", "no_graph")}
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in report.predictions}  # fmt: skip
     over_time = [{key: value for key, value in stretch.items() if key != "bin"} for stretch in report.decode_over_time]
@@ -151,6 +152,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         bit_equal=run["bit_equal"],
         bit_equal_reason=run["bit_equal_reason"],
         processor=run["processor"],
+        no_graph=computed.one_row("graphs")["no_graph"],
         unfinished=unfinished,
     )
 

@@ -25,7 +25,10 @@ LATER_COLUMNS = {
         "finish_reason": "VARCHAR", "reasoning_tokens": "INTEGER", "structured_valid": "BOOLEAN",
         "mean_logprob": "DOUBLE", "choice": "INTEGER",
     },
-    "steps": {"drafted_tokens": "INTEGER", "accepted_tokens": "INTEGER"},
+    "steps": {
+        "drafted_tokens": "INTEGER", "accepted_tokens": "INTEGER", "graph": "VARCHAR", "graph_rows": "INTEGER",
+        "no_graph": "VARCHAR",
+    },
 }  # fmt: skip
 
 # Plan operators that change something; a SELECT can hide them (in a WITH, or behind a function that runs more SQL).

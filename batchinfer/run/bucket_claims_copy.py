@@ -91,12 +91,14 @@ class ClaimsCopy:
                 self._bucket.delete(f"leases/{unit:06d}")
 
     def sweep(self) -> None:
-        """Delete results that no mark names, and workers that have been gone for long."""
+        """Delete results that no mark names, workers that have been gone for long, and what killed groups have left."""
         counted = {name for unit in self._done for name, _ in self._named(unit)}
         orphans = [item.name for item in self._bucket.objects("units") if item.name not in counted]
         workers = list(self._bucket.objects("workers"))
         now_s = time.time() - self._clock() if workers else 0.0
         orphans += [item.name for item in workers if now_s - item.written_s > OLD_S]
+        left = ("work/meeting-", "work/transfers-")
+        orphans += [item.name for item in self._bucket.objects("work") if item.name.startswith(left)]
         self._each(self._bucket.delete, orphans)
 
     def is_here(self, name: str, listed: Listed) -> bool:

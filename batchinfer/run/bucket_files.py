@@ -13,7 +13,7 @@ from batchinfer.manifest import Checksums, file_checksums
 from batchinfer.ownership import check_folder, make_folder
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.storage import Part
-from batchinfer.rundir import RunDir, published
+from batchinfer.rundir import LAUNCHERS, RunDir, launcher_folder, published
 
 TRANSFERS = 8  # at a time
 DIGEST_LETTERS = 16
@@ -72,6 +72,26 @@ class BucketFiles:
         with published(path) as temporary:
             if not self._bucket.fetch(name, temporary):
                 raise DamagedFileError(path, f"{self._bucket.uri}/{name} is gone")
+
+    def read(self, path: Path) -> bytes | None:
+        """What is in a file's object; None: it is not there."""
+        found = self._bucket.read(self.name(path))
+        return None if found is None else found.data
+
+    def fetch_sent(self) -> None:
+        """Have what was sent to clusters; of a launcher's folder the records, and who was sent away."""
+        for launcher in LAUNCHERS:
+            names = [item.name for item in self._bucket.objects(launcher)]
+            self.each(lambda name: self.fetch(name, self._run.root / name), names)
+
+    def keep_sent(self) -> None:
+        """Put what was sent, as this node has it."""
+        folders = [launcher_folder(self._run, launcher) for launcher in LAUNCHERS]
+        self.each(self.put_changed, [path for folder in folders for path in folder.rglob("*") if path.is_file()])
+
+    def delete_below(self, folder: str) -> None:
+        """Delete all objects in a folder."""
+        self.each(self._bucket.delete, [item.name for item in self._bucket.objects(folder)])
 
     def each(self, call: Callable[[Any], object], items: Iterable[Any]) -> None:
         """Several transfers at a time."""

@@ -7,6 +7,7 @@
     done/<unit>                       created once; names the results that count, with their sizes
     workers/… locks/plan              who is alive (bucket_lease.py)
     stats/… outputs/… dataset/…       as on a disk;   work/sessions/… signs of life
+    work/meeting-… work/transfers-…   of groups over several hosts: where they meet, and KV between them
 
 Data goes first, then what names it. An object that nothing names is ignored, and deleted by the last `finish`. Listings
 say what may be skipped, never what counts: what a stale one lacks is asked for by its name.
@@ -47,14 +48,12 @@ class BucketStorage:
     """
 
     beat_s = 15.0
+    look_s = 1.0
 
     def __init__(self, uri: str, s3: S3Config = DEFAULT_S3, work_dir: str | None = None) -> None:
         self.bucket = Bucket(uri, s3)
         self.uri = self.bucket.uri
-        endpoint = s3_endpoint(s3) or ""
-        name = hashlib.blake2b(f"{endpoint} {self.uri}".encode(), digest_size=8).hexdigest()
-        parent = Path(work_dir) if work_dir is not None else _own_temporary_folder()
-        self.run = RunDir(parent / name / PurePosixPath(self.uri).name, self.uri)
+        self.run = RunDir(_copy_of(self.uri, s3, work_dir), self.uri)
         self._version: str | None = None  # of run.json, as last fetched or committed
         self._vouched: dict[str, Checksums] = {}  # by it
         self._files = BucketFiles(self.bucket, self.run)
@@ -95,6 +94,8 @@ class BucketStorage:
             self._fetch_statistics()
         if "signs" in parts:
             self._claims.fetch_signs()
+        if "sent" in parts:
+            self._files.fetch_sent()
 
     def names(self, folder: Path) -> Iterable[str]:
         prefix = "leases" if folder == self.run.unit_folders else "done"
@@ -102,6 +103,12 @@ class BucketStorage:
 
     def keep(self, path: Path) -> None:
         self._files.put(path)
+
+    def kept(self, path: Path) -> bytes | None:
+        return self._files.read(path)
+
+    def keep_sent(self) -> None:
+        self._files.keep_sent()
 
     def keep_statistics(self, session: str) -> None:
         for path in sorted(self.run.stats.glob(f"*/{session}*.parquet")):
@@ -111,10 +118,14 @@ class BucketStorage:
         path.unlink(missing_ok=True)
         self.bucket.delete(self._files.name(path))
 
+    def forget_folder(self, folder: Path) -> None:
+        self._files.delete_below(self._files.name(folder))
+
     def commit(self, *, anew: bool = False) -> None:
         state = read_state(self.run)
         if MADE not in state:
-            self._clear_bucket()
+            for folder in ("done", "leases", "units", "stats"):  # of an earlier run here; nothing of this was computed
+                self._files.delete_below(folder)
             state[MADE] = secrets.token_hex(8)
             publish_json(self.run.run_json, state)
         manifest = Manifest(self.run.root, state.get("files"))
@@ -179,11 +190,6 @@ class BucketStorage:
             self._claims.note(name, listed[name])
             self._files.note_kept(self.run.root / name)
 
-    def _clear_bucket(self) -> None:
-        """Delete what an earlier run in this place has left, of which nothing was computed."""
-        for folder in ("done", "leases", "units", "stats"):
-            self._files.each(self.bucket.delete, [item.name for item in self.bucket.objects(folder)])
-
 
 def _made(run: RunDir) -> dict[str, Any] | None:
     try:
@@ -192,5 +198,8 @@ def _made(run: RunDir) -> dict[str, Any] | None:
         return None
 
 
-def _own_temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+def _copy_of(uri: str, s3: S3Config, work_dir: str | None) -> Path:
+    """Where this node's copy is."""
+    name = hashlib.blake2b(f"{s3_endpoint(s3) or ''} {uri}".encode(), digest_size=8).hexdigest()
+    own = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+    return (own if work_dir is None else Path(work_dir)) / name / PurePosixPath(uri).name

@@ -11,15 +11,17 @@ from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state
 
 
-def planned_run(target: Path, overrides: tuple[str, ...], *, may_be_planning: bool = False) -> tuple[RunDir, JobConfig]:
-    """The run folder and job behind a job file or a run folder.
+def planned_run(
+    target: Path, overrides: tuple[str, ...], *parts: Part, may_be_planning: bool = False
+) -> tuple[RunDir, JobConfig]:
+    """The run folder and job behind a job file or a run folder; `parts` as in `run_folder`.
 
     Raises:
         ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
-    return run_of(job, target, may_be_planning=may_be_planning), job
+    return run_of(job, target, *parts, may_be_planning=may_be_planning), job
 
 
 def run_of(job: JobConfig, target: Path, *parts: Part, may_be_planning: bool = False) -> RunDir:

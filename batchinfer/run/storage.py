@@ -9,6 +9,7 @@ controller/claiming.py.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,9 +20,9 @@ from batchinfer.run.probe import check_file_system
 from batchinfer.rundir import RunDir
 
 # of a run folder: run.json and job.toml; plan/; tokens/; done marks and what they vouch for; claims of units that are
-# not done; stats/; outputs/ and dataset/; signs of life
+# not done; stats/; outputs/ and dataset/; signs of life; what was sent to clusters
 MADE = "made"  # of run.json in an object store: tells one run from an earlier one in the same place
-Part = Literal["state", "plan", "tokens", "results", "claims", "stats", "outputs", "signs"]
+Part = Literal["state", "plan", "tokens", "results", "claims", "stats", "outputs", "signs", "sent"]
 
 
 ALL_PARTS: tuple[Part, ...] = ("plan", "tokens", "results", "claims", "stats", "outputs", "signs")
@@ -31,10 +32,12 @@ class Storage(Protocol):
     """See module docstring.
 
     beat_s: seconds between signs of life.
+    look_s: seconds between looks at what another process is to write.
     """
 
     run: RunDir
     beat_s: float
+    look_s: float
 
     def check(self) -> None:
         """Refuse a place that cannot hold a run, with the reason."""
@@ -51,11 +54,20 @@ class Storage(Protocol):
     def keep(self, path: Path) -> None:
         """Make a file durable that only this process writes."""
 
+    def kept(self, path: Path) -> bytes | None:
+        """What another process has kept in a file; None: nothing."""
+
+    def keep_sent(self) -> None:
+        """Make durable what was sent to clusters."""
+
     def keep_statistics(self, session: str) -> None:
         """Make durable what is new of a session's statistics."""
 
     def forget(self, path: Path) -> None:
         """Delete such a file, if it is there."""
+
+    def forget_folder(self, folder: Path) -> None:
+        """Delete a folder of files that only this process and its ranks write."""
 
     def sweep(self) -> None:
         """Once all units are done: delete what dead workers have left where nobody else would."""
@@ -72,6 +84,7 @@ class FolderStorage:
     """A run folder on a file system: what is published in it counts at once."""
 
     beat_s = 5.0
+    look_s = 0.2
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -94,11 +107,24 @@ class FolderStorage:
     def keep(self, path: Path) -> None:
         pass
 
+    def kept(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def keep_sent(self) -> None:
+        pass
+
     def keep_statistics(self, session: str) -> None:
         pass
 
     def forget(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def forget_folder(self, folder: Path) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
 
     def sweep(self) -> None:
         pass

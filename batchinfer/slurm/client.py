@@ -155,6 +155,12 @@ def warn(names: list[str]) -> None:
         _answer(["scancel", "--batch", "--signal=TERM", *names[first : first + 500]])
 
 
+def forbid_requeue(names: list[str]) -> None:
+    """Have tasks that end not go back into the queue."""
+    for name in names:
+        _answer(["scontrol", "update", f"JobId={name}", "Requeue=0"])
+
+
 def throttle(job: str, at_once: int) -> None:
     """Limit how many tasks of a waiting or running array run at once from now on (0: all)."""
     _answer(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])

@@ -97,7 +97,7 @@ class _File:
     errors: tuple[str, ...] = ()
 
 
-STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats", "signs")
+STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats", "signs", "sent")
 
 
 class StatusReader:

@@ -5,6 +5,8 @@
     slurm/finish-%j.log
     slurm/drain/<array>_<task> this task was sent away: it does not go back into the queue
 
+Of a run folder in an object store logs are written where `submit` was called: not every node has its copy.
+
 Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
 """
 
@@ -17,7 +19,6 @@ from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import is_in_bucket
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
@@ -60,13 +61,8 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
 
     Raises:
         ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
-            their rows cannot travel between these; or the run folder is in an object store.
+            their rows cannot travel between these.
     """
-    if is_in_bucket(job.output.dir):
-        raise ConfigError(
-            f"output.dir is {job.output.dir}, but tasks of `submit` share a folder; name one that all nodes see, or "
-            f"have your own array start `batchinfer work {job.output.dir}`"
-        )
     for option in _WHERE:
         value = getattr(shape, option)
         if value is not None:
@@ -92,8 +88,8 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
     live = live_tasks(run)
     if live:
         raise ConfigError(
-            f"{len(live)} tasks of {run.root} wait or run already ({live[0].name} and so on); change their number with "
-            f"`batchinfer submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+            f"{len(live)} tasks of {run.shown} wait or run already ({live[0].name} and so on); change their number "
+            f"with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
         )
     return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
 
@@ -140,7 +136,7 @@ def resize(run: RunDir, size: ArraySize, busy: Container[str] = ()) -> tuple[Sub
     """
     earlier = submissions(run)
     if not earlier:
-        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --array N`")
+        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --array N`")
     all_live = live_tasks(run)
     live = _staying(run, all_live)
     finishing = _finishing(run)
@@ -205,15 +201,15 @@ def submissions(run: RunDir) -> list[Submission]:
 def what_to_watch(run: RunDir, sent: Submission) -> str:
     """Job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
-    plural = "s" if len(sent.arrays) > 1 else ""
+    plural, logs = "s" if len(sent.arrays) > 1 else "", _log_folder(run)
     return "\n".join(
         (
             f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
             f"finish {sent.finish}: starts when they have ended",
-            f"watch   batchinfer status {run.root} --watch",
-            f"logs    {run.slurm}/{sent.arrays[0]}_0.log and so on; {run.slurm}/finish-{sent.finish}.log",
-            f"change  batchinfer submit --resize {run.root} N",
-            f"end     batchinfer cancel {run.root}",
+            f"watch   batchinfer status {run.shown} --watch",
+            f"logs    {logs}/{sent.arrays[0]}_0.log and so on; {logs}/finish-{sent.finish}.log",
+            f"change  batchinfer submit --resize {run.shown} N",
+            f"end     batchinfer cancel {run.shown}",
         )
     )
 
@@ -253,7 +249,7 @@ def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]
     options = [
         f"--array=0-{size.tasks - 1}{limit}",
         f"--nodes={shape.nodes_per_group}",
-        f"--output={client.log_pattern(run.slurm, '%A_%a.log')}",
+        f"--output={client.log_pattern(_log_folder(run), '%A_%a.log')}",
         *([f"--dependency=afterany:{behind[0]}"] if behind else []),
         *_given(shape, "gpus_per_node", "time", *_WHERE),
         *shape.sbatch_args,
@@ -264,7 +260,7 @@ def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]
 def _finish_command(run: RunDir, shape: Shape, arrays: list[str]) -> list[str]:
     options = [
         f"--dependency=afterany:{':'.join(arrays)}",
-        f"--output={client.log_pattern(run.slurm, 'finish-%j.log')}",
+        f"--output={client.log_pattern(_log_folder(run), 'finish-%j.log')}",
         *_given(shape, *_WHERE),
     ]
     return _sbatch(run, options, "finish.sbatch", shape.finish_template)
@@ -280,7 +276,12 @@ def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> 
     path = find_template(template, None if own is None else Path(own))
     # -P: the run folder, where the job starts, is no place to import from
     command = [sys.executable, "-P", "-m", "batchinfer"]
-    return ["sbatch", "--parsable", f"--chdir={run.root}", *options, str(path), str(run.root), *command]
+    folder = run.root if run.uri is None else Path.cwd()
+    return ["sbatch", "--parsable", f"--chdir={folder}", *options, str(path), run.shown, *command]
+
+
+def _log_folder(run: RunDir) -> Path:
+    return run.slurm if run.uri is None else Path.cwd()
 
 
 def _remember(run: RunDir, sent: Submission) -> None:
@@ -314,6 +315,8 @@ def _drain(run: RunDir, tasks: list[Task]) -> None:
     running = [task for task in tasks if not task.is_pending]
     for task in running:
         publish_text(_drain_mark(run, task), "sent away\n")
+    if run.uri is not None:  # its script sees no mark
+        client.forbid_requeue([task.name for task in running])
     client.warn([task.name for task in running])
 
 

@@ -110,7 +110,13 @@ class CopyDispatcher:
         self._sum_per_token = sum_per_token
         self._rows: dict[int, Rows] = {}
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> CopyHandle:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> CopyHandle:
         """Round the tokens to FP8 and copy one row per entry; see Dispatcher."""
         num_tokens, topk = topk_ids.shape
         if num_tokens not in self._rows:

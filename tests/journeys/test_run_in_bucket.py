@@ -222,13 +222,8 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
 
 
-def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path, monkeypatch):
-    run = InBucket(calm, server.endpoint, "group", tmp_path)
+def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path):
+    run = InBucket(calm, server.endpoint, "submitted", tmp_path)
     run.plan()
-    found = run.command("submit", "--array", "2", code=2)
-    assert "tasks of `submit` share a folder" in found.err
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    assert "meets in a folder; choose a folder on a shared file system" in run.refused(
-        "work", **{"cluster.prefill_ranks": 2}
-    )
+    found = run.command("submit", "--finish-by", "2099-01-01 00:00", "--dry-run", code=2)
+    assert "it must be on a disk" in found.err

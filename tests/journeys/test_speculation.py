@@ -52,9 +52,19 @@ def figures(run_folder: Path) -> dict[str, Any]:
     return json.loads(batchinfer("report", run_folder, "--json").out)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
-def test_outputs_are_the_same_with_drafts_and_without(tmp_path, how, dtype):
+# each dtype and each way; test_drafting has more
+OFTEN = {("float32", "drawn"), ("bfloat16", "long"), ("fp8", "greedy")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        pytest.param(dtype, how, marks=() if (dtype, how) in OFTEN else pytest.mark.slow)
+        for dtype in ("float32", "bfloat16", "fp8")
+        for how in HOW
+    ],
+)
+def test_outputs_are_the_same_with_drafts_and_without(tmp_path, dtype, how):
     job = make_job(tmp_path, model={"dtype": dtype}, sampling=HOW[how], cluster=FEW)
     on, _ = run(job, "on")
     off, _ = run(job, "off", **{"cluster.speculate": "off"})

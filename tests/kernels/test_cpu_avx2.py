@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from batchinfer_kernels.cpu import build
-from support.instructions import OPERATIONS, TESTS, run_tests_with, run_with
+from support.instructions import OFTEN, OPERATIONS, TESTS, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
 (AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
@@ -34,18 +34,14 @@ def _supported():
         pytest.skip(f"the C++ operations for AVX2 cannot run here: {reason}")
 
 
-def test_results_are_as_good_and_keep_their_bits_in_any_company():
-    run_tests_with(AVX2.name, *OPERATIONS)
+@pytest.mark.parametrize("which", [OFTEN, pytest.param("", marks=pytest.mark.slow)], ids=["often", "all"])
+def test_results_are_as_good_and_keep_their_bits_in_any_company(which):
+    run_tests_with(AVX2.name, *OPERATIONS, which=which)
 
 
-SOME_JOBS = "small"
-
-
-@pytest.mark.parametrize(
-    "which", [SOME_JOBS, pytest.param(f"not ({SOME_JOBS})", marks=pytest.mark.slow)], ids=["some", "others"]
-)
-def test_whole_jobs_keep_their_bytes_however_they_are_run(which):
-    run_tests_with(AVX2.name, "-k", which, str(TESTS / "rank" / "test_cpu_engine.py"))
+@pytest.mark.slow  # a job below has the bytes of other instructions, whose jobs are in test_cpu_engine
+def test_whole_jobs_keep_their_bytes_however_they_are_run():
+    run_tests_with(AVX2.name, str(TESTS / "rank" / "test_cpu_engine.py"))
 
 
 def test_no_instruction_in_it_is_beyond_avx2():

@@ -13,9 +13,8 @@ from dataclasses import replace
 import pytest
 
 from batchinfer_kernels.cpu import build
-from support.instructions import OPERATIONS, TESTS, run_tests_with, run_with
+from support.instructions import OFTEN, OPERATIONS, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
-from support.random_shapes import make_model
 
 PLAIN, AMX = "amx-plain", "amx"
 AGREE = """
@@ -24,7 +23,11 @@ from batchinfer_kernels.cpu import build
 assert build.why_not() is None
 print(torch.ops.batchinfer_cpu.tiles_agree(False), torch.ops.batchinfer_cpu.tiles_agree(True))
 """
-NAMES = "from batchinfer_kernels.cpu import build; import torch; print(*map(build.numerics, [torch.{}]))"
+NAMES = """
+import torch
+from batchinfer_kernels.cpu import build
+print(*map(build.numerics, [torch.float32, torch.bfloat16]))
+"""
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
@@ -33,25 +36,19 @@ def test_sums_have_the_promised_order_and_not_that_of_other_products():
     assert run_with(PLAIN, "-c", AGREE).splitlines()[-1] == "True False"
 
 
-def test_results_are_as_good_and_keep_their_bits_in_any_company():
-    run_tests_with(PLAIN, *OPERATIONS)
+@pytest.mark.parametrize("which", [OFTEN, pytest.param("", marks=pytest.mark.slow)], ids=["often", "all"])
+def test_results_are_as_good_and_keep_their_bits_in_any_company(which):
+    run_tests_with(PLAIN, *OPERATIONS, which=which)
 
 
-def test_float32_has_the_bits_of_other_instructions_and_bfloat16_a_family_of_its_own(tmp_path):
-    make_model(tmp_path, 0)  # more of them: test_same_bits
-    script = (str(TESTS / "support" / "random_shapes.py"), str(tmp_path), "0")
-    tiles, others = (json.loads(run_with(name, *script).splitlines()[-1]) for name in (PLAIN, "avx2"))
-    assert tiles["finite"]
-    float32 = [name for name in others if name.endswith("float32")]
-    assert len(float32) == 1
-    assert [tiles[name] for name in float32] == [others[name] for name in float32]
-    bfloat16 = [name for name in others if name.endswith("bfloat16")]
-    assert [tiles[name] for name in bfloat16] != [others[name] for name in bfloat16]
-    for dtype, is_shared in (("float32", True), ("bfloat16", False)):
-        names = [run_with(name, "-c", NAMES.format(dtype)) for name in (PLAIN, "avx2")]
-        assert (names[0] == names[1]) == is_shared
+def test_float32_has_the_family_of_other_instructions_and_bfloat16_one_of_its_own():
+    """That their bits are so: test_same_bits."""
+    of_tiles, of_others = (run_with(name, "-c", NAMES).splitlines()[-1].split() for name in (PLAIN, "avx2"))
+    assert of_tiles[0] == of_others[0]
+    assert of_tiles[1] != of_others[1]
 
 
+@pytest.mark.slow  # a store goes by the family's name: above, and test_a_store_is_not_shared_with_other_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_path):
     write_questions(tmp_path / "prompts", (3, 2))
@@ -78,9 +75,9 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
     (amx,) = [known for known in build.INSTRUCTION_SETS if known.name == AMX]
     sources = [build.SOURCES / f"{name}.cpp" for name in ("linear", "expert_mlp", "attention", "tile_check")]
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
-    build._run(
+    build._run(  # what the sources ask for by name is there with any -O
         [
-            [*build._compiler(), *build._FLAGS, *amx.flags, "-c", str(source), "-o", str(target)]
+            [*build._compiler(), *build._FLAGS, *amx.flags, "-O1", "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
     )

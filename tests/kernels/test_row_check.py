@@ -194,8 +194,15 @@ sys.exit(bool(wrong))
 """
 
 
-@pytest.mark.parametrize("threads_used", ["1", "2"])
-@pytest.mark.parametrize("mkl", [None, "AVX2,STRICT"], ids=["as it comes", "strict"])
+@pytest.mark.parametrize(
+    ("mkl", "threads_used"),
+    [
+        (None, "2"),
+        ("AVX2,STRICT", "1"),
+        pytest.param(None, "1", marks=pytest.mark.slow),
+        pytest.param("AVX2,STRICT", "2", marks=pytest.mark.slow),
+    ],
+)
 def test_the_answer_is_that_of_trying_everything(mkl, threads_used):
     variables = {name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")}
     variables |= {} if mkl is None else {"MKL_CBWR": mkl}

@@ -251,7 +251,7 @@ def test_a_forked_process_has_workers_of_its_own(path, busy):
     [
         "",
         pytest.param("time.sleep(0.01)", marks=pytest.mark.slow),
-        "sys.exit()",
+        pytest.param("sys.exit()", marks=pytest.mark.slow),
         pytest.param("raise SystemExit(0)", marks=pytest.mark.slow),
     ],
 )

@@ -15,8 +15,11 @@ import pytest
 from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
 from batchinfer.records import ConfigError
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
+from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.object_store import s3_server
 
 COMMAND = "from batchinfer.cli import main; main()"
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
@@ -50,12 +53,12 @@ def test_a_share_by_a_launchers_variables(monkeypatch):
         this_node(5)
 
 
-def start_nodes(run, num_nodes, *, other_hosts):
+def start_nodes(run, num_nodes, *, other_hosts, options=lambda index: ()):
     """What srun does: the same command once per node, with its number."""
     processes = []
     for index in range(num_nodes):
         slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_nodes)}
-        command = [sys.executable, "-c", COMMAND, "work", str(run)]
+        command = [sys.executable, "-c", COMMAND, "work", str(run), *options(index)]
         if other_hosts:
             rename = f'hostname node{index}; exec "$@"'
             command = ["unshare", "--uts", "sh", "-c", rename, "sh", *command]
@@ -132,13 +135,86 @@ def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
 
 
 @pytest.mark.slow
+def torchrun(job, *options):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work"]
+    command = [sys.executable, *command, job, *options]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+
+
 def test_torchrun_starts_the_ranks(reference):
     run = planned(reference, "torchrun", {"prefill_ranks": 2})
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work", run]
-    done = subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    torchrun(run)
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("obstore")
+    with s3_server() as running:
+        running.make_bucket("runs")
+        yield running
+
+
+class InBucket:
+    """A job whose run folder is in a bucket, and a copy of it for each node."""
+
+    def __init__(self, reference, server, url, scratch, name, cluster):
+        planned(reference, name, cluster)  # on disk: for its job file
+        self.job, self.prefix, self._server, self._url, self._scratch = (
+            reference[0] / f"{name}.toml",
+            f"{name}-{scratch.name}",
+            server,
+            url,
+            scratch,
+        )
+        assert batchinfer("plan", self.job, *self.options("planner")).code == 0
+
+    def options(self, node):
+        settings = {
+            "output.dir": f"s3://runs/{self.prefix}",
+            "output.work_dir": self._scratch / str(node),
+            "s3.endpoint": self._url,
+        }
+        return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+    def outputs(self):
+        done = batchinfer("finish", self.job, *self.options("finisher"))
+        assert done.code == 0, done.err
+        found = self._server.objects("runs", self.prefix)
+        assert not [name for name in found if name.startswith("work/")]
+        return {name: data for name, data in found.items() if name.startswith("outputs/")}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "other_hosts"),
+    [
+        pytest.param({"prefill_ranks": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"prefill_ranks": 2}, True, marks=[NEEDS_ROOT, pytest.mark.slow]),
+        pytest.param(APART, True, marks=NEEDS_ROOT),
+    ],
+    ids=["same host", "two hosts", "two hosts, prefill apart from decode"],
+)
+def test_two_nodes_meet_in_a_bucket_and_their_kv_goes_through_it(reference, server, tmp_path, cluster, other_hosts):
+    faults = Faults(share=0.03, kinds=("500", "503", "lost"), seed=3)
+    with faulty_store(server, faults) as url:
+        run = InBucket(reference, server, url, tmp_path, f"in-bucket-{len(cluster)}", cluster)
+        nodes_ = start_nodes(run.job, 2, other_hosts=other_hosts, options=run.options)
+        codes, err = ended(nodes_)
+        assert codes == [0, 0], err
+        assert run.outputs() == reference[1]
+    assert any("/work/meeting-slurm-77-0-0.json" in path for path in faults.written)
+    if cluster == APART:
+        sent = {path.rpartition("/")[2] for path in faults.written if "/work/transfers-" in path}
+        assert len(sent) == 27  # each request, some twice: an answer was lost
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_that_meet_in_a_bucket(reference, server, tmp_path):
+    run = InBucket(reference, server, server.endpoint, tmp_path, "torchrun-bucket", {"prefill_ranks": 2})
+    torchrun(run.job, *run.options("node"))
+    assert run.outputs() == reference[1]
 
 
 def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
@@ -150,7 +226,9 @@ def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", rename)
     point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
-    told = nodes.announce(RunDir(tmp_path), nodes.NodeShare(0, 2, "group", range(1), is_one_host=True), point)
+    told = nodes.announce(
+        FolderStorage(RunDir(tmp_path)), nodes.NodeShare(0, 2, "group", range(1), is_one_host=True), point
+    )
     assert modes == [0o600]
     assert told.stat().st_mode & 0o777 == 0o600
 
@@ -161,13 +239,14 @@ def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
 def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, mode, owner):
     node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
     point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
-    path = nodes.announce(RunDir(tmp_path), node, point)
-    assert nodes.find_meeting_point(RunDir(tmp_path), node, None) == point
+    storage = FolderStorage(RunDir(tmp_path))
+    path = nodes.announce(storage, node, point)
+    assert nodes.find_meeting_point(storage, node, None) == point
     path.chmod(mode)
     if owner is not None:
         os.chown(path, owner, owner)
     with pytest.raises(ConfigError, match="is not this user's alone; remove it"):
-        nodes.find_meeting_point(RunDir(tmp_path), node, None)
+        nodes.find_meeting_point(storage, node, None)
 
 
 def test_shares_of_nodes(monkeypatch):

@@ -65,8 +65,17 @@ def answered(folder, model, dtype, cluster):
     return found
 
 
-@pytest.mark.parametrize("cluster", [ONE_RANK, TWO_RANKS], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "cluster"),
+    [
+        pytest.param("float32", ONE_RANK, id="float32-one rank"),
+        pytest.param("bfloat16", TWO_RANKS, id="bfloat16-two ranks"),
+        pytest.param("fp8", TWO_RANKS, id="fp8-two ranks"),
+        pytest.param("float32", TWO_RANKS, id="float32-two ranks", marks=pytest.mark.slow),
+        pytest.param("bfloat16", ONE_RANK, id="bfloat16-one rank", marks=pytest.mark.slow),
+        pytest.param("fp8", ONE_RANK, id="fp8-one rank", marks=pytest.mark.slow),
+    ],
+)
 def test_answers_and_their_log_probabilities_are_those_of_the_weights_stored_wide(folder, dtype, cluster):
     assert answered(folder, "packed", dtype, cluster) == answered(folder, "wide", dtype, cluster)
 

@@ -394,3 +394,42 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     got, expected = run(dispatcher), run(LocalDispatcher(NUM_EXPERTS, row_format))
     assert got.dtype == torch.bfloat16
     assert (got - expected).abs().max() < 2**-6 * expected.abs().max()
+
+
+def test_low_latency_sends_no_token_that_is_not_counted():
+    world = World(1)
+    placement = Placement((5, 0, 1, 0, 2, 3, 4, 0), (1.0, 0.5, 1.0, 0.2, 1.0, 1.0, 1.0, 0.3), NUM_EXPERTS, 1)
+    (dispatcher,) = opened("deepep-low-latency", Group(world, 0), [placement])
+    x, ids, weights = random_tokens(0)
+    is_counted = torch.arange(MAX_TOKENS) % 3
+    counted = is_counted > 0
+    handle = dispatcher.dispatch(x, ids, weights, is_counted)
+    received = handle.wait()
+    assert int(received.num_rows_E.sum()) == int(counted.sum()) * TOPK
+    slots = world.arguments("low_latency_dispatch")[0]["topk_idx"]
+    assert set(slots[~counted].flatten().tolist()) == {-1}
+    sums = dispatcher.combine(answer(received, placement.expert_of_slot), handle).wait()
+    assert_close(sums[counted], (x[counted], ids[counted], weights[counted]), "bfloat16")
+    assert not sums[~counted].any()
+
+
+def test_the_turn_of_replicas_goes_on_where_a_dispatch_is_recorded():
+    """It is a tensor that each dispatch adds to: a graph, which runs no Python, adds to it, too."""
+    placement = Placement((0, 1, 2, 3, 4, 5, 0, 0), (0.4, 1.0, 1.0, 1.0, 1.0, 1.0, 0.3, 0.3), NUM_EXPERTS, 1)
+    (dispatcher,) = opened("deepep-low-latency", Group(World(1), 0), [placement])
+    one = torch.tensor([[0]])
+    expected = [placement.slots_for(one.flatten(), 0, turn).tolist() for turn in range(20)]
+    found, turn = [], None
+    for _ in range(20):
+        found.append(dispatcher.slots(one).flatten().tolist())
+        assert turn is None or dispatcher.turn is turn
+        turn = dispatcher.turn
+    assert found == expected
+    assert {slot for (slot,) in found} == {0, 6, 7}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_low_latency_mode_alone_can_be_recorded(kind):
+    (dispatcher,) = opened(kind, Group(World(1), 0), [Placement.in_order(NUM_EXPERTS, 1)])
+    assert not dispatcher.stays_here
+    assert (dispatcher.why_not_recorded is None) == (kind == "deepep-low-latency")

@@ -9,7 +9,8 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.model.fused.graphs import DecodeGraphs, can_be_recorded, filled_up, graph_size
+from batchinfer.model.fused.graph_size import filled_up, graph_pages, graph_rows
+from batchinfer.model.fused.graphs import ON_HOST, DecodeGraphs, why_not_recorded
 from batchinfer.model.sampling import sample
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.step import StepInput, StepOutput
@@ -78,9 +79,10 @@ def pages_of(model):
 
 
 def test_rows_are_filled_up_to_a_size_that_has_a_graph():
-    assert [graph_size(count) for count in (1, 2, 3, 8, 9, 16, 17, 33, 256)] == [1, 2, 4, 8, 16, 16, 32, 48, 256]
+    assert [graph_rows(count) for count in (1, 2, 3, 8, 9, 16, 17, 33, 256)] == [1, 2, 4, 8, 16, 16, 32, 48, 256]
     step = step_of([70, 3, 130])
-    filled, is_counted = filled_up(step, FILLER)
+    assert [graph_pages(count) for count in (0, 1, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 16]
+    filled, is_counted = filled_up(step, graph_rows(3), graph_pages(3), FILLER)
     assert is_counted.tolist() == [1, 1, 1, 0]
     assert filled.page_table.tolist() == [
         *([*row, FILLER] for row in step.page_table.tolist()),
@@ -93,10 +95,11 @@ def test_rows_are_filled_up_to_a_size_that_has_a_graph():
 
 @pytest.mark.parametrize("num_requests", range(1, 70))
 def test_filler_rows_have_slots_of_their_own_on_the_filler_page(num_requests):
-    filled, is_counted = filled_up(step_of([1] * min(num_requests, FILLER)), FILLER)
+    num_rows = graph_rows(min(num_requests, FILLER))
+    filled, is_counted = filled_up(step_of([1] * min(num_requests, FILLER)), num_rows, 4, FILLER)
     assert len(set(filled.slots.tolist())) == len(filled.slots) == len(is_counted)
     assert set((filled.slots[is_counted == 0] // PAGE_TOKENS).tolist()) <= {FILLER}
-    assert graph_size(num_requests) - num_requests < PAGE_TOKENS
+    assert graph_rows(num_requests) - num_requests < PAGE_TOKENS
 
 
 def test_steps_in_fixed_memory_have_the_results_of_plain_steps(model):
@@ -140,10 +143,11 @@ def test_what_stands_on_the_filler_page_reaches_no_request(model):
 
 
 def test_a_rank_on_a_cpu_has_no_graphs_and_no_filler_page(model):
-    assert not can_be_recorded(model)
+    assert why_not_recorded(model) == ON_HOST
     context = RankContext(model, load_tokenizer(Path(RANDOM_MODEL)), num_pages=5, prefill_tokens=64, decode_requests=4)
     assert context.pages.shape[1] == 5
     assert context.schedule.decode is plain
+    assert (context.graphs, context.no_graphs) == (None, ON_HOST)
 
 
 @pytest.mark.parametrize("scores", [False, True])

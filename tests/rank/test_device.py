@@ -91,7 +91,8 @@ def test_sparse_attention_reads_nothing_on_the_host(tmp_path, topk, step):
     dispatchers = [layer.mlp.dispatcher for layer in model.layers if hasattr(layer.mlp, "dispatcher")]
     model = Transformer(model.config, model.weights, dispatchers, ops)
     lowest, highest = (69, 71) if step.is_decode else (0, 69)
-    assert model.reaches(step) == (lowest < topk, highest >= topk)
+    assert step.position_range() == (lowest, highest)
+    assert model.reaches(lowest, highest) == (lowest < topk, highest >= topk)
     output = model.forward(step, model.new_pages(12))
     assert output.logits.device == META
     assert output.logits.shape == (len(step.logit_rows), model.config.vocab_size)

@@ -209,7 +209,10 @@ def test_damaged_files_are_never_served(job_folder, copied_store):
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
 
 
-@pytest.mark.parametrize("other", ["config", "salt", "block_tokens"])
+# of other salts, too, in test_kv_damage; of blocks of all lengths in test_stored_prefixes
+@pytest.mark.parametrize(
+    "other", ["config", *(pytest.param(o, marks=pytest.mark.slow) for o in ("salt", "block_tokens"))]
+)
 def test_nothing_is_shared_with_another_model_or_salt(job_folder, copied_store, tmp_path, other):
     store, model, kv = copied_store, RANDOM_MODEL, {}
     if other == "config":

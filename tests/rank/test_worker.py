@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.fused.graph_size import GraphSize
+from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.protocol.messages import ExpertSlots
@@ -59,6 +61,14 @@ def test_a_rank_moves_its_experts_once_when_it_is_told_where_to():
     # what was counted before is told before, and counted anew from then on
     assert feed.said == ["counts", "placed"]
     assert worker.telemetry.expert_counts().placement == SLOTS.placement
+
+
+def test_graphs_end_when_experts_move():
+    rank, graphs, size = context(), DecodeGraphs(4, lambda work: work), GraphSize(1, 4, True, False)
+    vars(rank)["graphs"] = graphs  # as on a GPU
+    graphs._graphs[size] = SimpleNamespace()
+    RankWorker(rank, place_experts=lambda slots: None).run(Feed(Inbox(), Inbox(expert_slots=SLOTS)))
+    assert not graphs.has(size), "it would send rows to where experts were"
 
 
 def test_a_calibration_counts_every_token_in_every_layer_and_is_of_no_step():

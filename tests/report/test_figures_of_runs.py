@@ -227,6 +227,14 @@ def figures_of_drafts(run: Path) -> dict[str, Any]:
     }
 
 
+def figures_of_graphs(run: Path) -> dict[str, Any]:
+    """Ranks on a CPU have none, and say so in every decode step."""
+    said = "SELECT count(graph), count(*) FILTER (no_graph = 'the rank computes on a CPU'), count(no_graph) FROM steps"
+    num_decode = one(run, "SELECT count(*) FROM steps WHERE kind = 'decode'")
+    assert one(run, said) == (0, num_decode, num_decode)
+    return {"graph_share": None, "recorded_graphs": 0}
+
+
 def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
     """How even decode was, from the steps of each rank."""
     names = [f"decode_{kind}_{name}" for kind in ("kv", "requests") for name in ("max_over_mean", "bound")]
@@ -348,6 +356,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
         | figures_of_answers(run)
         | figures_of_steps(run, case)
         | figures_of_drafts(run)
+        | figures_of_graphs(run)
         | figures_of_decode(run, case)
         | figures_of_experts(run, case)
         | figures_of_time(run, case)

@@ -587,6 +587,7 @@ def report_with(value: float | None, **values: float | None) -> Report:
         bit_equal=None,
         bit_equal_reason=None,
         processor=None,
+        no_graph=None,
     )
 
 

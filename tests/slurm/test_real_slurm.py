@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.object_store import s3_server
 from support.paths import ROOT
 from support.small_disks import small_disk
 
@@ -307,6 +309,54 @@ def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_ma
     assert again.code == 0, again.err
     assert len(submissions(run)[-1].arrays) == 2
     expect_outputs(run, reference)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_of_which_tasks_are_added_and_sent_away(reference, tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
+    monkeypatch.chdir(tmp_path)  # logs come here
+    uri = "s3://runs/by slurm"
+    with s3_server() as server:
+        server.make_bucket("runs")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+        (tmp_path / "nodes").mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "nodes"))
+        settings = {"output.dir": uri, "s3.endpoint": server.endpoint} | {f"cluster.{k}": v for k, v in SLOW.items()}
+        sets = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+        sent = batchinfer("submit", reference[0], *sets, "--array", "3")
+        assert sent.code == 0, sent.err
+        assert f"batchinfer cancel {uri}" in sent.out
+
+        def marks():
+            return len(server.objects("runs", "by slurm/done"))
+
+        def status():
+            return json.loads(batchinfer("status", uri, "--json").out)
+
+        try:
+            # another login node goes on: what was sent is in the bucket
+            (tmp_path / "other").mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+            assert status()["launcher"] == "Slurm"
+            (copy,) = (tmp_path / "other").glob("batchinfer-*/*/by slurm")
+            run = RunDir(copy, uri)
+            wait_for(lambda: marks() > 2, run)
+            wait_for(lambda: status()["tasks_running"] == 3, run)
+            away = batchinfer("submit", "--resize", uri, "1")
+            assert "sent away" in away.out, away.err
+            gone = away.out.split()[-1]
+            wait_for(lambda: gone not in {task.name for task in live_tasks(run)}, run)
+            added = batchinfer("submit", "--resize", uri, "2")
+            assert added.code == 0, added.err
+            assert wait_for(lambda: finish_state(run), run) == "COMPLETED", (tmp_path / f"{gone}.log").read_text()
+        finally:
+            batchinfer("cancel", uri)
+        found = server.objects("runs", "by slurm")
+    assert {name: data for name, data in found.items() if name.startswith("outputs/")} == reference[1]
+    said = (tmp_path / f"{gone}.log").read_text()
+    assert "ended with code 75" in said
+    assert "goes back into the queue" not in said
 
 
 def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_is_missing(submit, tmp_path):

@@ -485,7 +485,8 @@ class Buffer(_Ranks):
             total = torch.zeros(sums.shape)
             for token, weights in enumerate(topk_weights):
                 for k, weight in enumerate(weights):
-                    total[token] += weight * answers[rank, token, k].float()
+                    if topk_idx[token, k] >= 0:  # a slot of -1: sent nowhere
+                        total[token] += weight * answers[rank, token, k].float()
             sums.copy_(total)
 
         return sums, None, self._start(fill)

@@ -15,6 +15,10 @@ OPERATIONS = [
     str(TESTS / "kernels" / name)
     for name in ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py", "test_sparse.py", "test_int4.py")
 ]
+# Of test_cpu_layers all kinds of weights of one model: its layers are made of the operations that the other files test.
+OFTEN = "not (test_cpu_layers and (test_fused_layers or test_a_decode_step) and not ({}))".format(
+    " or ".join(f"[v3-{dtype}]" for dtype in ("float32", "bfloat16", "fp8", "int4"))
+)
 
 
 def run_with(instructions: str, *arguments: str) -> str:
@@ -32,8 +36,13 @@ def run_with(instructions: str, *arguments: str) -> str:
     return ended.stdout.strip()
 
 
-def run_tests_with(instructions: str, *arguments: str) -> None:
-    """These tests pass, and none is skipped; those of Triton, which has no part in them, stay away."""
-    said = run_with(instructions, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", "not triton", *arguments)
+def run_tests_with(instructions: str, *arguments: str, which: str = "") -> None:
+    """These tests pass, and none is skipped; those of Triton, which has no part in them, stay away.
+
+    Args:
+        which: as after pytest's -k.
+    """
+    chosen = f"not triton and ({which})" if which else "not triton"
+    said = run_with(instructions, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", chosen, *arguments)
     assert "passed" in said
     assert "skipped" not in said

@@ -7,6 +7,7 @@ tests. Forked ones run the same program with the same variables; those of comman
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -27,28 +28,38 @@ from batchinfer.rank import main
 from batchinfer.rank.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
-READ_LATE = ("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES")
+READ_LATE = (
+    *("BATCHINFER_RANK_", "PYTEST_", "TRAP_", "GLOO_", "AWS_", "SLURM_", "PATH", "GLIBC_TUNABLES"),
+    *("TORCHINDUCTOR_", "TOKENIZERS_PARALLELISM"),  # which transformers and datasets set when they are used
+)
 TESTS = Path(__file__).parents[1]
 WARM = "support.warm_tokenizer"
 TRAP = "sitecustomize.py"  # what a test sets up in ranks
 _start_rank = rank_process.start_rank
-_environment: dict[str, str] = {}  # of the server
+_variables: dict[str, str] = {}  # of the server
+_environment: dict[str, str] = {}  # those of them that what is imported may depend on
+_context: list[ForkServerContext] = []  # the server, once a test has asked for it
 
 
 def open_forge() -> None:
-    """Start the server, in the environment of now."""
+    """The server will have the environment of now; it starts with the first process: many tests need none."""
+    _variables.update(os.environ)
     _environment.update(_early(os.environ))
-    fork_server()
-    with pytest.MonkeyPatch.context() as patch:  # it passes over modules that it does not find
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
-        forkserver.ensure_running()
 
 
 def fork_server() -> ForkServerContext:
     """What processes of tests are forked with."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["batchinfer.rank.main", WARM])
-    return context
+    if not _context:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["batchinfer.rank.main", WARM])
+        with pytest.MonkeyPatch.context() as patch, contextlib.chdir(TESTS.parent):
+            for name in {*os.environ, *_variables} if _variables else ():
+                patch.setenv(name, _variables[name]) if name in _variables else patch.delenv(name)
+            # it passes over modules that it does not find
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
+            forkserver.ensure_running()
+        _context.append(context)
+    return _context[0]
 
 
 class Forked:

@@ -1,5 +1,9 @@
-"""Imported by the server that processes of tests are forked from: what a first tokenizer has to learn."""
+"""Imported last by the server that processes of tests are forked from: what a first tokenizer has to learn.
 
+What is there by then is no garbage and stays: a forked process that looked through it would copy all of its memory.
+"""
+
+import gc
 from pathlib import Path
 
 from batchinfer import own_process
@@ -7,3 +11,5 @@ from batchinfer.data.tokenizer import load_tokenizer
 
 own_process.settle()
 load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model")
+gc.collect()
+gc.freeze()

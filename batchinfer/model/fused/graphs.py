@@ -1,32 +1,33 @@
-"""Decode steps as CUDA graphs: recorded once per size, then started as a whole; for a lone rank's GPU.
+"""Decode steps as CUDA graphs: recorded once per size, then started as a whole.
 
-A graph works on fixed memory. A step's tensors are written there before it starts, filled up to the next size that has
-a graph with rows that attend to, and write to, a page that no request has:
+A graph works on fixed memory, where a step's tensors are written before it starts (sizes: graph_size.py). A size is met
+for the first time in a plain step on that memory, which also makes libraries compile what they need; then the graph is
+recorded, for the steps to come. Recording starts nothing on the GPU.
 
-    size 8     tokens a b c d e - - -        pages of "-": the filler page, a slot of it for each
-
-Where attention is sparse, there is one graph more for steps in which all requests attend to chosen keys, and one for
-steps in which some do: operations that no request needs are not started.
-
-A size is met for the first time in a plain step, which also makes libraries compile what they need; then the graph is
-recorded, for the steps to come.
+Ranks that share experts exchange rows inside the graph. All of them replay graphs of the same size in the same step, or
+none does: a dispatch and a combine per layer and micro-batch have to meet those of the others, and a rank that records
+keeps nobody waiting in a kernel. What each can do goes into the vote before the step (rank/step_vote.py). DeepEP uses
+its two sets of flags in turn, call by call; a step makes an even number of calls, so each begins with the same set,
+recorded or not. A recording that fails in the middle would leave this rank with the other one: it ends the rank.
 """
 
-# B requests of the step, F filled up, P pages of the table
+# B requests of the step, F filled up
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.step import StepInput, StepOutput, StepTensors
-from batchinfer.parallel.dispatch import LocalDispatcher
-from batchinfer.parallel.overlap import run_to_end
+from batchinfer.model.fused.graph_size import DecodeBatch, GraphSize, filled_up
+from batchinfer.model.schedules import Schedule
+from batchinfer.model.step import StepHalves, StepInput, StepOutput, StepTensors
+from batchinfer.parallel.overlap import run_decode_pair, run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
 if TYPE_CHECKING:
@@ -35,16 +36,15 @@ if TYPE_CHECKING:
 Work = Callable[[], StepOutput]
 Recorder = Callable[[Work], Work]  # of work on fixed memory, the same to be started any number of times
 
-_SMALL_SIZES = (1, 2, 4, 8)
-_SIZE_STEP = 16  # at most this many filler rows: fewer than a page has slots
-_LEAST_PAGES = 4
+ON_HOST = "the rank computes on a CPU"
+_LEAST_FREE_SHARE = 0.02  # of the GPU's memory: with less, no further graph is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A recorded step and the memory that it reads."""
+    """A recorded step and the memory that it reads, of each micro-batch."""
 
-    tensors: StepTensors
+    tensors: list[StepTensors]
     start: Work
 
 
@@ -52,74 +52,140 @@ class DecodeGraphs:
     """The graphs of one model over one page pool.
 
     Args:
-        filler_page: a page that belongs to no request.
+        filler_page: the first of the pages that belong to no request (num_filler_pages of them).
         record: makes a graph; another one in tests.
+        most_rows: of the largest graph; None: any number.
+        has_memory: whether there is memory for another graph.
     """
 
-    def __init__(self, filler_page: int, record: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        filler_page: int,
+        record: Recorder | None = None,
+        *,
+        most_rows: int | None = None,
+        has_memory: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._filler_page = filler_page
+        self._most_rows = most_rows
         self._record = record or _CudaRecorder()
-        self._graphs: dict[tuple[int, int, bool, bool], _Graph] = {}  # by F, P and what rows attend to
+        self._has_memory = has_memory
+        self._captures: bool | None = None  # whether there was memory when it was asked last; None: not since a graph
+        self._graphs: dict[GraphSize, _Graph] = {}
 
     def __call__(self, model: Transformer, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
-        """See schedules.WholeStep; the output is valid until the next step runs, the model and pages stay the same."""
+        """See schedules.WholeStep; of a rank alone, in the smallest size with room for the step."""
+        assert step.kv_tokens is not None
+        size = self.size_for([self.batch(model, step.kv_tokens.numpy())], in_pairs=False)
+        assert size is not None
+        return self._run(model, step, pages, log, size)
 
-        def plain(tensors: StepTensors) -> StepOutput:
-            return run_to_end(model.points(tensors, pages, MicroBatchSpans(SpanLog())))
+    def batch(self, model: Transformer, kv_lengths: np.ndarray) -> DecodeBatch:
+        """What requests of these KV lengths, the new token included, need of a graph; there may be none."""
+        if self._captures is None:
+            self._captures = self._has_memory()
+        captures = int(self._captures)
+        if len(kv_lengths) == 0:
+            return DecodeBatch(replays=1, captures=captures)
+        shortest, longest = int(kv_lengths.min()), int(kv_lengths.max())
+        sees_all, chooses = map(int, model.reaches(shortest - 1, longest - 1))
+        num_pages = -(-longest // PAGE_TOKENS)
+        return DecodeBatch(len(kv_lengths), num_pages, sees_all, chooses, replays=1, captures=captures)
 
-        num_requests = len(step.tokens)
-        if num_requests == 0:
-            return plain(StepTensors.of(step, model.device))
+    def size_for(self, batches: Sequence[DecodeBatch], *, in_pairs: bool) -> GraphSize | None:
+        """The size in which the batches of all ranks of the group run; None: one of them is too large."""
+        return GraphSize.of_group(batches, in_pairs=in_pairs, most_rows=self._most_rows)
+
+    def has(self, size: GraphSize) -> bool:
+        """Whether it is recorded."""
+        return size in self._graphs
+
+    def schedule(self, size: GraphSize) -> Schedule:
+        """Runs a decode step, which has room in this size, as its graph; recorded behind the first one.
+
+        A step's output is valid until the next one runs; the model and the pages stay the same.
+        """
+        run = partial(self._run, size=size)
+        return Schedule(decode=run, decode_pair=run)
+
+    def forget(self) -> None:
+        """Experts have moved: what was recorded would send rows to where they were."""
+        self._graphs.clear()
+
+    def _run(
+        self, model: Transformer, step: StepInput | StepHalves, pages: torch.Tensor, log: SpanLog, size: GraphSize
+    ) -> StepOutput:
+        parts = (step.first, step.second) if isinstance(step, StepHalves) else (step,)
+        assert len(parts) == 1 + size.in_pairs
         with MicroBatchSpans(log).compute("DECODE"):
-            filled, is_counted = filled_up(step, self._filler_page)
-            assert filled.page_table is not None
-            size = (len(filled.tokens), filled.page_table.shape[1], *model.reaches(step))
+            filled, num_used = [], 0
+            for part in parts:
+                filled.append(filled_up(part, size.num_rows, size.num_pages, self._filler_page, num_used))
+                num_used += size.num_rows - len(part.tokens)
             graph = self._graphs.get(size)
             if graph is None:
-                tensors = StepTensors.fixed(filled, is_counted, model.device, step.position_range())
-                output = plain(tensors)
-                self._graphs[size] = _Graph(tensors, self._record(lambda: plain(tensors)))
+                graph, output = self._new(model, filled, pages, size)
             else:
-                graph.tensors.refill(filled, is_counted)
+                for tensors, (part, is_counted) in zip(graph.tensors, filled, strict=True):
+                    tensors.refill(part, is_counted)
                 output = graph.start()
-        return StepOutput(output.logits[:num_requests], output.expert_counts)
+        if not all(mlp.dispatcher.stays_here for mlp in model.moe_mlps):
+            log.tells_waiting = False  # nobody sees what happens inside
+        own = [
+            output.logits[first : first + len(part.tokens)]
+            for first, part in zip((0, size.num_rows), parts, strict=False)
+        ]
+        return StepOutput(own[0] if len(own) == 1 else torch.cat(own), output.expert_counts)
+
+    def _new(
+        self, model: Transformer, filled: list[tuple[StepInput, torch.Tensor]], pages: torch.Tensor, size: GraphSize
+    ) -> tuple[_Graph, StepOutput]:
+        """A graph of this size, and the output of the first step, which runs as plain operations."""
+        topk = None if model.config.indexer is None else model.config.indexer.topk
+        tensors = [
+            StepTensors.fixed(part, is_counted, model.device, size.position_range(topk)) for part, is_counted in filled
+        ]
+
+        def work() -> StepOutput:
+            points = [
+                model.points(of_part, pages, MicroBatchSpans(SpanLog(), number))
+                for number, of_part in enumerate(tensors)
+            ]
+            return StepOutput.joined(*run_decode_pair(*points)) if size.in_pairs else run_to_end(points[0])
+
+        output = work()
+        graph = self._graphs[size] = _Graph(tensors, self._record(work))
+        self._captures = None
+        return graph, output
 
 
-def can_be_recorded(model: Transformer) -> bool:
-    """Whether a CUDA graph can hold a decode step: on a GPU, with nothing in it that the host has to look at."""
-    stays_here = all(isinstance(mlp.dispatcher, LocalDispatcher) for mlp in model.moe_mlps)
-    reads_on_host = model.ops.reads_on_host or (model.config.indexer is not None and model.ops.chooses_on_host)
-    return model.device.type == "cuda" and stays_here and not reads_on_host
+def why_not_recorded(model: Transformer) -> str | None:
+    """Why no CUDA graph can hold this rank's decode steps; None: it can.
 
-
-def filled_up(step: StepInput, filler_page: int) -> tuple[StepInput, torch.Tensor]:
-    """The step with filler rows up to the next size and pages up to the next power of two.
-
-    Returns:
-        The step, and [F] int64: 1 for its own rows, 0 for the filler's.
+    Nothing in them may be looked at by the host, neither by operations nor by the exchange of rows.
     """
-    assert step.page_table is not None
-    assert step.kv_tokens is not None
-    num_requests, num_pages = step.page_table.shape
-    num_rows = graph_size(num_requests)
-    num_filler = num_rows - num_requests
-    most_pages = max(_LEAST_PAGES, 1 << (num_pages - 1).bit_length())
-    filled = replace(
-        step,
-        tokens=F.pad(step.tokens, (0, num_filler)),
-        positions=F.pad(step.positions, (0, num_filler)),
-        slots=torch.cat([step.slots, filler_page * PAGE_TOKENS + torch.arange(num_filler)]),
-        logit_rows=torch.arange(num_rows),
-        page_table=F.pad(step.page_table, (0, most_pages - num_pages, 0, num_filler), value=filler_page),
-        kv_tokens=F.pad(step.kv_tokens, (0, num_filler), value=1),
-    )
-    return filled, F.pad(torch.ones(num_requests, dtype=torch.int64), (0, num_filler))
+    if (reason := _why_no_graphs_on(model.device)) is not None:
+        return reason
+    for mlp in model.moe_mlps:
+        if mlp.dispatcher.why_not_recorded is not None:
+            return mlp.dispatcher.why_not_recorded
+    if model.ops.reads_on_host:
+        return "the experts' operations here read on the host how many rows each expert has"
+    if model.config.indexer is not None and model.ops.chooses_on_host:
+        return "the choice of keys here reads values on the host"
+    return None
 
 
-def graph_size(num_requests: int) -> int:
-    """The next number of requests for which there is a graph: 1, 2, 4, 8, 16, 32, 48, 64 …"""
-    small = next((size for size in _SMALL_SIZES if size >= num_requests), None)
-    return small or -(-num_requests // _SIZE_STEP) * _SIZE_STEP
+def has_memory(device: torch.device) -> bool:
+    """Whether a GPU has memory for another graph; on the host nothing is recorded for which it would be short."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    return free >= _LEAST_FREE_SHARE * total
+
+
+def _why_no_graphs_on(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else ON_HOST
 
 
 class _CudaRecorder:

@@ -97,15 +97,29 @@ class LowLatencySums:
 class LowLatencyDispatcher(SlotDispatcher):
     """Over version 1's Buffer in low-latency mode; DeepEP rounds rows to FP8 itself.
 
-    At most two dispatches may wait for their combine.
+    At most two dispatches may wait for their combine. Tokens that are not counted have slot -1, which DeepEP sends
+    nowhere and adds up to zero: a rank that fills up a step costs the others nothing.
     """
 
     buffer: LowLatencyBuffer
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> LowLatencyHandle:
+    @property
+    def why_not_recorded(self) -> str | None:
+        """See Dispatcher: blocks have one size, and no count is read on the host."""
+        return None
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> LowLatencyHandle:
         """Start sending each (token, slot) row into the slot's block."""
         assert self.buffer.num_results < _MAX_RESULTS, "a third dispatch before the first one's combine"
         slots_TK = self.slots(topk_ids)
+        if is_counted is not None:
+            slots_TK = torch.where(is_counted[:, None] > 0, slots_TK, -1)
         self.buffer.receive_last()
         rows, num_rows_S, ep_handle, _, hook = self.buffer.buffer.low_latency_dispatch(
             x.to(torch.bfloat16).contiguous(),

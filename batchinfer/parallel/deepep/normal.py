@@ -76,23 +76,45 @@ class SlotDispatcher:
     rank: int
     ids_dtype: torch.dtype
     use_fp8: bool
-    turn: int = 0
+    turn: torch.Tensor | None = None  # [] float64 on the device: a recorded dispatch counts on, too
+
+    @property
+    def stays_here(self) -> bool:
+        """See Dispatcher."""
+        return False
+
+    @property
+    def why_not_recorded(self) -> str | None:
+        """See Dispatcher."""
+        return (
+            "this exchange waits on the host until other ranks have said how many rows will come; cluster.exchange = "
+            "'deepep-low-latency' does not"
+        )
 
     def place(self, placement: Placement) -> None:
         """See Dispatcher."""
-        self.placement, self.turn = placement, 0
+        self.placement, self.turn = placement, None
 
     def slots(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[T, K] slots for [T, K] expert ids."""
+        if self.turn is None:
+            self.turn = torch.zeros((), dtype=torch.float64, device=topk_ids.device)
         slots_M = self.placement.slots_for(topk_ids.flatten(), self.rank, self.turn)
-        self.turn += 1
+        if self.placement.has_replicas:
+            self.turn += 1
         return slots_M.view(topk_ids.shape).to(self.ids_dtype)
 
 
 class ElasticDispatcher(SlotDispatcher):
     """Over version 2's ElasticBuffer."""
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> ElasticHandle:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> ElasticHandle:
         """Start sending each token to the ranks of its slots."""
         rows, _, weights_M, ep_handle, event = self.buffer.dispatch(
             _rows_to_send(x, self.use_fp8),
@@ -170,7 +192,13 @@ class NormalHandle:
 class NormalDispatcher(SlotDispatcher):
     """Over version 1's Buffer in normal mode."""
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> NormalHandle:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        is_counted: torch.Tensor | None = None,
+    ) -> NormalHandle:
         """Start sending each token to the ranks of its slots."""
         slots_TK = self.slots(topk_ids)
         # asynchronous too: else the computation would wait here for whatever the other micro-batch has under way.
