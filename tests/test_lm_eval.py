@@ -215,7 +215,6 @@ def test_the_command_takes_keys_of_the_job_file_and_goes_on_in_its_folder(task_f
         BatchinferLM(str(SAMPLE_MODEL), **same),
         tasks=["sums_to_choose"],
         task_manager=TaskManager(include_path=str(task_folder), include_defaults=False),
-        bootstrap_iters=0,
     )
     assert again["results"]["sums_to_choose"] == json.loads(result.read_text())["results"]["sums_to_choose"]
     assert [*(tmp_path / "work").iterdir()] == [folder]

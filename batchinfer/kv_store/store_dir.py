@@ -75,7 +75,8 @@ def create_store(store: StoreDir) -> str | None:
     if not store.marker.exists():
         own = {store.marker.name, store.key.name}
         others = [name for name in os.listdir(store.root) if not name.startswith(".") and name not in own]
-        if others:
+        # another process that makes it writes the marker before anything but its key
+        if others and not store.marker.exists():
             raise ConfigError(f"{store.root} is not empty and no KV store (it holds {others[0]}); name another folder")
         _make_key(store)
         publish_private(store, store.marker, {"format": "batchinfer KV store", "version": STORE_VERSION})

@@ -18,7 +18,8 @@ def journal(tmp_path):
     run = RunDir(tmp_path)
     steps = StepJournal(run, "killed")
     for step in range(NUM_STEPS):
-        steps.add(0, step, StepRecord(**dict.fromkeys(StepRecord.__struct_fields__, 1) | {"kind": "decode"}))
+        words = {"kind": "decode", "graph": "replayed", "no_graph": None}
+        steps.add(0, step, StepRecord(**dict.fromkeys(StepRecord.__struct_fields__, 1) | words))
     return run, run.step_journal("killed")
 
 

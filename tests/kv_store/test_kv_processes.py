@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from batchinfer.kv_store import store_dir
 from batchinfer.kv_store.space_ledger import open_ledger
 from batchinfer.kv_store.store_dir import StoreDir
 from batchinfer.kv_store.upkeep import shrink_store, verify_store
@@ -33,6 +35,22 @@ def start_process(folder, max_bytes, seed, num_steps):
     ]
     path = os.pathsep.join([str(TESTS), *sys.path])
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_a_store_that_another_process_makes_meanwhile_is_used(tmp_path, monkeypatch):
+    """It has its marker and its folders after this process looked for the first and before it looks at the others."""
+    list_folder, made = os.listdir, []
+
+    def with_another_process(folder):
+        if not made:
+            made.append(folder)
+            open_store(folder).close()
+        return list_folder(folder)
+
+    monkeypatch.setattr(store_dir.os, "listdir", with_another_process)
+    with closing(open_store(tmp_path / "kv")) as store:
+        assert store.is_writable
+    assert made == [tmp_path / "kv"]
 
 
 def check_bound(folder, max_bytes):

@@ -15,6 +15,7 @@ from batchinfer.data.schemas import STATS_NODES
 from batchinfer.launch.agent import _take_over
 from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.run.session import Session
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 from support.jobs import batchinfer, write_job, write_questions
@@ -141,5 +142,5 @@ def test_several_nodes_have_what_the_ranks_of_all_say(tmp_path):
     path.parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist([row | asdict(UNEQUAL)], schema=STATS_NODES.schema), path)
     session = Session("work", StopSignal())
-    _take_over(RunDir(tmp_path), session, "first")
+    _take_over(FolderStorage(RunDir(tmp_path)), session, "first")
     assert session.equal_rows == UNEQUAL

@@ -79,7 +79,8 @@ def quarantined(folder: Path) -> list[str]:
 def open_store(folder: Path, identity: KvIdentity = IDENTITY, **options: Any) -> DiskStore:
     """A store that opened without trouble."""
     store = DiskStore(folder, identity, **options)
-    assert store.take_problem() is None
+    problem = store.take_problem()
+    assert problem is None, problem
     return store
 
 
