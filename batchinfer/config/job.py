@@ -336,7 +336,7 @@ class KvConfig(Part):
     @model_validator(mode="after")
     def _has_first_tier(self) -> Self:
         if self.second_tier is not None and self.dir is None:
-            raise ValueError("has second_tier, but no dir; name a folder on a disk of each node")
+            raise ValueError("second_tier is set, but not dir; name a folder on a disk of each node")
         return self
 
 
