@@ -13,6 +13,7 @@ from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.places import in_order
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
@@ -57,9 +58,9 @@ def test_experts_of_both_layouts(dtype, counts):
     on_gpu, num_rows = tuple(map(gpu, weights)), torch.tensor(counts)
     x = random(sum(counts), 1024)
     expected = reference.grouped_mlp(x, num_rows, *weights)
-    assert_close(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu), expected, dtype)
+    assert_close(in_order(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu)), expected, dtype)
     values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
-    received = hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales))
+    received = in_order(hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales)))
     assert_close(received, reference.grouped_mlp(values, num_rows, *weights, scales=scales), dtype)
 
     blocks, is_row = random(5, 256, 1024, seed=3), torch.arange(256) < num_rows[:, None]
@@ -78,7 +79,7 @@ def test_a_captured_graph_stays_good_when_counts_change(dtype):
     hopper.grouped_mlp(rows, num_rows, *on_gpu)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = hopper.grouped_mlp(rows, num_rows, *on_gpu)
+        y = in_order(hopper.grouped_mlp(rows, num_rows, *on_gpu))
     for counts in ([1, 2, 3, 58], [0, 60, 4, 0]):
         num_rows.copy_(torch.tensor(counts))
         graph.replay()
