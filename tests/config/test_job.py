@@ -126,6 +126,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("kv.block_tokens=100", "use 128"),
         ("cluster.decode_ranks=4", "decode_ranks is 4"),
         ("cluster.overlap=1", "cluster.overlap"),
+        ("cluster.graphs=on", "cluster.graphs is 'on', but it should be 'auto' or 'off'"),
         ("pricing.gpu_hour=-1", "pricing.gpu_hour"),
         ("n=1", "part.key=value"),
         ("sampling.n", "part.key=value"),
