@@ -9,6 +9,7 @@ import torch
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
@@ -17,7 +18,7 @@ from batchinfer_kernels.reference.places import in_order
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
-OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode")
+OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode", "mla_decode_fp8")
 hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
 pytestmark = pytest.mark.gpu
 needs_deep_gemm = pytest.mark.skipif(
@@ -99,4 +100,24 @@ def test_decode_attention(heads, num_queries):
         q = random(6 * num_queries, heads, 576, seed=layer + 1)
         y = hopper.mla_decode(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
         expected = reference_mla.mla_decode(q, keys, latent_dim=512, scale=0.1352)
+        assert_close(y, expected, "bfloat16")
+
+
+@needs_flash_mla
+@pytest.mark.parametrize("num_queries", [1, 2])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_decode_attention_over_fp8_pages(heads, num_queries):
+    wide = random(301 * 64, 576)
+    wide[-64:] = torch.nan  # a page that no request has
+    pages = fp8_pages.narrow(wide, 512).view(301, 64, 656)
+    table = torch.randperm(300, generator=torch.Generator().manual_seed(0)).view(6, 50)
+    table = torch.cat([table, torch.full((6, 14), 300)], dim=1)
+    lengths = torch.tensor([num_queries, 64, 65, 3000, 1000, 7])
+    positions = (lengths[:, None] - num_queries + torch.arange(num_queries)).flatten()
+    keys = PagedKeys(pages, table, lengths, positions)
+    on_gpu = PagedKeys(*map(gpu, keys[:4]), schedule={})
+    for layer in range(2):
+        q = random(6 * num_queries, heads, 576, seed=layer + 1)
+        y = hopper.mla_decode_fp8(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
+        expected = fp8_pages.mla_decode_fp8(q, keys, latent_dim=512, scale=0.1352)
         assert_close(y, expected, "bfloat16")

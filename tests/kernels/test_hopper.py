@@ -491,6 +491,11 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
         else:
             assert re.search(expected, reason), reason
     rows = {row.op: row for row in registry.explain(device="cuda") if row.candidate == "hopper"}
+    over_fp8_pages = rows.pop("mla_decode_fp8")
+    assert not over_fp8_pages.chosen
+    if flash_mla is None:
+        assert "longest one of its step, so only by name" in over_fp8_pages.reason
+        assert registry.select("mla_decode_fp8", "hopper", torch.bfloat16, "cuda").name == "hopper"
     assert set(rows) == {*OPS, "choose_keys", "mla_sparse"}
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op in ("mla_decode", "mla_sparse") else deep_gemm) is None)
