@@ -234,6 +234,11 @@ class ClusterConfig(Part):
         description="how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; "
         "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
+    graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="decode steps as CUDA graphs where GPU, exchange and operations allow it; off: never, for drivers "
+        "with which they fail; results stay the same",
+    )
     collective_seconds: float = Field(
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
     )

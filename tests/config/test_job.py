@@ -129,6 +129,7 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("kv.second_tier=s3://bucket/kv", "job.toml: kv.second_tier is set, but not dir; name a folder on a disk"),
         ("cluster.decode_ranks=4", "decode_ranks is 4"),
         ("cluster.overlap=1", "cluster.overlap"),
+        ("cluster.graphs=on", "cluster.graphs is 'on', but it should be 'auto' or 'off'"),
         ("pricing.gpu_hour=-1", "pricing.gpu_hour"),
         ("n=1", "part.key=value"),
         ("sampling.n", "part.key=value"),
