@@ -11,7 +11,7 @@ from batchinfer.run import bucket_lease, liveness
 from batchinfer.run.bucket_storage import BucketStorage
 from support.bucket_claimants import ROWS, disturbed, mark_of
 from support.faulty_store import Faults
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 pytest.importorskip("obstore")
 
@@ -23,11 +23,11 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as running:
-        running.make_bucket("runs")
-        yield running
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("runs")
+        yield server
 
 
 @pytest.fixture
