@@ -251,6 +251,15 @@ def test_a_large_object_that_is_put_in_parts_shows_only_when_it_is_whole(tmp_pat
     assert server.objects("results", "large") == {"object": source.read_bytes()}
 
 
+def test_a_store_that_wants_the_length_of_a_body_first_is_served(tmp_path, server):
+    """As Ceph's gateway."""
+    (tmp_path / "small").write_bytes(b"12345")
+    with gate(server, lambda method, path: None, takes_chunks=False) as url:
+        command = [sys.executable, "-c", PUT_ONE, str(tmp_path / "small"), "s3://results/length/object", url]
+        subprocess.run(command, check=True)
+    assert server.objects("results", "length") == {"object": b"12345"}
+
+
 def test_results_that_cannot_be_published_stay_in_the_run_folder(remote, server):
     folder, _ = remote
     before = output_bytes(folder / "remote")

@@ -73,6 +73,7 @@ class Gateway(Server):
     folder: Path
 
     is_atomic: ClassVar[bool] = True
+    takes_quotes: ClassVar[bool] = False
 
     def check_permissions(self, *, on: bool) -> None:
         """From now on refuse the tests' key, or take it."""
