@@ -33,6 +33,7 @@ def test_workers_are_killed_and_the_store_fails_while_units_are_claimed(server, 
     disturbed(server, tmp_path, "claims", faults, num_units=1500, num_kills=KILLS, pause_s=1.5)
     assert faults.injected.total() >= ERRORS
     assert set(faults.injected) == {"500", "503", "lost", "timeout", "late", "stale"}
+    assert (faults.most_writes > 1) == server.is_atomic
     print(f"kills {KILLS}, errors {dict(faults.injected)}, requests {dict(faults.requests)} of 1500 units")
 
 

@@ -1,6 +1,7 @@
 """Conditional writes on a real S3 server, with answers that get lost."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -104,6 +105,7 @@ def test_of_many_that_create_or_replace_at_once_one_succeeds(server):
             version = here.read(f"name-{number}").version
             assert len(winners(partial(here.replace, f"name-{number}", version=version), "second of")) == 1
     assert faults.injected["lost"] > 0
+    assert (faults.most_writes > 1) == server.is_atomic
 
 
 def test_a_store_that_goes_on_failing_is_one_sentence(server):
@@ -124,6 +126,28 @@ def test_a_store_that_wants_no_quotes_in_if_match_is_served(server):
         assert here.replace("name", b"third", version) is None
         assert here.replace("name", b"third", newer) is not None
     assert dict(here.requests) == {"put": 5, "get": 2}
+
+
+def test_a_refusal_that_comes_as_an_error_is_known_for_what_it_is(server):
+    """As Ceph's gateway says it to who has lost a race."""
+    with faulty_store(server, Faults(conditions="unnamed")) as url:
+        here = bucket_at(url, "unnamed")
+        version = here.create("name", b"first")
+        with faulty_store(server, Faults()) as plain:
+            assert bucket_at(plain, "unnamed").replace("name", b"another's", version) is not None
+        assert here.create("name", b"second") is None
+        assert here.replace("name", b"third", version) is None
+    assert dict(here.requests) == {"put": 3, "get": 2}
+
+
+@pytest.mark.slow
+def test_a_folder_of_many_objects_is_listed_page_by_page(server):
+    here = bucket_at(server.endpoint, "many")
+    names = [f"folder/{number:06d}" for number in range(2100)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: here.create(name, b"x"), names))
+    assert [item.name for item in here.objects("folder")] == names
+    assert here.requests["list"] == 3
 
 
 def test_keys_come_from_a_profile_where_the_environment_has_none(monkeypatch, tmp_path):

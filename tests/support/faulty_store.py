@@ -38,6 +38,8 @@ class Faults:
     share: of requests that get a fault, until `most` were injected.
     kinds: of which, one is drawn for each. A fault that does not fit a request becomes a 503.
     hold_s: how long a timeout holds the connection.
+    conditions: "honoured", "ignored", "refused" (501), "unmet" (no If-Match holds), "unquoted" (no If-Match with quotes
+        holds), "unnamed" (one that does not hold is a 500).
     """
 
     share: float = 0.0
@@ -51,15 +53,28 @@ class Faults:
     injected: collections.Counter[str] = field(default_factory=collections.Counter)
     requests: collections.Counter[str] = field(default_factory=collections.Counter)
     written: list[str] = field(default_factory=list)  # paths of the writes that succeeded, in order
+    most_writes: int = 0  # that were under way in the server at once
 
     def __post_init__(self) -> None:
-        self._random, self._lock = random.Random(self.seed), threading.Lock()
+        self._random, self._lock, self._num_writing = random.Random(self.seed), threading.Lock(), 0
 
     def is_unmet(self, if_match: str | None) -> bool:
         """Whether the proxy itself refuses a condition."""
         if if_match is None:
             return False
         return self.conditions == "unmet" or (self.conditions == "unquoted" and if_match.startswith('"'))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While a write is under way in the server."""
+        with self._lock:
+            self._num_writing += 1
+            self.most_writes = max(self.most_writes, self._num_writing)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writing -= 1
 
     def draw(self, kind: str) -> str | None:
         """The fault of the next request."""
@@ -136,11 +151,13 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
         def do(self, body: bytes, headers: dict[str, str]) -> Reply:
             if self.command in ("GET", "HEAD"):
                 return forward(self.command, self.path, body, headers)
-            with writing:
-                found = forward(self.command, self.path, body, headers)
-                if self.command == "PUT" and found[0] == 200:
+            with writing, faults.counted():
+                status, fields, content = forward(self.command, self.path, body, headers)
+                if self.command == "PUT" and status == 200:
                     faults.written.append(self.path.partition("?")[0])
-            return found
+            if status == 412 and faults.conditions == "unnamed":
+                return 500, [], _ERROR.format("UnknownError").encode()
+            return status, fields, content
 
         def say(self, status: int, content: bytes, fields: list[tuple[str, str]] | None = None) -> None:
             self.send_response(status)

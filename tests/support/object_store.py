@@ -127,7 +127,7 @@ def wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
         except OSError:
-            assert process.poll() is None, f"{process.args} has ended; is it installed?"
+            assert process.poll() is None, f"{process.args!r} has ended; is it installed?"
             assert time.monotonic() < deadline
             time.sleep(0.05)
         else:
