@@ -64,8 +64,7 @@ class Bucket:
 
     Raises:
         ConfigError: the URI names no bucket, or obstore is not installed.
-        StoreError: from every method, when the store does not answer, refuses, or has no such bucket.
-        RefusedError: from `create` and `replace`, which see this.
+        StoreError: from every method, when the store does not answer, refuses (RefusedError), or has no such bucket.
     """
 
     def __init__(self, uri: str, s3: S3Config, *, attempts: int = ATTEMPTS) -> None:
@@ -76,7 +75,6 @@ class Bucket:
 
     def read(self, name: str) -> Found | None:
         """An object; None when it is not there."""
-
         return self._try("get", name, lambda: self._get(name))
 
     def create(self, name: str, data: bytes) -> str | None:

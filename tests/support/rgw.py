@@ -1,11 +1,12 @@
 """Ceph's object gateway (radosgw) before the smallest Ceph: one monitor, one OSD that keeps all in memory, no copies.
 
-Debian's packages ceph-mon, ceph-osd and radosgw have the programs, which need no root. All that they write is in one
-folder, they listen on 127.0.0.1 alone, and they end with the process that started them.
+Debian's packages ceph-common, ceph-mon, ceph-osd and radosgw have the programs, which need no root. All that they write
+is in one folder, they listen on 127.0.0.1 alone, and they end with the process that started them.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import uuid
@@ -63,7 +64,10 @@ def why_not() -> str | None:
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return None
-    return f"NOT TESTED WITH CEPH'S GATEWAY: {', '.join(missing)} not found; Debian has ceph-mon, ceph-osd and radosgw"
+    packages = "ceph-common ceph-mon ceph-osd radosgw"
+    return (
+        f"NOT TESTED WITH CEPH'S GATEWAY: no {', '.join(missing)}; apt-get install --no-install-recommends {packages}"
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def gateway(folder: Path) -> Iterator[Gateway]:
     """Start it in a folder, with credentials for it in this process's environment."""
     port, fsid = free_port(), str(uuid.uuid4())
     for name in ("mon", "osd", "rgw"):
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
     (folder / "keyring").touch()
     (folder / "ceph.conf").write_text(_SETTINGS.format(fsid=fsid, port=port, folder=folder))
     _ask(
@@ -121,7 +125,7 @@ def _ask(folder: Path, program: str, *arguments: str) -> None:
     """Run one of the programs to its end."""
     conf = () if program == "monmaptool" else ("-c", f"{folder}/ceph.conf")
     command = [program, *conf, *arguments]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS, env=_environment())
     assert found.returncode == 0, f"{command}: {found.stderr}"
 
 
@@ -130,9 +134,14 @@ def _process(folder: Path, program: str, *arguments: str) -> Iterator[subprocess
     """One of the programs, while it is wanted; killed, too, when this process is."""
     command = ["setpriv", "--pdeathsig", "KILL", program, "-c", f"{folder}/ceph.conf", *arguments]
     with open(folder / f"{program}.txt", "ab") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=_environment())
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Without what would send the programs to another Ceph."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
