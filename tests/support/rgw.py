@@ -65,9 +65,7 @@ def why_not() -> str | None:
     if not missing:
         return None
     packages = "ceph-common ceph-mon ceph-osd radosgw"
-    return (
-        f"NOT TESTED WITH CEPH'S GATEWAY: no {', '.join(missing)}; apt-get install --no-install-recommends {packages}"
-    )
+    return f"NOT TESTED WITH CEPH: no {', '.join(missing)}; apt-get install --no-install-recommends {packages}"
 
 
 @dataclass(frozen=True)
