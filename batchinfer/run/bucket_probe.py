@@ -40,7 +40,9 @@ def _missing(bucket: Bucket, name: str) -> str | None:
     if first is None:
         return "says that a new name is taken"
     if bucket.create(name, b"second") is not None:
-        return "lets two processes create one name: it ignores If-None-Match"
+        return (
+            "lets two processes create one name: it ignores If-None-Match (radosgw does so in a bucket with versions)"
+        )
     try:
         second = bucket.replace(name, b"third", first)
     except RefusedError:

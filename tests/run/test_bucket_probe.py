@@ -51,6 +51,17 @@ def test_a_store_that_wants_no_quotes_in_if_match_is_taken(server):
         check_bucket(Bucket("s3://runs/unquoted", S3Config(endpoint=url)))
 
 
+def test_a_bucket_that_keeps_versions_is_taken_where_conditions_hold_in_it(server):
+    server.make_bucket("versions")
+    server.keep_versions("versions")
+    here = Bucket("s3://versions/run", S3Config(endpoint=server.endpoint))
+    if server.minds_versions:
+        check_bucket(here)
+    else:
+        with pytest.raises(ConfigError, match=r"ignores If-None-Match \(radosgw does so in a bucket with versions\)"):
+            check_bucket(here)
+
+
 def test_wrong_buckets_and_credentials_are_sentences(server):
     with pytest.raises(ConfigError, match="names no bucket"):
         Bucket("s3://", S3Config(endpoint=server.endpoint))

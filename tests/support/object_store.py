@@ -39,12 +39,14 @@ class Server:
 
     is_atomic: whether it compares and writes a condition in one step. moto's does so in two, which S3 does not.
     takes_quotes: whether If-Match may have the quotes that ETags come with.
+    minds_versions: whether it compares conditions in buckets that keep versions, too.
     """
 
     port: int
 
     is_atomic: ClassVar[bool] = False
     takes_quotes: ClassVar[bool] = True
+    minds_versions: ClassVar[bool] = True
 
     @property
     def endpoint(self) -> str:
@@ -59,6 +61,10 @@ class Server:
     def make_open_bucket(self, name: str) -> None:
         """One that needs no key."""
         self.client().create_bucket(Bucket=name, ACL="public-read-write")
+
+    def keep_versions(self, name: str) -> None:
+        """From now on a bucket keeps what was in an object."""
+        self.client().put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
 
     def upload(self, folder: Path, bucket: str, prefix: str) -> None:
         """Put all files below a folder into the bucket."""

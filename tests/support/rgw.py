@@ -76,6 +76,7 @@ class Gateway(Server):
 
     is_atomic: ClassVar[bool] = True
     takes_quotes: ClassVar[bool] = False
+    minds_versions: ClassVar[bool] = False
 
     def check_permissions(self, *, on: bool) -> None:
         """From now on refuse the tests' key, or take it."""
