@@ -4,7 +4,8 @@ What a run folder on a disk does by links and renames is done here by conditiona
 object unless it is there, If-Match replaces it unless somebody else has. A write whose answer is lost may have
 happened all the same: after any error that says neither yes nor no, and after each refusal, the object is read back
 and compared with what was to be written. So what is written under a condition must differ from all other writes of
-its name (a token, a counter). ETags are only ever compared, never understood.
+its name (a token, a counter). ETags are only ever compared, never understood. But in If-Match Ceph's radosgw takes them
+without the quotes only that they come with, and HTTP wants these: when the one is refused, the other is tried.
 
 obstore's own retries are off: it would take the refusal of a second try for the loss of a race that the first had won.
 """
@@ -12,7 +13,6 @@ obstore's own retries are off: it would take the refusal of a second try for the
 from __future__ import annotations
 
 import collections
-import os
 import random
 import re
 import time
@@ -53,6 +53,10 @@ class Listed:
     version: str
 
 
+class RefusedError(StoreError):
+    """A write was refused again and again although its condition held."""
+
+
 class Bucket:
     """The objects below a URI such as s3://bucket/folder; names count from there.
 
@@ -60,26 +64,26 @@ class Bucket:
 
     Raises:
         ConfigError: the URI names no bucket, or obstore is not installed.
-        StoreError: from every method, when the store does not answer, refuses, or has no such bucket.
+        StoreError: from every method, when the store does not answer, refuses (RefusedError), or has no such bucket.
     """
 
     def __init__(self, uri: str, s3: S3Config, *, attempts: int = ATTEMPTS) -> None:
         self.uri, self._attempts = uri.rstrip("/"), attempts
         self._store = _connection(self.uri, s3, s3_endpoint(s3), CONNECT_S, REQUEST_S)
+        self._is_quoted = True  # what If-Match says
         self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
 
     def read(self, name: str) -> Found | None:
         """An object; None when it is not there."""
-
         return self._try("get", name, lambda: self._get(name))
 
     def create(self, name: str, data: bytes) -> str | None:
         """Write an object that is not there yet; its version, or None when somebody else's is there."""
-        return self._write(name, data, "create", None)
+        return self._write(name, data, None)
 
     def replace(self, name: str, data: bytes, version: str) -> str | None:
         """Write over an object as it was seen; its new version, or None when it is another one meanwhile, or gone."""
-        return self._write(name, data, {"e_tag": version}, version)
+        return self._write(name, data, version)
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Write an object whatever is there: for names that only one process writes, or whose bytes they tell."""
@@ -137,29 +141,29 @@ class Bucket:
 
         self._try("delete", name, delete)
 
-    def _write(self, name: str, data: bytes, mode: Any, version: str | None) -> str | None:
+    def _write(self, name: str, data: bytes, version: str | None) -> str | None:
         """A conditional write; `version`: what it is to replace, None for a new object."""
         errors = _library().exceptions
 
         def write() -> str | None:
+            is_quoted = self._is_quoted
             try:
-                return self._put(name, data, mode)
-            except FileNotFoundError as error:  # a replaced object is gone: as S3 says it, or as obstore does
-                self._refuse_no_bucket(error)
-            except (errors.AlreadyExistsError, errors.PreconditionError) as error:
-                self._refuse_no_bucket(error)
-            except errors.BaseError as error:
+                return self._put(name, data, _condition(version, is_quoted=is_quoted))
+            except (FileNotFoundError, errors.AlreadyExistsError, errors.PreconditionError) as error:
+                self._refuse_no_bucket(error)  # "not found" is also said of a replaced object that is gone
+                failure: Exception = _UnchangedError("it is refused although nobody else has written it")
+                is_unmet = isinstance(error, errors.PreconditionError)
+            except errors.BaseError as error:  # may be done all the same; and radosgw says 500 to who has lost a race
                 _raise_if_final(error)
-                found = self._read_back(name)
-                if found is not None and found.data == data:
-                    return found.version
-                raise
+                failure, is_unmet = error, False
             found = self._read_back(name)
             if found is not None and found.data == data:
-                return found.version  # an earlier try, whose answer was lost
-            if (None if found is None else found.version) == version:
-                raise _UnsettledError("another write of it was under way")  # S3's 409: nothing has changed
-            return None
+                return found.version  # this try, or an earlier one, whose answer was lost
+            if (None if found is None else found.version) != version:
+                return None  # somebody else's
+            if is_unmet:  # and not S3's 409, which tells of another write under way
+                self._is_quoted = not is_quoted
+            raise failure
 
         return self._try("put", name, write)
 
@@ -187,7 +191,7 @@ class Bucket:
             self.requests[kind] += 1
             try:
                 return call()
-            except (base, _UnsettledError, OSError) as error:
+            except (base, _UnchangedError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of a file on this machine
                 if attempt == self._attempts - 1 or _is_final(error):
@@ -205,49 +209,15 @@ class Bucket:
             )
 
 
-class _UnsettledError(Exception):
-    """Neither done nor refused."""
+class _UnchangedError(Exception):
+    """Refused, but not for another's write."""
 
 
-def check_bucket(bucket: Bucket) -> None:
-    """Try what a run needs of a bucket, with an object of its own that is gone afterwards.
-
-    Raises:
-        ConfigError: it has no conditional writes, or does not show what was written last.
-        StoreError: it cannot be reached or written.
-    """
-    name = f"work/probe-{os.urandom(8).hex()}"
-    try:
-        missing = _missing(bucket, name)
-    except StoreError as error:
-        if "NotImplemented" not in str(error) and "not implemented" not in str(error):
-            raise
-        missing = f"has no conditional writes ({error})"
-    finally:
-        bucket.delete(name)
-    if missing is not None:
-        raise ConfigError(
-            f"the store of output.dir {bucket.uri} {missing}; use one that honours If-None-Match and If-Match when "
-            "objects are put (Amazon S3 does), or choose a folder on a shared file system"
-        )
-
-
-def _missing(bucket: Bucket, name: str) -> str | None:
-    """What a store lacks, if it lacks anything."""
-    first = bucket.create(name, b"first")
-    if first is None:
-        return "says that a new name is taken"
-    if bucket.create(name, b"second") is not None:
-        return "lets two processes create one name: it ignores If-None-Match"
-    second = bucket.replace(name, b"third", first)
-    if second is None:
-        return "refuses to replace an object that nobody has changed: it does not know If-Match"
-    if bucket.replace(name, b"fourth", first) is not None:
-        return "lets one process write over another's change: it ignores If-Match"
-    found = bucket.read(name)
-    if found is None or (found.data, found.version) != (b"third", second):
-        return "does not show what was written to it last"
-    return None
+def _condition(version: str | None, *, is_quoted: bool) -> Any:
+    """What the library takes for If-None-Match: * or for If-Match."""
+    if version is None:
+        return "create"
+    return {"e_tag": version if is_quoted else version.strip('"')}
 
 
 # ---- the library
@@ -294,7 +264,8 @@ def _connection(uri: str, s3: S3Config, endpoint: str | None, connect_s: float, 
 
 def _failure(kind: str, uri: str, error: Exception) -> StoreError:
     doing = {"get": "read", "put": "write"}.get(kind, kind)
-    return StoreError(
+    kind_of_error = RefusedError if isinstance(error, _UnchangedError) else StoreError
+    return kind_of_error(
         f"cannot {doing} {uri}: {_reason(error)}; check the bucket's name, the credentials, s3.endpoint and the network"
     )
 
@@ -316,7 +287,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     code, words = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code is not None:
-        return f"{code[1]}: {words[1].rstrip('. ')}" if words is not None else code[1]
+        return f"{code[1]}: {words[1].rstrip('. ')}" if words is not None and words[1] else code[1]
     if "169.254.169.254" in text or "security-credentials" in text:
         return "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a machine's role)"
     status = re.search(r"non-2xx status code: (\d+ [\w ]+)", text)

@@ -25,13 +25,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from batchinfer.config import DEFAULT_S3, S3Config
-from batchinfer.data.bucket import Bucket, check_bucket
+from batchinfer.data.bucket import Bucket
 from batchinfer.data.stores import s3_endpoint
 from batchinfer.manifest import Checksums, Manifest
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.bucket_claims_copy import ClaimsCopy
 from batchinfer.run.bucket_files import BucketFiles, clear_copy, make_copy, part_of
 from batchinfer.run.bucket_lease import locked_in
+from batchinfer.run.bucket_probe import check_bucket
 from batchinfer.run.lock import locked
 from batchinfer.run.storage import MADE, Part
 from batchinfer.rundir import RunDir, publish_json, published, read_state

@@ -2,9 +2,9 @@
 
 A worker is killed with all its ranks (SIGKILL) in the middle of the only unit of a job, while another one waits for
 work: on the same host, which sees at once that the process is gone, or with another host's name, which has to wait for
-the lease. The run folder is on a disk, or in a bucket of moto's server on this machine.
+the lease. The run folder is on a disk, or in a bucket of a server on this machine: moto's, or Ceph's gateway.
 
-    python tests/bench/lost_node.py [--repeat N]
+    python tests/bench/lost_node.py [--repeat N] [--server radosgw] [--kinds bucket]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from batchinfer.run import bucket_lease
 from support.faults import descendants
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.object_store import Server, s3_server
+from support.rgw import gateway
 
 COMMIT_S = 5.0
 ROWS, TOKENS, AT_ONCE = 60, 48, 6
@@ -131,10 +132,12 @@ class InBucket:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=2, help="kills of each kind")
+    parser.add_argument("--server", choices=("moto", "radosgw"), default="moto", help="that has the bucket")
+    parser.add_argument("--kinds", choices=("disk", "bucket"), nargs="+", default=("disk", "bucket"))
     options = parser.parse_args()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = stack.enter_context(s3_server())
+        server = stack.enter_context(s3_server() if options.server == "moto" else gateway(scratch / "ceph"))
         server.make_bucket("runs")
         job, expected = _job(scratch)
         print(
@@ -142,7 +145,7 @@ def main() -> None:
         )
         names = f"{'lease s':>7} {'taken s':>8} {'back s':>7} {'done s':>7} {'kept':>5} {'again':>6}"
         print(f"{'run folder':<11} {'other worker on':<16} {names}")
-        for kind in ("disk", "bucket"):
+        for kind in options.kinds:
             for where, prefix in (("the same host", []), ("another host", ELSEWHERE)):
                 found = []
                 for number in range(options.repeat):

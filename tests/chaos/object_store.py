@@ -14,25 +14,26 @@ from support.bucket_claimants import disturbed
 from support.faults import MIXED, SLOW, plan_units
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
-from support.object_store import s3_server
+from support.s3_servers import BOTH, running
 
 KILLS, ERRORS = 200, 200
 PARTS = 4  # of the test of whole jobs, each with its share of them
 COUNTS = (60, 40, 20)  # rows of a job's shards
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as running:
-        running.make_bucket("runs")
-        yield running
+@pytest.fixture(scope="module", params=BOTH)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("runs")
+        yield server
 
 
 def test_workers_are_killed_and_the_store_fails_while_units_are_claimed(server, tmp_path):
-    faults = Faults(share=0.02, hold_s=0.6, seed=1)
-    disturbed(server, tmp_path, "claims", faults, num_units=1500, num_kills=KILLS, pause_s=1.5)
+    faults = Faults(share=0.02, hold_s=2.0, seed=1)
+    disturbed(server, tmp_path, "claims", faults, num_units=1500, num_kills=KILLS, pause_s=1.5, request_s=1.5)
     assert faults.injected.total() >= ERRORS
     assert set(faults.injected) == {"500", "503", "lost", "timeout", "late", "stale"}
+    assert (faults.most_writes > 1) == server.is_atomic
     print(f"kills {KILLS}, errors {dict(faults.injected)}, requests {dict(faults.requests)} of 1500 units")
 
 

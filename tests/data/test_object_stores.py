@@ -18,14 +18,15 @@ from batchinfer.data.shards import find_shards
 from batchinfer.records import ConfigError, StoreError
 from support.faults import ended
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions
-from support.object_store import KEY_ID, SECRET, free_port, gate, s3_server
+from support.object_store import KEY_ID, SECRET, free_port, gate
+from support.s3_servers import SERVERS, running
 
 MIXED = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as server:
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
         server.make_bucket("data")
         server.make_bucket("results")
         yield server
@@ -248,6 +249,15 @@ def test_a_large_object_that_is_put_in_parts_shows_only_when_it_is_whole(tmp_pat
     assert server.objects("results", "large") == {}
     subprocess.run([*command, server.endpoint], check=True)
     assert server.objects("results", "large") == {"object": source.read_bytes()}
+
+
+def test_a_store_that_wants_the_length_of_a_body_first_is_served(tmp_path, server):
+    """As Ceph's gateway."""
+    (tmp_path / "small").write_bytes(b"12345")
+    with gate(server, lambda method, path: None, takes_chunks=False) as url:
+        command = [sys.executable, "-c", PUT_ONE, str(tmp_path / "small"), "s3://results/length/object", url]
+        subprocess.run(command, check=True)
+    assert server.objects("results", "length") == {"object": b"12345"}
 
 
 def test_results_that_cannot_be_published_stay_in_the_run_folder(remote, server):

@@ -16,7 +16,7 @@ import yaml
 
 from batchinfer.rundir import RunDir, read_state
 from support.jobs import batchinfer, output_bytes, write_job, write_shard
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 SYSTEM = 'Be "brief" | now.'
 DATA = [f"data/train-0000{place}-of-00002.parquet" for place in range(2)]
@@ -200,8 +200,9 @@ def test_a_partial_dataset_is_made_whole_by_the_next_finish(finished, tmp_path):
         assert (run / "dataset" / name).read_bytes() == (finished / "dataset" / name).read_bytes()
 
 
-def test_it_is_published_with_the_outputs(run):
-    with s3_server() as server:
+@pytest.mark.parametrize("name", SERVERS)
+def test_it_is_published_with_the_outputs(run, tmp_path_factory, name):
+    with running(name, tmp_path_factory) as server:
         server.make_bucket("results")
         to = ("--set", "output.publish=s3://results/here", "--set", f"s3.endpoint={server.endpoint}")
         assert batchinfer("finish", run, *to).code == 3

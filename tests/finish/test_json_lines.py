@@ -21,9 +21,9 @@ from batchinfer.finish.json_lines import JsonLines
 from batchinfer.rundir import RunDir, read_state
 from support.faults import finish_until_killed
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
-from support.object_store import s3_server
 from support.openai_batches import chat, completion, read_lines, write_batch
 from support.rank_forge import Forked
+from support.s3_servers import SERVERS, running
 
 OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None}, "output": {"format": "openai"}}
 
@@ -181,10 +181,11 @@ def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
     assert read_lines(tmp_path / "run" / "outputs" / "a.jsonl") == outputs(tmp_path / "run")["a.parquet"]
 
 
-def test_files_of_lines_are_published(computed, tmp_path):
+@pytest.mark.parametrize("name", SERVERS)
+def test_files_of_lines_are_published(computed, tmp_path, tmp_path_factory, name):
     run, expected = computed
     target = shutil.copytree(run, tmp_path / "run")
-    with s3_server() as server:
+    with running(name, tmp_path_factory) as server:
         server.make_bucket("results")
         to = ("--set", "output.publish=s3://results/here", "--set", f"s3.endpoint={server.endpoint}")
         assert batchinfer("finish", target, *to).code == 3

@@ -12,16 +12,17 @@ from batchinfer.rundir import document_of
 from support.faults import MIXED, plan_units
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as running:
-        running.make_bucket("runs")
-        yield running
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("runs")
+        server.make_open_bucket("open")
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,8 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     server.put("runs", "wrong/holiday.jpg", b"x")
     assert "output.dir s3://runs/wrong holds holiday.jpg but no run" in run.refused("plan")
     with faulty_store(server, Faults(conditions="ignored")) as url:
-        found = InBucket(calm, url, "ignored", tmp_path).refused("plan")
+        anyones = {"output.dir": "s3://open/ignored", "s3.anonymous": "true"}
+        found = InBucket(calm, url, "ignored", tmp_path).refused("plan", **anyones)
     assert "it ignores If-None-Match" in found
     assert "use one that honours If-None-Match and If-Match" in found
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

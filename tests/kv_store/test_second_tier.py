@@ -14,18 +14,18 @@ from batchinfer.kv_store.second_tier import ATTEMPTS
 from support.faulty_store import Faults, faulty_store
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.kv_stores import FILE_BYTES, IDENTITY, block_files, chain_of, open_store, read_intact, write_chain
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 pytest.importorskip("obstore")
 
 CHAINS = [chain_of("start", name) for name in "abcd"]  # of which all share the first block
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as running:
-        running.make_bucket("blocks")
-        yield running
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("blocks")
+        yield server
 
 
 @pytest.fixture(autouse=True)

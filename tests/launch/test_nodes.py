@@ -19,7 +19,7 @@ from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 COMMAND = "from batchinfer.cli import main; main()"
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
@@ -149,12 +149,12 @@ def test_torchrun_starts_the_ranks(reference):
     assert output_bytes(run) == reference[1]
 
 
-@pytest.fixture(scope="module")
-def server():
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
     pytest.importorskip("obstore")
-    with s3_server() as running:
-        running.make_bucket("runs")
-        yield running
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("runs")
+        yield server
 
 
 class InBucket:

@@ -9,16 +9,16 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError
 from batchinfer.run import bucket_lease
 from batchinfer.run.bucket_lease import LOCK, Lease, locked_in
-from support.object_store import s3_server
+from support.s3_servers import SERVERS, running
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as running:
-        running.make_bucket("runs")
-        yield running
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory) as server:
+        server.make_bucket("runs")
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.object_store import s3_server
 from support.paths import ROOT
+from support.s3_servers import BOTH, running
 from support.small_disks import small_disk
 
 __all__ = ["small_disk"]
@@ -312,12 +312,15 @@ def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_ma
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_of_which_tasks_are_added_and_sent_away(reference, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", BOTH)
+def test_a_run_in_a_bucket_of_which_tasks_are_added_and_sent_away(
+    reference, tmp_path, tmp_path_factory, monkeypatch, name
+):
     pytest.importorskip("obstore")
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
     monkeypatch.chdir(tmp_path)  # logs come here
     uri = "s3://runs/by slurm"
-    with s3_server() as server:
+    with running(name, tmp_path_factory) as server:
         server.make_bucket("runs")
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
         (tmp_path / "nodes").mkdir()

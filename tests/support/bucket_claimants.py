@@ -1,6 +1,6 @@
 """Workers that claim units of a run in a bucket, "compute" rows and commit them, in processes that may be killed.
 
-    python bucket_claimants.py WORKER.json      {"endpoint", "uri", "folder", "num_units", "host", "is_calm"}
+    python bucket_claimants.py WORKER.json   {"endpoint", "uri", "folder", "num_units", "host", "is_calm", "request_s"}
 
 Each unit has ROWS rows; each commit makes one more durable. Workers of one `host` see each other's processes, as on one
 machine; those of several know of each other only what is in the bucket. Calm ones wait long for answers and give no
@@ -43,7 +43,7 @@ def work(options: dict[str, Any]) -> None:
     from batchinfer.run import bucket_lease, liveness
     from batchinfer.run.bucket_storage import BucketStorage
 
-    bucket.REQUEST_S, bucket.FIRST_PAUSE_S, bucket.LONGEST_PAUSE_S = 0.5, 0.02, 0.1
+    bucket.REQUEST_S, bucket.FIRST_PAUSE_S, bucket.LONGEST_PAUSE_S = options["request_s"], 0.02, 0.1
     bucket_lease.LEASE_S, bucket_lease.BEAT_S = LEASE_S, BEAT_S
     if options["is_calm"]:
         bucket.REQUEST_S, bucket_lease.LEASE_S, bucket_lease.BEAT_S = 100.0, 1000.0, 1000.0
@@ -86,9 +86,18 @@ class Workers:
     """Processes of this file, each of them started again when it was killed."""
 
     def __init__(
-        self, endpoint: str, uri: str, folder: Path, *, num_units: int, rng: random.Random, is_calm: bool = False
+        self,
+        endpoint: str,
+        uri: str,
+        folder: Path,
+        *,
+        num_units: int,
+        rng: random.Random,
+        is_calm: bool,
+        request_s: float,
     ) -> None:
-        self._common = {"endpoint": endpoint, "uri": uri, "num_units": num_units, "is_calm": is_calm}
+        self._common = {"endpoint": endpoint, "uri": uri, "num_units": num_units}
+        self._common |= {"is_calm": is_calm, "request_s": request_s}
         self._folder, self._rng = folder, rng
         self._num_started = 0
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -153,13 +162,18 @@ def disturbed(
     seed: int = 0,
     pause_s: float = 0.5,
     is_calm: bool = False,
+    request_s: float = 0.5,
 ) -> None:
-    """Have units claimed by workers that are killed, in a store that fails, and check what they have done."""
+    """Have units claimed by workers that are killed, in a store that fails, and check what they have done.
+
+    request_s: how long they wait for a byte: less than faults.hold_s, more than a listing of all units takes.
+    """
     rng = random.Random(seed)
     with faulty_store(server, faults) as url:
-        workers = Workers(url, f"s3://runs/{name}", folder, num_units=num_units, rng=rng, is_calm=is_calm)
+        uri = f"s3://runs/{name}"
+        workers = Workers(url, uri, folder, num_units=num_units, rng=rng, is_calm=is_calm, request_s=request_s)
         try:
-            workers.run(num_workers=num_workers, num_kills=num_kills, seconds=460, pause_s=pause_s)
+            workers.run(num_workers=num_workers, num_kills=num_kills, seconds=900, pause_s=pause_s)
         finally:
             workers.end()
         assert workers.num_killed == num_kills

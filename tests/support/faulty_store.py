@@ -6,8 +6,8 @@
     late            the connection ends, and the request is done some time afterwards
     stale           a listing as it was some time ago
 
-Requests that write go to the server one after the other: moto's compares and writes a condition in two steps, which is
-no fault that S3 has. `requests` counts what callers send, by kind.
+Requests that write go to moto's server one after the other: it compares and writes a condition in two steps, which is
+no fault that S3 has. Ceph's gateway gets them as they come. `requests` counts what callers send, by kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -38,6 +38,8 @@ class Faults:
     share: of requests that get a fault, until `most` were injected.
     kinds: of which, one is drawn for each. A fault that does not fit a request becomes a 503.
     hold_s: how long a timeout holds the connection.
+    conditions: "honoured", "ignored", "refused" (501), "unmet" (no If-Match holds), "unquoted" (no If-Match with quotes
+        holds), "unnamed" (one that does not hold is a 500).
     """
 
     share: float = 0.0
@@ -45,13 +47,34 @@ class Faults:
     kinds: tuple[str, ...] = FAULTS
     hold_s: float = 3.0
     seed: int = 0
-    conditions: str = "honoured"  # or "ignored", "refused"
+    conditions: str = (
+        "honoured"  # or "ignored", "refused"; "unmet": no If-Match ever holds; "unquoted": none with quotes
+    )
     injected: collections.Counter[str] = field(default_factory=collections.Counter)
     requests: collections.Counter[str] = field(default_factory=collections.Counter)
     written: list[str] = field(default_factory=list)  # paths of the writes that succeeded, in order
+    most_writes: int = 0  # that were under way in the server at once
 
     def __post_init__(self) -> None:
-        self._random, self._lock = random.Random(self.seed), threading.Lock()
+        self._random, self._lock, self._num_writing = random.Random(self.seed), threading.Lock(), 0
+
+    def is_unmet(self, if_match: str | None) -> bool:
+        """Whether the proxy itself refuses a condition."""
+        if if_match is None:
+            return False
+        return self.conditions == "unmet" or (self.conditions == "unquoted" and if_match.startswith('"'))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While a write is under way in the server."""
+        with self._lock:
+            self._num_writing += 1
+            self.most_writes = max(self.most_writes, self._num_writing)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writing -= 1
 
     def draw(self, kind: str) -> str | None:
         """The fault of the next request."""
@@ -69,7 +92,8 @@ class Faults:
 @contextmanager
 def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
     """The proxy; yields its URL."""
-    writing, closed = threading.Lock(), threading.Event()
+    writing = nullcontext() if server.is_atomic else threading.Lock()
+    closed = threading.Event()
     listings: dict[str, Reply] = {}  # the oldest answer of the last while
 
     def forward(command: str, path: str, body: bytes, headers: dict[str, str]) -> Reply:
@@ -89,11 +113,15 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
             headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
             kind = "list" if self.command == "GET" and "list-type=2" in self.path else self.command.lower()
             fault = faults.draw(kind)
-            if faults.conditions != "honoured" and any(name.lower() in _CONDITIONS for name in headers):
-                if faults.conditions == "refused":
-                    self.say(501, _ERROR.format("NotImplemented").encode())
-                    return
-                headers = {name: value for name, value in headers.items() if name.lower() not in _CONDITIONS}
+            conditions = {name: value for name, value in headers.items() if name.lower() in _CONDITIONS}
+            if conditions and faults.conditions == "refused":
+                self.say(501, _ERROR.format("NotImplemented").encode())
+                return
+            if faults.conditions == "ignored":
+                headers = {name: value for name, value in headers.items() if name not in conditions}
+            if faults.is_unmet(self.headers.get("If-Match")):
+                self.say(412, _ERROR.format("PreconditionFailed").encode())
+                return
             if fault == "500":
                 self.say(500, _ERROR.format("InternalError").encode())
             elif fault == "503":
@@ -123,11 +151,13 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
         def do(self, body: bytes, headers: dict[str, str]) -> Reply:
             if self.command in ("GET", "HEAD"):
                 return forward(self.command, self.path, body, headers)
-            with writing:
-                found = forward(self.command, self.path, body, headers)
-                if self.command == "PUT" and found[0] == 200:
+            with writing, faults.counted():
+                status, fields, content = forward(self.command, self.path, body, headers)
+                if self.command == "PUT" and status == 200:
                     faults.written.append(self.path.partition("?")[0])
-            return found
+            if status == 412 and faults.conditions == "unnamed":
+                return 500, [], _ERROR.format("UnknownError").encode()
+            return status, fields, content
 
         def say(self, status: int, content: bytes, fields: list[tuple[str, str]] | None = None) -> None:
             self.send_response(status)

@@ -1,4 +1,7 @@
-"""A real S3 server over HTTP (moto's, a process of its own), and a gate before it that can hold or refuse requests."""
+"""A real S3 server over HTTP (moto's, a process of its own), and a gate before it that can hold or refuse requests.
+
+Ceph's is in rgw.py; s3_servers.py gives tests one or the other.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import boto3
 
@@ -32,9 +35,18 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Server:
-    """A running S3 server."""
+    """A running S3 server; this one is moto's.
+
+    is_atomic: whether it compares and writes a condition in one step. moto's does so in two, which S3 does not.
+    takes_quotes: whether If-Match may have the quotes that ETags come with.
+    minds_versions: whether it compares conditions in buckets that keep versions, too.
+    """
 
     port: int
+
+    is_atomic: ClassVar[bool] = False
+    takes_quotes: ClassVar[bool] = True
+    minds_versions: ClassVar[bool] = True
 
     @property
     def endpoint(self) -> str:
@@ -45,6 +57,14 @@ class Server:
 
     def make_bucket(self, name: str) -> None:
         self.client().create_bucket(Bucket=name)
+
+    def make_open_bucket(self, name: str) -> None:
+        """One that needs no key."""
+        self.client().create_bucket(Bucket=name, ACL="public-read-write")
+
+    def keep_versions(self, name: str) -> None:
+        """From now on a bucket keeps what was in an object."""
+        self.client().put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
 
     def upload(self, folder: Path, bucket: str, prefix: str) -> None:
         """Put all files below a folder into the bucket."""
@@ -58,7 +78,8 @@ class Server:
     def objects(self, bucket: str, prefix: str) -> dict[str, bytes]:
         """All objects below a prefix: what follows it in their names -> content."""
         client = self.client()
-        found = client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/").get("Contents", [])
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+        found = [item for page in pages for item in page.get("Contents", [])]
         return {
             item["Key"].removeprefix(f"{prefix}/"): client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
             for item in found
@@ -76,16 +97,25 @@ class Server:
 def s3_server() -> Iterator[Server]:
     """Start the server, with credentials for it in this process's environment."""
     server = Server(free_port())
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(server.port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait_until_it_answers(server, process)
-        yield server
+        wait_until_it_answers(f"{server.endpoint}/moto-api/", process)
+        with credentials():
+            yield server
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def credentials() -> Iterator[None]:
+    """The tests' key in this process's environment."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
@@ -96,13 +126,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _wait_until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> None:
+def wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait for a server that has just been started."""
     deadline = time.monotonic() + 60
     while True:
         try:
-            urllib.request.urlopen(f"{server.endpoint}/moto-api/", timeout=5).close()
+            urllib.request.urlopen(url, timeout=5).close()
         except OSError:
-            assert process.poll() is None, "the S3 server has ended; is moto[server] installed?"
+            assert process.poll() is None, f"{process.args!r} has ended; is it installed?"
             assert time.monotonic() < deadline
             time.sleep(0.05)
         else:
@@ -110,12 +141,13 @@ def _wait_until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> 
 
 
 @contextmanager
-def gate(server: Server, answer: Callable[[str, str], int | None]) -> Iterator[str]:
+def gate(server: Server, answer: Callable[[str, str], int | None], *, takes_chunks: bool = True) -> Iterator[str]:
     """A way to the server through which requests go one by one; yields its URL.
 
     Args:
         answer: called with method and path of each request; None lets it through, a number is the status sent instead.
             It may wait.
+        takes_chunks: whether a body may come without its length, which Ceph's gateway refuses.
     """
     closed = threading.Event()
 
@@ -123,8 +155,9 @@ def gate(server: Server, answer: Callable[[str, str], int | None]) -> Iterator[s
         protocol_version = "HTTP/1.1"
 
         def pass_on(self) -> None:
-            body = self.chunks() if "Transfer-Encoding" in self.headers else self.content()
-            status = answer(self.command, self.path)
+            is_chunked = "Transfer-Encoding" in self.headers
+            body = self.chunks() if is_chunked else self.content()
+            status = 411 if is_chunked and not takes_chunks else answer(self.command, self.path)
             if closed.is_set():
                 self.close_connection = True
                 return
