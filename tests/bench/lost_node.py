@@ -4,7 +4,7 @@ A worker is killed with all its ranks (SIGKILL) in the middle of the only unit o
 work: on the same host, which sees at once that the process is gone, or with another host's name, which has to wait for
 the lease. The run folder is on a disk, or in a bucket of moto's server on this machine.
 
-    python tests/bench/lost_node.py [--repeat N]
+    python tests/bench/lost_node.py [--repeat N] [--only disk] [--only another]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from batchinfer.controller import claims
+from batchinfer.controller import lease_watch
 from batchinfer.run import bucket_lease
 from support.faults import descendants
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
@@ -55,7 +55,7 @@ class Loss:
 class Disk:
     """The run folder on a disk."""
 
-    name, lease_s = "disk", claims.LEASE_S
+    name, lease_s = "disk", lease_watch.LEASE_S
 
     def __init__(self, folder: Path, job: Path) -> None:
         self.run = folder / "run"
@@ -131,7 +131,13 @@ class InBucket:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=2, help="kills of each kind")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=["disk", "bucket", "same", "another"], help="kinds or hosts"
+    )
     options = parser.parse_args()
+    kinds = [kind for kind in ("disk", "bucket") if kind in options.only] or ["disk", "bucket"]
+    hosts = {"same": ("the same host", []), "another": ("another host", ELSEWHERE)}
+    wanted = [hosts[name] for name in hosts if name in options.only] or list(hosts.values())
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(s3_server())
@@ -142,8 +148,8 @@ def main() -> None:
         )
         names = f"{'lease s':>7} {'taken s':>8} {'back s':>7} {'done s':>7} {'kept':>5} {'again':>6}"
         print(f"{'run folder':<11} {'other worker on':<16} {names}")
-        for kind in ("disk", "bucket"):
-            for where, prefix in (("the same host", []), ("another host", ELSEWHERE)):
+        for kind in kinds:
+            for where, prefix in wanted:
                 found = []
                 for number in range(options.repeat):
                     folder = scratch / f"{kind}-{len(prefix)}-{number}"

@@ -155,7 +155,7 @@ class _Controller:
         if self._claim is not None:
             self._claims.complete(self._claim)
             self._claim = None
-        found = self._units.claim(self._claims.try_claim, set())
+        found = self._units.claim(self._claims, set())
         if found is not None:
             self._claim = found[1]
             return self._rng.uniform(100, 300)
