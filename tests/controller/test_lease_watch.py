@@ -71,14 +71,17 @@ def taken_after_s(folder: Path, clock: Clock, *, lived_s: float) -> float:
     units = OpenUnits(FolderStorage(run), rows(1))
     while True:
         holders.live_until(min(clock.now_s, lived_s))
+        lapses_s = mine.lapses_s(0)
         if units.claim(mine, set()) is not None:
+            assert lapses_s <= clock.now_s <= lapses_s + TICK_S  # it was tried then, not at the end of a pause
             return clock.now_s - lived_s
         assert clock.now_s < lived_s + 600
         clock.now_s += TICK_S
 
 
 @pytest.mark.parametrize("lived_s", [*range(0, 90, 7), 300.0, 311.0, 322.0])
-def test_a_dead_holders_unit_is_taken_when_its_lease_has_run_out_and_soon_afterwards(tmp_path, clock, lived_s):
+def test_a_dead_holders_unit_is_taken_when_its_lease_has_run_out_and_at_once(tmp_path, clock, lived_s, monkeypatch):
+    monkeypatch.setattr(UnitClaims, "watch_s", 13.0)  # of which a lease is no multiple
     after_s = taken_after_s(tmp_path, clock, lived_s=lived_s)
     assert after_s >= LEASE_S - HEARTBEAT_S  # not before
     assert after_s <= LEASE_S + UnitClaims.watch_s + 2 * TICK_S
@@ -110,12 +113,13 @@ def test_waiting_costs_a_disk_no_more_than_it_did_with_half_as_many_looks(tmp_pa
     assert counter.calls["scandir"] <= 1.1 * MOST_WATCHED * hour_s / LEASE_S
 
 
-def test_a_unit_given_back_is_had_before_its_lease_would_run_out(tmp_path, clock):
+@pytest.mark.parametrize("held_s", [95, 110, 125, 140])  # whenever in the minute in which claims are listed anew
+def test_a_unit_given_back_is_had_before_its_lease_would_run_out(tmp_path, clock, held_s):
     run = RunDir(tmp_path)
     holder, mine = UnitClaims(run), UnitClaims(run)
     claim = holder.try_claim(0)
     units = OpenUnits(FolderStorage(run), rows(1))
-    for _ in range(120):
+    for _ in range(held_s):
         os.utime(claim.folder / "lease.json", (clock.now_s, clock.now_s))
         assert units.claim(mine, set()) is None
         clock.now_s += TICK_S
