@@ -14,7 +14,7 @@ from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.rundir import RunDir
+    from batchinfer.run.storage import Storage
     from batchinfer.submit.size import ArraySize
 
 
@@ -48,15 +48,17 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
 def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm import submit as slurm
     from batchinfer.submit.k8s import tasks as k8s
     from batchinfer.submit.ray import client as ray
     from batchinfer.submit.records import launchers_of
 
-    run, _ = planned_run(target, (), "sent")
-    end = {"slurm": slurm.cancel, "k8s": k8s.cancel, "ray": ray.cancel}
-    ended = [name for launcher in launchers_of(run) for name in end[launcher](run)]
+    run, config = planned_run(target, (), "sent")
+    storage = storage_of(config)
+    end = {"slurm": lambda: slurm.cancel(run), "k8s": lambda: k8s.cancel(run), "ray": lambda: ray.cancel(storage)}
+    ended = [name for launcher in launchers_of(run) for name in end[launcher]()]
     click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")
 
 
@@ -89,12 +91,12 @@ def retry(target: Path, array: str | None) -> None:
     elif size is None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
-        said = _send_again(run, size)
+        said = _send_again(storage, size)
         storage.keep_sent()
         click.echo(said)
 
 
-def _send_again(run: RunDir, size: ArraySize) -> str:
+def _send_again(storage: Storage, size: ArraySize) -> str:
     """Tasks like those of the last submission, where that was; what to watch, for a person."""
     from batchinfer.slurm import client, submit
     from batchinfer.submit.k8s import tasks as k8s
@@ -102,11 +104,12 @@ def _send_again(run: RunDir, size: ArraySize) -> str:
     from batchinfer.submit.records import last_launcher
     from batchinfer.submit.size import parse_tasks
 
+    run = storage.run
     match last_launcher(run):
         case "k8s":
             return k8s.what_to_watch(run, k8s.send_again(run, parse_tasks(str(size))))
         case "ray":
-            return ray.what_to_watch(run, ray.submit(run, ray.submissions(run)[-1].shape, parse_tasks(str(size))))
+            return ray.what_to_watch(run, ray.submit(storage, ray.submissions(run)[-1].shape, parse_tasks(str(size))))
     earlier = submit.submissions(run)
     shape = earlier[-1].shape if earlier else submit.Shape()
     sent = submit.submit(run, shape, size, max_array_size=client.max_array_size())
@@ -191,12 +194,12 @@ def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     pursue(run_dir, config, goal)
 
 
-def resize_on_slurm(run: RunDir, size: str, busy: Container[str]) -> list[str]:
+def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[str]:
     """Change the number of tasks; what came of it, for a person."""
     from batchinfer.slurm.submit import resize, what_to_watch
     from batchinfer.submit.size import parse_size
 
-    sent, drained = resize(run, parse_size(size), busy)
-    lines = [] if sent is None else [what_to_watch(run, sent)]
+    sent, drained = resize(storage.run, parse_size(size), busy)
+    lines = [] if sent is None else [what_to_watch(storage.run, sent)]
     names = " ".join(task.name for task in drained)
     return lines + ([f"sent away, with what they have finished committed: {names}"] if drained else [])
