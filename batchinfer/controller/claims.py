@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from batchinfer.controller.lease_watch import LeaseWatch
 from batchinfer.controller.result_files import own_files, sound_files
@@ -68,7 +68,7 @@ class UnitClaims:
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
 
-    def __enter__(self) -> UnitClaims:
+    def __enter__(self) -> Self:
         self._heart.start()
         return self
 

@@ -195,6 +195,8 @@ def _last(run: RunDir) -> Submission:
 def _variables(run: RunDir, shape: Shape) -> dict[str, str]:
     """Of the driver and its tasks. No credentials: Ray shows these to whoever asks, and writes them into its logs."""
     found = {"BATCHINFER_PYTHON": sys.executable, "BATCHINFER_RAY_RUN": run.shown}
+    if run.uri is not None:
+        found["RAY_DEDUP_LOGS"] = "0"  # the job's log has all that tasks say, also what they say alike
     return found if shape.endpoint is None else {**found, "AWS_ENDPOINT_URL_S3": shape.endpoint}
 
 
