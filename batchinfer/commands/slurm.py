@@ -121,7 +121,6 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     import shlex
     from dataclasses import replace
 
-    from batchinfer.records import ConfigError
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.client import max_array_size
@@ -134,14 +133,13 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     run, config = target.run_and_job
     check_shape(config, shape)
     if run.uri is not None:
-        if asked.has_goal:
-            raise ConfigError(f"output.dir is {run.uri}; with --finish-by and --max-cost it must be on a disk")
         shape = replace(shape, sbatch_args=(*_endpoint(config), *shape.sbatch_args))
     parse_schedule(config.slurm.schedule)
     size, goal = asked.size, asked.goal(config) if asked.has_goal else None
     if target.dry_run:
         if goal is not None:
-            size = expected_size(planned_run(target.path, target.overrides)[0], config, goal)
+            planned_run(target.path, target.overrides)
+            size = expected_size(storage_of(config), config, goal)
         elif size is not None:
             target.tell_expected(size.tasks, shape.nodes_per_group)
         if size is not None:
@@ -149,21 +147,22 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
         return
     limit = max_array_size()  # without Slurm there is no need to plan
     target.plan()
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
     if goal is None:
         assert size is not None
-        storage = storage_of(config)
-        storage.fetch("state", "sent")
         sent = submit(run, shape, size, max_array_size=limit)
         storage.keep_sent()
         click.echo(what_to_watch(run, sent))
         return
     remember_shape(run, shape)
     write_goal(run, goal)
+    storage.keep_sent()
     click.echo(
         "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
-        f"`batchinfer submit --follow {run.root}` changes their number again"
+        f"`batchinfer submit --follow {run.shown}` changes their number again"
     )
-    pursue(run, config, goal)
+    pursue(storage, config, goal)
 
 
 def _endpoint(config: JobConfig) -> tuple[str, ...]:
@@ -173,25 +172,26 @@ def _endpoint(config: JobConfig) -> tuple[str, ...]:
 
 def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
-    from batchinfer.records import ConfigError
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.goal import read_goal, write_goal
     from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import follow, local_minute
 
-    run_dir, config = planned_run(target, overrides)
-    if run_dir.uri is not None:
-        raise ConfigError(f"the run folder is {run_dir.uri}; to be followed it must be on a disk")
-    earlier = read_goal(run_dir)
+    _, config = planned_run(target, overrides)
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
+    earlier = read_goal(storage.run)
     if earlier is None and not asked.has_goal:
         if asked.array is not None or asked.prices is not None:
             raise click.UsageError("--array and --prices go with --finish-by or --max-cost here; add one of them")
-        follow(run_dir, config.slurm.schedule, local_minute)
+        follow(storage, config.slurm.schedule, local_minute)
         return
     asked.check(has_goal=True)
     goal = asked.goal(config, earlier)
-    write_goal(run_dir, goal)
-    pursue(run_dir, config, goal)
+    write_goal(storage.run, goal)
+    storage.keep_sent()
+    pursue(storage, config, goal)
 
 
 def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[str]:
