@@ -54,6 +54,16 @@ def quick_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Libraries set variables when a test imports them; with those no rank of later tests could be forked."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def shared_encoders_end() -> Iterator[None]:
     yield

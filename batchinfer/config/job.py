@@ -234,6 +234,11 @@ class ClusterConfig(Part):
         description="how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; "
         "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
+    graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="decode steps as CUDA graphs where GPU, exchange and operations allow it; off: never, for drivers "
+        "with which they fail; results stay the same",
+    )
     collective_seconds: float = Field(
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
     )
@@ -336,7 +341,7 @@ class KvConfig(Part):
     @model_validator(mode="after")
     def _has_first_tier(self) -> Self:
         if self.second_tier is not None and self.dir is None:
-            raise ValueError("has second_tier, but no dir; name a folder on a disk of each node")
+            raise ValueError("second_tier is set, but not dir; name a folder on a disk of each node")
         return self
 
 

@@ -22,6 +22,7 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.places import ExpertRows
 
 
 class YieldPoint(Enum):
@@ -150,7 +151,7 @@ class MoeMlp:
         """(token, expert) rows computed so far."""
         return self.num_local_rows + (int(self.num_device_rows) if self.counts_on_device else 0)
 
-    def _routed_experts(self, received: ExpertInput) -> torch.Tensor:
+    def _routed_experts(self, received: ExpertInput) -> ExpertRows:
         """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
         x, weights, scales = received.x, self.weights, received.scales
         # adding up on the device, and reading the sum when somebody asks (after the step), does not make the host wait

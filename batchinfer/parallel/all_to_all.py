@@ -15,6 +15,7 @@ from batchinfer.parallel.dispatch import ExpertInput, sort_by_expert, sum_per_to
 from batchinfer.parallel.exchange import Exchange, PendingRows
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
+from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.transfer import in_one_copy
 
 
@@ -107,12 +108,19 @@ class AllToAllDispatcher:
         pending = self._exchange.start(rows, counts if rows.is_cuda else counts.tolist())
         return AllToAllHandle(pending, self._row_format, num_values, place_M, topk_weights)
 
-    def combine(self, y: torch.Tensor, handle: AllToAllHandle) -> AllToAllFuture:
-        """Start sending each result back to the rank it came from."""
-        num_ranks, num_slots = len(handle.sizes), self._placement.slots_per_rank
-        by_slot = self._combine_format.pack(y).split(list(itertools.chain(*zip(*handle.sizes, strict=True))))
-        by_rank = [by_slot[slot * num_ranks + rank] for rank in range(num_ranks) for slot in range(num_slots)]
-        rows = self._exchange.buffer(len(y), self._combine_format.row_bytes(y.shape[1]))
-        torch.cat(by_rank, out=rows)
+    def combine(self, y: ExpertRows, handle: AllToAllHandle) -> AllToAllFuture:
+        """Start sending each result back to the rank it came from, from where it lies."""
+        pack = self._combine_format.pack
+        rows = self._exchange.buffer(len(y), self._combine_format.row_bytes(handle.num_values))
+        if isinstance(y, PlacedRows):
+            torch.index_select(pack(y.values_SD), 0, torch.cat(_by_rank(y.place_M, handle.sizes)), out=rows)
+        else:
+            torch.cat(_by_rank(pack(y), handle.sizes), out=rows)
         pending = self._exchange.start(rows, [[sum(sizes)] for sizes in handle.sizes])
         return AllToAllFuture(pending, self._combine_format, handle)
+
+
+def _by_rank(rows_N: torch.Tensor, sizes: list[list[int]]) -> list[torch.Tensor]:
+    """Rows by slot in the order of their ranks, by slot within a rank; `sizes` as the handle has them."""
+    by_slot, num_ranks = rows_N.split(list(itertools.chain(*zip(*sizes, strict=True)))), len(sizes)
+    return [by_slot[slot * num_ranks + rank] for rank in range(num_ranks) for slot in range(len(sizes[0]))]

@@ -22,6 +22,7 @@ from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import Arriving
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.fp8 import ScaledRows
+from batchinfer_kernels.reference.places import ExpertRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,10 @@ class Dispatcher(Protocol[HandleT]):
         """
         ...
 
-    def combine(self, y: torch.Tensor, handle: HandleT) -> Arriving[torch.Tensor]:
+    def combine(self, y: ExpertRows, handle: HandleT) -> Arriving[torch.Tensor]:
         """Start sending the experts' results back; `y` has the layout that `handle.wait()` gave.
+
+        Sorted rows ("contiguous") may be PlacedRows: they are read where they lie.
 
         What comes is [T, D] float32, per token the sum over its experts of weight × row.
         """
@@ -158,7 +161,7 @@ class LocalDispatcher:
             x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None
         return LocalHandle(ExpertInput(x, scales, "contiguous", num_rows_E, tokens_M), place_M, topk_weights)
 
-    def combine(self, y: torch.Tensor, handle: LocalHandle) -> Finished:
+    def combine(self, y: ExpertRows, handle: LocalHandle) -> Finished:
         """Undo the sort and sum; see Dispatcher."""
         return Finished(sum_per_token(y, handle.place_M, handle.weights_TK))
 
@@ -173,7 +176,7 @@ def sort_by_expert(
     return registry.select("sort_by_expert", dtype=dtype, device=expert_M.device)(expert_M, num_experts)
 
 
-def sum_per_token(sorted_MD: torch.Tensor, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sum_per_token(sorted_MD: ExpertRows, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum, from rows in the order in which a dispatch sorted them.
 
     Args:

@@ -37,6 +37,7 @@ class RankContext:
     mesh: Mesh = field(default_factory=Mesh.alone)
     transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
     transfers: Path | BucketTransfers | None = None  # for KV between hosts; None: anonymous memory
+    graphs_off: bool = False  # decode steps are never to run as CUDA graphs
     overlap: bool = False  # run two micro-batches in turn when there is work for both
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
@@ -61,7 +62,9 @@ class RankContext:
     @cached_property
     def no_graphs(self) -> str | None:
         """Why this rank's decode steps never run as graphs; None: they do where the group agrees on it."""
-        return why_not_recorded(self.model) if self.place.runs_decode else "the rank runs no decode steps"
+        if not self.place.runs_decode:
+            return "the rank runs no decode steps"
+        return why_not_recorded(self.model, switched_off=self.graphs_off)
 
     @cached_property
     def graphs(self) -> DecodeGraphs | None:

@@ -175,6 +175,7 @@ def make_worker(
         mesh=mesh,
         transfer_bytes=budget.transfer_bytes,
         transfers=transfers,
+        graphs_off=cluster.graphs == "off",
         # without experts nothing travels under which the other half could compute
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,

@@ -175,7 +175,9 @@ def _work(
     equality = equal_rows(model, job.cluster.backend)
     if model.mtp is not None and equality.bit_equal is not True:
         no_drafts = "answers may depend on what rows are batched with"
-    ready = messages.Ready(device_name(device), model.config.moe_layers, equality, no_drafts, _graphs(model, place))
+    ready = messages.Ready(
+        device_name(device), model.config.moe_layers, equality, no_drafts, _graphs(model, place, job)
+    )
     channel.send(ready)
     loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
@@ -225,9 +227,10 @@ def _run_job(
     return leave
 
 
-def _graphs(model: Transformer, place: RankPlace) -> str | None:
+def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
     """What is said of this rank's graphs; on a CPU nobody expects any."""
-    reason = why_not_recorded(model) if place.runs_decode else ON_HOST
+    switched_off = job.cluster.graphs == "off"
+    reason = why_not_recorded(model, switched_off=switched_off) if place.runs_decode else ON_HOST
     if reason == ON_HOST:
         return None
     return "decode steps run as CUDA graphs" if reason is None else f"decode steps run as no CUDA graphs: {reason}"

@@ -21,7 +21,7 @@ from batchinfer.report.terminal import (
     text,
 )
 from batchinfer.run.bit_equality import UNEQUAL
-from batchinfer.sanitize import fit
+from batchinfer.sanitize import display_width, fit
 
 Cells = Sequence[str | Text]
 DECODE_HEADER = ("Decode, from s", "KV, mean", "max / mean", "at best", "requests", "max / mean")
@@ -32,7 +32,7 @@ MAX_SHARDS = 10  # unreadable ones that are named
 
 def panel(report: Report) -> Iterator[RenderableType]:
     """Everything a person wants to know of a run, as lines and tables."""
-    yield text(fit(f"{report.run}   ({report.model}, {report.dtype})", WIDTH), HEADING)
+    yield text(_heading(report), HEADING)
     if report.unfinished is not None:
         yield text(report.unfinished.sentence(), WARNING)
     if report.bit_equal is False:  # answers may depend on what rows were batched with
@@ -57,6 +57,13 @@ def panel(report: Report) -> Iterator[RenderableType]:
     if over_time:
         yield table([[text(name, HEADING) for name in DECODE_HEADER], *over_time], "lrrrrr")
     yield from _trouble(report)
+
+
+def _heading(report: Report) -> str:
+    """One line: the run, its model and its precision; of a long path of the model the end stays."""
+    start, end = f"{fit(report.run, WIDTH // 2)}   (", f", {fit(report.dtype, WIDTH // 3)})"
+    room = max(1, WIDTH - display_width(start) - display_width(end))
+    return f"{start}{fit(report.model, room, keep_end=True)}{end}"
 
 
 def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> RenderableType:

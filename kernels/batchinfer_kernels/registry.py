@@ -23,6 +23,7 @@ from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.cpu import fp8_pages as cpu_fp8_pages
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
+from batchinfer_kernels.hopper import fp8_pages as hopper_fp8_pages
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper_ops
 from batchinfer_kernels.hopper import sparse as hopper_sparse
@@ -215,6 +216,10 @@ _FASTER = (
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("choose_keys",), hopper_sparse),
     *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode",)),
     *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_sparse",), hopper_sparse),
+    *(
+        replace(candidate, probe_auto=hopper_fp8_pages.why_not_auto)
+        for candidate in _of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode_fp8",), hopper_fp8_pages)
+    ),
     *(replace(candidate, dtype=None) if candidate.op in _OF_ANY_DTYPE else candidate for candidate in _TRITON),
     *_listed(sdpa, SDPA, _always, probe_auto=sdpa.why_not_auto, device_types=lambda: (GPU,), origin=lambda _: SDPA),
     *_listed(cpu_ops, CPU, cpu_build.why_not, device_types=lambda: (CPU,), origin=cpu_build.numerics),

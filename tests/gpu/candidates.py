@@ -28,6 +28,7 @@ _HOPPER_PROBES = {
     "grouped_mlp": libraries.why_not_deep_gemm,
     "masked_mlp": libraries.why_not_deep_gemm,
     "mla_decode": libraries.why_not_flash_mla,
+    "mla_decode_fp8": libraries.why_not_flash_mla,
     "choose_keys": libraries.why_not_deep_gemm,
     "mla_sparse": libraries.why_not_flash_mla,
     DENSE: libraries.why_not_deep_gemm,

@@ -10,6 +10,7 @@ import torch
 from published import Published
 
 from batchinfer_kernels import sdpa
+from batchinfer_kernels.hopper import fp8_pages
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.registry import Operation
@@ -128,4 +129,5 @@ def bytes_of(*tensors: torch.Tensor | BlockScaled | None) -> int:
 
 def may_differ_in_company(function: Function) -> bool:
     """flash_mla splits a request's keys by what else is in the step, PyTorch may; all others must keep a row's bits."""
-    return isinstance(function, Operation) and function.implementation in (hopper.mla_decode, sdpa.mla_prefill)
+    differing = (hopper.mla_decode, fp8_pages.mla_decode_fp8, sdpa.mla_prefill)
+    return isinstance(function, Operation) and function.implementation in differing

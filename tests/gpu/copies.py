@@ -21,6 +21,7 @@ import torch
 from batchinfer.parallel.dispatch import ExpertInput
 from batchinfer.parallel.placement import Placement
 from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
+from batchinfer_kernels.reference.places import ExpertRows
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class CopyHandle:
 class CopiedSums:
     """Results that have been copied back; the sum is taken by `wait`."""
 
-    back_MD: torch.Tensor
+    back_MD: ExpertRows
     rows: Rows
     weights_TK: torch.Tensor
     sum_per_token: Callable[..., torch.Tensor]
@@ -131,11 +132,11 @@ class CopyDispatcher:
             )
         return CopyHandle(received, rows, topk_weights)
 
-    def combine(self, y: torch.Tensor, handle: CopyHandle) -> CopiedSums:
+    def combine(self, y: ExpertRows, handle: CopyHandle) -> CopiedSums:
         """Take each filled row back; see Dispatcher."""
         rows = handle.rows
-        if self.is_masked:
-            back_MD = torch.cat([block[:count] for block, count in zip(y, rows.counts, strict=True)])
+        if isinstance(y, torch.Tensor) and self.is_masked:
+            back_MD: ExpertRows = torch.cat([block[:count] for block, count in zip(y, rows.counts, strict=True)])
         else:
             back_MD = y  # the exchange reads rows where they are, and its published time has that in it
         return CopiedSums(back_MD, rows, handle.weights_TK, self._sum_per_token)

@@ -16,6 +16,7 @@ from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of, w
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
+from batchinfer_kernels.reference.places import in_order
 
 BOTH = ("hopper", "triton")
 # of this project, columns and depth: queries, latents, output; the MLPs of dense layers and of the shared expert
@@ -182,7 +183,7 @@ def _experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: tor
     num_rows_E = torch.tensor(counts, device=device)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
-        return function(x[rows], torch.bincount(expert_M[rows], minlength=num_experts), gate_up, down)
+        return in_order(function(x[rows], torch.bincount(expert_M[rows], minlength=num_experts), gate_up, down))
 
     return Work(
         run=run,

@@ -132,18 +132,18 @@ def _prefill_attention(config: ModelConfig, prompts: int, prompt_tokens: int) ->
     ]
 
 
-def _exchange(config: ModelConfig, tokens: int) -> tuple[list[Operation], list[Operation]]:
-    """The local copies of dispatch (rounded once, then copied per expert) and combine (copied, then summed)."""
+def _exchange(config: ModelConfig, tokens: int, *, is_masked: bool) -> tuple[list[Operation], list[Operation]]:
+    """The local copies of dispatch (rounded once, copied per expert) and combine (copied if in blocks, then summed)."""
     rows, hidden = tokens * config.num_experts_per_tok, config.hidden_size
     dispatch = tokens * hidden * (_BF16 + _ROW_FP8) + 2 * rows * hidden * _ROW_FP8
-    combine = 3 * rows * hidden * _BF16 + tokens * hidden * _FP32
+    combine = (3 if is_masked else 1) * rows * hidden * _BF16 + tokens * hidden * _FP32
     return [Operation(num_bytes=dispatch)], [Operation(num_bytes=combine)]
 
 
-def _of_moe_layers(config: ModelConfig, num_slots: int, tokens: int) -> Stages:
+def _of_moe_layers(config: ModelConfig, num_slots: int, tokens: int, *, is_masked: bool) -> Stages:
     """What decode and prefill share in a layer with experts."""
     hidden, width = config.hidden_size, config.moe_intermediate_size
-    dispatch, combine = _exchange(config, tokens)
+    dispatch, combine = _exchange(config, tokens, is_masked=is_masked)
     return {
         "SHARED": mlp(tokens, config.n_shared_experts * width, hidden),
         "DISPATCH": dispatch,
@@ -167,7 +167,7 @@ def decode_stages(config: ModelConfig, num_slots: int, requests: int, kv_tokens:
     layer = {
         "ATTN-0": projections,
         "ATTN-1": attention + _output_and_gate(config, requests),
-        **_of_moe_layers(config, num_slots, requests),
+        **_of_moe_layers(config, num_slots, requests, is_masked=True),
     }
     dense = projections + attention + _output_and_gate(config, requests, is_moe=False)
     dense += mlp(requests, config.intermediate_size, config.hidden_size)
@@ -178,7 +178,10 @@ def prefill_stages(config: ModelConfig, num_slots: int, prompts: int, prompt_tok
     """A micro-batch of prefill: whole prompts without cached tokens; of the last layer only the projections."""
     tokens = prompts * prompt_tokens
     attention = _projections(config, tokens) + _prefill_attention(config, prompts, prompt_tokens)
-    layer = {"ATTN": attention + _output_and_gate(config, tokens), **_of_moe_layers(config, num_slots, tokens)}
+    layer = {
+        "ATTN": attention + _output_and_gate(config, tokens),
+        **_of_moe_layers(config, num_slots, tokens, is_masked=False),
+    }
     dense = attention + _output_and_gate(config, tokens, is_moe=False)
     dense += mlp(tokens, config.intermediate_size, config.hidden_size)
     return _step(config, layer, dense, config.num_moe_layers - 1, prompts)

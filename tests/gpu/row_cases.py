@@ -14,6 +14,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 
 
 def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
@@ -29,7 +30,14 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
             Case("count_experts", f"{num_rows * dims.topk} entries", partial(_counts, dims, num_rows)),
             Case("expert_places", f"{num_rows * dims.topk} entries", partial(_places, dims, num_rows)),
-            Case("sum_per_token", f"{num_rows} x {dims.topk} x {dims.hidden}", partial(_sums, dims, num_rows)),
+            *(
+                Case(
+                    "sum_per_token",
+                    f"{num_rows} x {dims.topk} x {dims.hidden}{words}",
+                    partial(_sums, dims, num_rows, lie),
+                )
+                for words, lie in (("", False), (", at places", True))
+            ),
             Case("add_sums", f"{num_rows} x {dims.hidden}", partial(_add, dims, num_rows)),
             Case("quantize_fp8_block", f"{num_rows} x {dims.hidden}, rows", partial(_quantize, num_rows, dims.hidden)),
             Case("quantize_fp8_rows", f"{num_rows} x {dims.hidden}", partial(_quantize_rows, num_rows, dims.hidden)),
@@ -185,9 +193,16 @@ def _places(dims: Dims, num_rows: int, device: torch.device) -> Work:
     )
 
 
-def _sums(dims: Dims, num_rows: int, device: torch.device) -> Work:
-    _, place_M, _ = reference_rows.sort_by_expert(_ids(dims, num_rows, device), dims.experts)
+def _sums(dims: Dims, num_rows: int, is_placed: bool, device: torch.device) -> Work:
+    """Of rows in their order, or where deep_gemm's grouped product leaves them."""
+    _, place_M, counts_E = reference_rows.sort_by_expert(_ids(dims, num_rows, device), dims.experts)
     sorted_MD = normal(num_rows * dims.topk, dims.hidden, device=device)
+    rows: ExpertRows = sorted_MD
+    if is_placed:
+        places = reference.expert_places(counts_E, len(sorted_MD), 128)
+        values_SD = sorted_MD.new_full((len(places.expert_S), dims.hidden), torch.nan)
+        values_SD[places.place_M] = sorted_MD
+        rows = PlacedRows(values_SD, places.place_M)
     weights = normal(num_rows, dims.topk, device=device, seed=1, dtype=torch.float32).abs()
     places_TK = place_M.view(num_rows, dims.topk)
 
@@ -198,7 +213,7 @@ def _sums(dims: Dims, num_rows: int, device: torch.device) -> Work:
         return total
 
     return Work(
-        run=lambda function, rows: function(sorted_MD, places_TK[rows].flatten(), weights[rows]),
+        run=lambda function, tokens: function(rows, places_TK[tokens].flatten(), weights[tokens]),
         expected=expected,
         measure="relative",
         parts=parts_of(num_rows),

@@ -9,14 +9,16 @@ import torch
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.places import in_order
 
 # of the largest value; FP8: an intermediate value that falls on the other side of a step moves a row by a step
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
-OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode")
+OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode", "mla_decode_fp8")
 hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
 pytestmark = pytest.mark.gpu
 needs_deep_gemm = pytest.mark.skipif(
@@ -57,9 +59,9 @@ def test_experts_of_both_layouts(dtype, counts):
     on_gpu, num_rows = tuple(map(gpu, weights)), torch.tensor(counts)
     x = random(sum(counts), 1024)
     expected = reference.grouped_mlp(x, num_rows, *weights)
-    assert_close(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu), expected, dtype)
+    assert_close(in_order(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu)), expected, dtype)
     values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
-    received = hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales))
+    received = in_order(hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales)))
     assert_close(received, reference.grouped_mlp(values, num_rows, *weights, scales=scales), dtype)
 
     blocks, is_row = random(5, 256, 1024, seed=3), torch.arange(256) < num_rows[:, None]
@@ -78,7 +80,7 @@ def test_a_captured_graph_stays_good_when_counts_change(dtype):
     hopper.grouped_mlp(rows, num_rows, *on_gpu)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = hopper.grouped_mlp(rows, num_rows, *on_gpu)
+        y = in_order(hopper.grouped_mlp(rows, num_rows, *on_gpu))
     for counts in ([1, 2, 3, 58], [0, 60, 4, 0]):
         num_rows.copy_(torch.tensor(counts))
         graph.replay()
@@ -98,4 +100,24 @@ def test_decode_attention(heads, num_queries):
         q = random(6 * num_queries, heads, 576, seed=layer + 1)
         y = hopper.mla_decode(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
         expected = reference_mla.mla_decode(q, keys, latent_dim=512, scale=0.1352)
+        assert_close(y, expected, "bfloat16")
+
+
+@needs_flash_mla
+@pytest.mark.parametrize("num_queries", [1, 2])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_decode_attention_over_fp8_pages(heads, num_queries):
+    wide = random(301 * 64, 576)
+    wide[-64:] = torch.nan  # a page that no request has
+    pages = fp8_pages.narrow(wide, 512).view(301, 64, 656)
+    table = torch.randperm(300, generator=torch.Generator().manual_seed(0)).view(6, 50)
+    table = torch.cat([table, torch.full((6, 14), 300)], dim=1)
+    lengths = torch.tensor([num_queries, 64, 65, 3000, 1000, 7])
+    positions = (lengths[:, None] - num_queries + torch.arange(num_queries)).flatten()
+    keys = PagedKeys(pages, table, lengths, positions)
+    on_gpu = PagedKeys(*map(gpu, keys[:4]), schedule={})
+    for layer in range(2):
+        q = random(6 * num_queries, heads, 576, seed=layer + 1)
+        y = hopper.mla_decode_fp8(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
+        expected = fp8_pages.mla_decode_fp8(q, keys, latent_dim=512, scale=0.1352)
         assert_close(y, expected, "bfloat16")

@@ -38,6 +38,7 @@ def hopper_libraries(monkeypatch):
     yield
     assert registry.fallbacks() == before, "what is checked went to another implementation"
     libraries.decode_parameters.cache_clear()
+    libraries.makes_own_metadata.cache_clear()
 
 
 @needs_interpreter

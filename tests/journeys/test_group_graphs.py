@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from batchinfer.model.fused.graphs import SWITCHED_OFF
 from batchinfer.plan import preflight
 from batchinfer.rank.step_vote import CANNOT, NO_MEMORY, TOO_LARGE
 from support.checkpoints import make_checkpoint
@@ -46,12 +47,15 @@ class Jobs:
             cluster=CLUSTER,
         )
 
-    def run(self, name: str, *, ranks: int = 2, overlap: bool = False, **site: Any) -> tuple[dict[str, bytes], Ended]:
+    def run(
+        self, name: str, *, ranks: int = 2, overlap: bool = False, graphs: str = "auto", **site: Any
+    ) -> tuple[dict[str, bytes], Ended]:
         """The outputs, and how the command ended."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(preflight, "check_device", lambda *_: None)
             patch.setenv("PYTHONPATH", write_site(self.folder / f"site-{name}", **site))
             settings = {"output.dir": name, "cluster.prefill_ranks": ranks, "cluster.overlap": overlap}
+            settings["cluster.graphs"] = graphs
             options = [item for key, value in settings.items() for item in ("--set", f"{key}={_toml(value)}")]
             ended = batchinfer("run", self.job, *options)
         assert ended.code == 0, ended.err
@@ -148,6 +152,17 @@ def test_a_rank_that_cannot_record_keeps_all_from_it(jobs, plain):
     reasons = [{of_step[rank]["no_graph"] for of_step in steps} for rank in (0, 1)]
     assert reasons[0] == {CANNOT}
     assert all("read on the host" in reason for reason in reasons[1])
+
+
+def test_graphs_that_are_switched_off_are_never_made_and_the_report_says_so(jobs, plain):
+    outputs, ended = jobs.run("off", graphs="off")
+    assert outputs == plain
+    assert "decode steps run as no CUDA graphs: cluster.graphs is 'off'" in ended.err
+    steps = jobs.steps("off")
+    assert {graph for graph, _ in agreed(steps)} == {None}
+    assert {row["no_graph"] for of_step in steps for row in of_step} == {SWITCHED_OFF}
+    report = json.loads(batchinfer("report", jobs.folder / "off", "--json").out)
+    assert (report["graph_share"], report["recorded_graphs"], report["no_graph"]) == (0, 0, SWITCHED_OFF)
 
 
 def test_without_memory_on_one_rank_no_rank_records_and_all_replay_what_they_have(jobs, plain):

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
+from support.placed_rows import placed
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
@@ -125,7 +126,9 @@ def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(dty
     rows = random(280, 37, dtype=dtype)
     hidden, shared = random(70, 37, seed=1, dtype=dtype), random(70, 37, seed=2, dtype=dtype)
     sums = ops.sum_per_token(rows, place, weights)
-    assert torch.equal(sums, reference_rows.sum_per_token(rows, place, weights))
+    for lying in (rows, placed(rows)):
+        assert torch.equal(reference_rows.sum_per_token(lying, place, weights), sums)
+        assert torch.equal(registry.bind("sum_per_token", ["cpu", "reference"])(lying, place, weights), sums)
     for added in (None, shared):
         assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))
 

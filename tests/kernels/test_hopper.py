@@ -27,6 +27,7 @@ from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.places import PlacedRows, in_order
 from batchinfer_kernels.triton import probe as triton_probe
 from batchinfer_kernels.triton.ops import Kernel
 from support import hopper_stand_ins as stand_ins
@@ -117,16 +118,16 @@ def test_experts_in_fp8_are_those_of_the_reference(gpu, library, counts):
     num_rows, total = torch.tensor(counts), sum(counts)
     x = random(total, 256)
     expected = reference.grouped_mlp(x, num_rows, *weights)
-    assert torch.equal(hopper.grouped_mlp(x, num_rows, *weights), expected)
+    assert torch.equal(grouped_mlp(x, num_rows, *weights), expected)
     # rows that came in FP8, as the exchange of ranks leaves them: with gaps between them
     values, scales = RowFormat("fp8").unpack(RowFormat("fp8").pack(x), 256)
     assert total < 2 or not values.is_contiguous()
-    assert torch.equal(hopper.grouped_mlp(values, num_rows, *weights, scales=scales), expected)
+    assert torch.equal(grouped_mlp(values, num_rows, *weights, scales=scales), expected)
     # rows that stay where they are
     tokens = torch.arange(total).flip(0)
-    moved = hopper.grouped_mlp(x.flip(0), num_rows, *weights, tokens)
+    moved = grouped_mlp(x.flip(0), num_rows, *weights, tokens)
     assert torch.equal(moved, expected)
-    assert torch.equal(hopper.grouped_mlp(values.clone().view(torch.uint8).flip(0).view(values.dtype), num_rows,
+    assert torch.equal(grouped_mlp(values.clone().view(torch.uint8).flip(0).view(values.dtype), num_rows,
                                           *weights, tokens, scales.flip(0)), expected)  # fmt: skip
     assert not stand_ins.COPIED, "the library had to put scales into its own order"
 
@@ -136,12 +137,22 @@ def test_experts_in_fp8_are_those_of_the_reference(gpu, library, counts):
 def test_experts_in_bfloat16_are_near_those_of_the_reference(gpu, library, counts):
     gpu(DEEP_GEMM[library]())
     weights, num_rows, x = experts(), torch.tensor(counts), random(sum(counts), 256)
-    y, expected = hopper.grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights)
+    y, expected = grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights)
     assert y.shape == expected.shape
     assert len(x) == 0 or close(y, expected)
     values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
-    y = hopper.grouped_mlp(values, num_rows, *weights, scales=scales)
+    y = grouped_mlp(values, num_rows, *weights, scales=scales)
     assert len(x) == 0 or close(y, reference.grouped_mlp(values, num_rows, *weights, scales=scales))
+
+
+def grouped_mlp(*args, **options):
+    """The rows in their order; a candidate for Hopper leaves them at their places, in whole tiles."""
+    y = hopper.grouped_mlp(*args, **options)
+    if not isinstance(y, PlacedRows):
+        assert len(y) == 0
+        return y
+    assert len(y.values_SD) % 128 == 0
+    return in_order(y)
 
 
 def blocks_of(counts, room, hidden=256):
@@ -256,7 +267,7 @@ def test_nothing_waits_for_the_device(gpu, monkeypatch):
     num_rows = meta(5, dtype=torch.int64)
     x = meta(70, 256, dtype=torch.bfloat16)
     assert hopper.linear(x, on_meta[0][0]).shape == (70, 256)
-    assert hopper.grouped_mlp(x, num_rows, *on_meta, meta(90, dtype=torch.int64)).shape == (90, 256)
+    assert grouped_mlp(x, num_rows, *on_meta, meta(90, dtype=torch.int64)).shape == (90, 256)
     assert hopper.masked_mlp(meta(5, 70, 256, dtype=torch.bfloat16), num_rows, *on_meta).shape == (5, 70, 256)
     q, keys, options = decode_case()
     keys = PagedKeys(*(tensor.to("meta") for tensor in keys[:4]))
@@ -287,7 +298,7 @@ def test_what_the_library_does_not_take_goes_to_the_implementation_behind(instal
     if what in ("columns", "not in FP8"):
         return
     weights, num_rows = tuple(to_blocks(weight) for weight in experts(2, x.shape[1], 128)), torch.tensor([1, 2])
-    y = with_reference("grouped_mlp")(x, num_rows, *weights)
+    y = in_order(with_reference("grouped_mlp")(x, num_rows, *weights))
     assert torch.equal(y, reference.grouped_mlp(x, num_rows, *weights))
     blocks = random(2, 4, x.shape[1])
     y = with_reference("masked_mlp")(blocks, num_rows, *weights, expected_rows=1)
@@ -480,6 +491,11 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
         else:
             assert re.search(expected, reason), reason
     rows = {row.op: row for row in registry.explain(device="cuda") if row.candidate == "hopper"}
+    over_fp8_pages = rows.pop("mla_decode_fp8")
+    assert not over_fp8_pages.chosen
+    if flash_mla is None:
+        assert "longest one of its step, so only by name" in over_fp8_pages.reason
+        assert registry.select("mla_decode_fp8", "hopper", torch.bfloat16, "cuda").name == "hopper"
     assert set(rows) == {*OPS, "choose_keys", "mla_sparse"}
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op in ("mla_decode", "mla_sparse") else deep_gemm) is None)

@@ -10,6 +10,7 @@ from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton import draw, ops, sorting
+from support.placed_rows import placed
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -128,6 +129,7 @@ def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num
     place, rows = found[1][: weights.numel()], random(num_entries, 37)
     sums = ops.sum_per_token(rows, place, weights)
     assert torch.allclose(sums, reference_rows.sum_per_token(rows, place, weights), rtol=1e-5, atol=1e-6)
+    assert torch.equal(ops.sum_per_token(placed(rows), place, weights), sums)
     hidden, shared = random(len(weights), 37, seed=1), random(len(weights), 37, seed=2)
     for added in (None, shared):
         assert torch.equal(ops.add_sums(hidden, sums, added), reference_rows.add_sums(hidden, sums, added))

@@ -21,6 +21,7 @@ from batchinfer.records import PeerLostError
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.gating import GateRule
 from support.exchanges import ThreadedMesh
+from support.placed_rows import placed
 
 # form of the rows -> dtype of the model that sends them
 MODEL_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -67,14 +68,14 @@ def answer(received: ExpertInput, experts, dtype: torch.dtype) -> torch.Tensor:
     return (z / (1 + z.abs())).to(dtype)
 
 
-def layer(dispatcher: Dispatcher, experts, tokens: Tokens, num_layers=1):
+def layer(dispatcher: Dispatcher, experts, tokens: Tokens, num_layers=1, lying=lambda y: y):
     """Layers of experts as the model runs them: a generator that can be left while rows travel."""
     x = tokens.x
     for _ in range(num_layers):
         handle = dispatcher.dispatch(x, tokens.ids, tokens.weights)
         yield
         y = answer(handle.wait(), experts, x.dtype)
-        future = dispatcher.combine(y, handle)
+        future = dispatcher.combine(lying(y), handle)
         yield
         sums = future.wait()
         x = sums.to(x.dtype)
@@ -86,18 +87,19 @@ def alone(tokens: Tokens, num_experts, dtype="float32", num_layers=1):
     return run_to_end(layer(dispatcher, range(num_experts), tokens, num_layers))
 
 
-def spread(placement: Placement, tokens_of_rank, dtype="float32"):
+def spread(placement: Placement, tokens_of_rank, dtype="float32", **form):
     """The sums of each rank."""
 
     def work(exchange):
         dispatcher = AllToAllDispatcher(exchange, placement, RowFormat(dtype))
-        return run_to_end(layer(dispatcher, placement.experts_of_rank(exchange.rank), tokens_of_rank[exchange.rank]))
+        own = placement.experts_of_rank(exchange.rank), tokens_of_rank[exchange.rank]
+        return run_to_end(layer(dispatcher, *own, **form))
 
     return ThreadedMesh(placement.num_ranks).run(work)
 
 
-def check(placement: Placement, tokens_of_rank, dtype="float32"):
-    results = spread(placement, tokens_of_rank, dtype)
+def check(placement: Placement, tokens_of_rank, dtype="float32", **form):
+    results = spread(placement, tokens_of_rank, dtype, **form)
     for rank, (result, tokens) in enumerate(zip(results, tokens_of_rank, strict=True)):
         assert result.dtype == torch.float32
         assert torch.equal(result, alone(tokens, placement.num_experts, dtype)), f"rank {rank}"
@@ -180,6 +182,15 @@ def test_redundant_experts_change_no_bit(num_ranks, dtype, seed):
         for _ in range(num_ranks)
     ]
     check(placement, tokens_of_rank, dtype)
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPE)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_results_are_sent_from_where_they_lie(num_ranks, dtype):
+    random = np.random.default_rng(0)
+    tokens_of_rank = [random_tokens(random, 9 * rank, hidden=20, dtype=dtype) for rank in range(num_ranks)]
+    placement = random_placement(random, 7, num_ranks, num_redundant=-7 % num_ranks + num_ranks)
+    check(placement, tokens_of_rank, dtype, lying=placed)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -33,6 +33,7 @@ from batchinfer_kernels import reference
 from support import deep_ep_stand_in
 from support.deep_ep_stand_in import Group, World
 from support.jobs import write_job, write_questions
+from support.placed_rows import placed
 
 HIDDEN, TOPK, NUM_EXPERTS, MAX_TOKENS = 512, 3, 6, 20
 SENDING = {
@@ -76,9 +77,9 @@ def answer(received, experts):
     return (factors.repeat_interleave(received.num_rows_E)[:, None] * x).bfloat16()
 
 
-def exchanged(dispatcher, tokens, experts):
+def exchanged(dispatcher, tokens, experts, lying=lambda y: y):
     handle = dispatcher.dispatch(*tokens)
-    return dispatcher.combine(answer(handle.wait(), experts), handle).wait()
+    return dispatcher.combine(lying(answer(handle.wait(), experts)), handle).wait()
 
 
 def local_sums(tokens, dtype):
@@ -133,6 +134,40 @@ def test_sums_equal_those_of_the_local_exchange(kind, dtype, num_ranks, seed):
     with ThreadPoolExecutor(num_ranks) as threads:
         for rank, sums in enumerate(threads.map(run, range(num_ranks))):
             assert_close(sums, tokens[rank], dtype)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "deepep-low-latency"])
+def test_results_are_sent_from_where_they_lie(kind):
+    placement, tokens = Placement.in_order(NUM_EXPERTS, 2), [random_tokens(rank) for rank in range(2)]
+
+    def sums(lying):
+        world = World(2)
+
+        def run(rank):
+            (dispatcher,) = opened(kind, Group(world, rank), [placement])
+            return exchanged(dispatcher, tokens[rank], placement.experts_of_rank(rank), lying)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(run, range(2)))
+
+    for moved, placed_ones in zip(sums(lambda y: y), sums(placed), strict=True):
+        assert torch.equal(moved, placed_ones)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_no_number_spoils_the_sums_of_no_other_token(kind):
+    x, ids, weights = random_tokens(0)
+    x[3] = torch.nan
+    world, placement = World(2), Placement.in_order(NUM_EXPERTS, 2)
+
+    def run(rank):
+        (dispatcher,) = opened(kind, Group(world, rank), [placement])
+        tokens = (x, ids, weights) if rank == 0 else random_tokens(1, 0)
+        return exchanged(dispatcher, tokens, placement.experts_of_rank(rank))
+
+    with ThreadPoolExecutor(2) as threads:
+        sums = next(threads.map(run, range(2)))
+    assert sums.isnan().any(dim=1).tolist() == [token == 3 for token in range(len(x))]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])

@@ -7,6 +7,7 @@ import torch
 
 from batchinfer.parallel.dispatch import LocalDispatcher, count_rows, sum_per_token
 from batchinfer.parallel.row_format import RowFormat
+from support.placed_rows import placed
 
 
 def random_exchange(seed, num_tokens=23, topk=3, num_experts=7, hidden=5):
@@ -45,6 +46,8 @@ def test_combine_undoes_dispatch_and_sums_in_ascending_k(seed):
         expected = expected + weights[:, k, None] * (x * (ids[:, k, None] + 1))
     assert torch.equal(y, expected)
     assert y.dtype == torch.float32
+    lying = placed(received.x * (expert_of_row[:, None] + 1))
+    assert torch.equal(dispatcher.combine(lying, handle).wait(), y)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -611,6 +612,13 @@ def test_the_panel_shows_units_and_fits_the_terminal():
         "damaged 608,000,000,000 files computed again",
     ):
         assert line in lines
+
+
+def test_a_long_path_of_a_model_leaves_room_for_its_precision():
+    report = replace(report_with(0), run="r" * 60, model="/models" * 20 + "/tiny", dtype="bfloat16, KV in fp8")
+    line = format_report(report).splitlines()[0]
+    assert line.endswith("/tiny, bfloat16, KV in fp8)")
+    assert len(line) == 80
 
 
 def test_the_panel_says_why_something_is_not_known():

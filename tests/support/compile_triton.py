@@ -66,7 +66,9 @@ def compile_all():
     ops.sort_by_expert(of(8 * T, dtype=INT), E)
     ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
     ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
-    ops.sum_per_token(of(8 * T, D), of(8 * T, dtype=INT), of(T, 8, dtype=FLOAT))
+    lying = PlacedRows(of(8 * T, D), of(8 * T, dtype=INT))
+    for sorted_rows in (lying.values_SD, lying):
+        ops.sum_per_token(sorted_rows, lying.place_M, of(T, 8, dtype=FLOAT))
     ops.add_sums(x, of(T, D, dtype=FLOAT), x)
     ops.argmax(of(128, 129280, dtype=FLOAT))
     shares = [of(128, dtype=torch.float64) for _ in range(4)]
@@ -243,6 +245,7 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.block_scaled import BlockScaled
     from batchinfer_kernels.reference.gating import GateRule
     from batchinfer_kernels.reference.mla import PagedKeys
+    from batchinfer_kernels.reference.places import PlacedRows
     from batchinfer_kernels.reference.rows import NewKeys
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
     from batchinfer_kernels.triton import decode, fp8_pages, index_fp8, indexer, ops, prefill, topk

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchinfer_kernels.hopper import fp8_pages as hopper_fp8_pages
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.hopper import sparse as hopper_sparse
@@ -85,6 +86,7 @@ def hopper_on_the_cpu(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     libraries.decode_parameters.cache_clear()
     libraries.sparse_parameters.cache_clear()
-    for module in (hopper, hopper_sparse):
+    libraries.makes_own_metadata.cache_clear()
+    for module in (hopper, hopper_fp8_pages, hopper_sparse):
         monkeypatch.setattr(module, "is_on_gpu", lambda *tensors: True)
     monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

@@ -68,6 +68,40 @@ def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
     return out.bfloat16(), statistics, statistics
 
 
+def sparse_fp8_decode(q, k_cache, indices, head_dim_v, softmax_scale):
+    """csrc/api/sparse_decode for Hopper and rows of DeepSeek-V3: what it checks, and what it computes."""
+    num_requests, num_queries, num_heads, width = q.shape
+    assert num_requests > 0
+    assert num_heads in (64, 128)
+    assert (width, head_dim_v) == (576, 512)
+    assert q.dtype == torch.bfloat16
+    assert k_cache.dtype in (FP8, torch.int8, torch.uint8)
+    assert k_cache.shape[2:] == (1, 656)
+    assert k_cache.stride(1) == 656, "the whole block must be contiguous"
+    assert indices.dtype == torch.int32
+    assert indices.shape == (num_requests, num_queries, indices.shape[2])
+    assert indices.shape[2] % 64 == 0
+    for tensor in (q, k_cache, indices):
+        assert tensor.stride(-1) == 1
+    page_tokens = k_cache.shape[1]
+    assert indices.max() < len(k_cache) * page_tokens, "slots are not bounded"
+    assert indices.min() >= -1
+    out = torch.zeros(num_requests, num_queries, num_heads, head_dim_v)
+    for request in range(num_requests):
+        for query in range(num_queries):
+            slots = indices[request, query][indices[request, query] != -1].long()
+            rows = k_cache[slots // page_tokens, slots % page_tokens, 0].view(torch.uint8)
+            if len(rows) == 0:
+                continue
+            latents = rows[:, :512].contiguous().view(FP8).to(torch.bfloat16).unflatten(-1, (4, 128))
+            scales = rows[:, 512:528].contiguous().view(torch.float32).to(torch.bfloat16)
+            latents = (latents * scales[..., None]).flatten(1)  # in bfloat16
+            keys = torch.cat([latents, rows[:, 528:].contiguous().view(torch.bfloat16)], dim=1).float()
+            weights = torch.softmax(q[request, query].float() @ keys.T * softmax_scale, dim=-1)
+            out[request, query] = weights @ keys[:, :head_dim_v]
+    return out.bfloat16(), torch.zeros(num_requests, num_heads, num_queries)
+
+
 def add_upstream_logits(module):
     """DeepGEMM 2.6.1's, which cleans logits unless it is told not to."""
 

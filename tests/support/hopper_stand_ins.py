@@ -300,13 +300,25 @@ class FlashMLASchedMeta:
     config: tuple | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
 
-    def use(self, q, k_cache, cache_seqlens, causal):
+    def use(self, q, k_cache, lengths, causal, topk=None):
         """Made at the first call; later ones must be of the same shapes (checked by the library) and lengths (not)."""
-        config = (*q.shape, *k_cache.shape[1:], causal)
+        config = (*q.shape, *k_cache.shape[1:], causal, topk)
         if self.config is None:
-            self.config, self.tile_scheduler_metadata = config, cache_seqlens.clone()
+            self.config, self.tile_scheduler_metadata = config, lengths.clone()
         assert self.config == config, "Your input arguments are inconsistent with sched_meta"
-        assert torch.equal(self.tile_scheduler_metadata, cache_seqlens), "metadata of other lengths"
+        assert torch.equal(self.tile_scheduler_metadata, lengths), "metadata of other lengths"
+
+    def decode(self, q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal, is_fp8, indices):
+        """Dense where there are no lists, sparse over rows in FP8 where there are."""
+        if indices is None:
+            assert not is_fp8
+            self.use(q, k_cache, cache_seqlens, causal)
+            return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+        assert not causal, "causal must be False when sparse attention is enabled"
+        assert is_fp8
+        assert scale is not None, "its own default is not that of the model"
+        self.use(q, k_cache, torch.tensor(len(q)), causal, indices.shape[-1])  # lengths take no part
+        return sparse.sparse_fp8_decode(q, k_cache, indices, head_dim_v, scale)
 
 
 def flash_mla_later():
@@ -325,11 +337,11 @@ def flash_mla_later():
     ):  # fmt: skip
         assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
         assert num_splits is None
-        assert not is_fp8_kvcache
-        assert indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is None
-        assert topk_length is extra_topk_length is None
-        tile_scheduler_metadata.use(q, k_cache, cache_seqlens, causal)
-        return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+        assert attn_sink is extra_k_cache is extra_indices_in_kvcache is None
+        assert topk_length is extra_topk_length is None, "V3.2 does not support dynamic topk length"
+        return tile_scheduler_metadata.decode(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, is_fp8_kvcache, indices
+        )
 
     module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
     sparse.add_later_sparse(module)
@@ -354,13 +366,14 @@ def flash_mla_sgl(legacy=True):
     ):  # fmt: skip
         assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
         assert num_splits is None
-        assert indices is None
-        assert use_legacy, "Sparse attention is required: `indices` must be provided"
+        assert use_legacy, "Hopper's kernels, and rows of 656 bytes, are legacy alone"
         assert kv_format is descale_q is descale_k is None
-        assert not is_fp8_kvcache
+        assert attn_sink is extra_k_cache is extra_indices_in_kvcache is None
+        assert topk_length is extra_topk_length is None, "V3.2 does not support dynamic topk length"
         assert not enable_batch_invariant
-        tile_scheduler_metadata.use(q, k_cache, cache_seqlens, causal)
-        return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+        return tile_scheduler_metadata.decode(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, is_fp8_kvcache, indices
+        )
 
     module.get_mla_metadata, module.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
     sparse.add_sgl_sparse(module)

@@ -78,7 +78,7 @@ def is_caught(mutant: Mutant) -> bool:
     text = mutated(mutant)
     with _copied_tree() as tree:
         (tree / mutant.file).write_text(text, encoding="utf-8")
-        return _is_failing(tree, mutant.name, mutant.tests.split())
+        return _run_tests(tree, mutant.name, mutant.tests.split()).returncode == _TESTS_FAILED
 
 
 def check_unchanged(mutants: Sequence[Mutant]) -> None:
@@ -89,12 +89,15 @@ def check_unchanged(mutants: Sequence[Mutant]) -> None:
     """
     tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
     with _copied_tree() as tree:
-        if _is_failing(tree, "no mutant", tests, timeout_s=10 * TIMEOUT_S):
-            raise MutantError("tests fail without any mutant: correct them first, `make test` says which")
+        ended = _run_tests(tree, "no mutant", tests, timeout_s=10 * TIMEOUT_S)
+        if ended.returncode == _TESTS_FAILED:
+            raise MutantError(f"tests fail without any mutant: correct them first\n{_last_lines(ended)}")
 
 
-def _is_failing(tree: Path, name: str, tests: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> bool:
-    """Whether one of the tests fails in this copy of the tree."""
+def _run_tests(
+    tree: Path, name: str, tests: Sequence[str], *, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run these tests in this copy of the tree, up to the first that fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     paths = {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")]), "TMPDIR": str(tree.parent)}
     try:
@@ -104,9 +107,12 @@ def _is_failing(tree: Path, name: str, tests: Sequence[str], *, timeout_s: float
     except subprocess.TimeoutExpired:
         raise MutantError(f"{name!r}: its tests take longer than {timeout_s:.0f} s; name fewer") from None
     if ended.returncode not in (_TESTS_FAILED, _TESTS_PASSED):
-        end = "\n".join((ended.stdout + ended.stderr).splitlines()[-20:])
-        raise MutantError(f"{name!r}: pytest cannot run {' '.join(tests)}:\n{end}")
-    return ended.returncode == _TESTS_FAILED
+        raise MutantError(f"{name!r}: pytest cannot run {' '.join(tests)}:\n{_last_lines(ended)}")
+    return ended
+
+
+def _last_lines(ended: subprocess.CompletedProcess[str]) -> str:
+    return "\n".join((ended.stdout + ended.stderr).splitlines()[-20:])
 
 
 @contextmanager

@@ -37,6 +37,7 @@ Work = Callable[[], StepOutput]
 Recorder = Callable[[Work], Work]  # of work on fixed memory, the same to be started any number of times
 
 ON_HOST = "the rank computes on a CPU"
+SWITCHED_OFF = "cluster.graphs is 'off'"
 _LEAST_FREE_SHARE = 0.02  # of the GPU's memory: with less, no further graph is recorded
 
 
@@ -159,11 +160,13 @@ class DecodeGraphs:
         return graph, output
 
 
-def why_not_recorded(model: Transformer) -> str | None:
-    """Why no CUDA graph can hold this rank's decode steps; None: it can.
+def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str | None:
+    """Why no CUDA graph is to hold this rank's decode steps; None: one does.
 
     Nothing in them may be looked at by the host, neither by operations nor by the exchange of rows.
     """
+    if switched_off:
+        return SWITCHED_OFF
     if (reason := _why_no_graphs_on(model.device)) is not None:
         return reason
     for mlp in model.moe_mlps:

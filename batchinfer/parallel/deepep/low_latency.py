@@ -19,6 +19,7 @@ import torch
 
 from batchinfer.parallel.deepep.normal import SlotDispatcher
 from batchinfer.parallel.dispatch import ExpertInput
+from batchinfer_kernels.reference.places import ExpertRows
 
 _MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may lie in its two halves
 
@@ -133,8 +134,9 @@ class LowLatencyDispatcher(SlotDispatcher):
         receiver = self.buffer.started(hook)
         return LowLatencyHandle(rows, num_rows_S, slots_TK, topk_weights.contiguous(), ep_handle, receiver)
 
-    def combine(self, y: torch.Tensor, handle: LowLatencyHandle) -> LowLatencySums:
+    def combine(self, y: ExpertRows, handle: LowLatencyHandle) -> LowLatencySums:
         """Start sending the filled rows of each block back; DeepEP weights them where they are summed."""
+        assert isinstance(y, torch.Tensor), "blocks have no places of their own"
         self.buffer.receive_last()
         sums_TD, _, hook = self.buffer.buffer.low_latency_combine(
             y.to(torch.bfloat16).contiguous(),

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from batchinfer.parallel.dispatch import ExpertInput, count_rows
+from batchinfer.parallel.dispatch import ExpertInput, count_rows, sum_per_token
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer_kernels import registry
+from batchinfer_kernels.reference.places import ExpertRows
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bfloat16, or FP8 with its scales
 
@@ -128,9 +129,10 @@ class ElasticDispatcher(SlotDispatcher):
         )
         return ElasticHandle(rows, weights_M, ep_handle, event)
 
-    def combine(self, y: torch.Tensor, handle: ElasticHandle) -> Sums:
+    def combine(self, y: ExpertRows, handle: ElasticHandle) -> Sums:
         """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are."""
-        weighted_MD = (y.float() * handle.weights_M[:, None]).to(torch.bfloat16)
+        row_M = torch.arange(len(y), device=handle.weights_M.device)
+        weighted_MD = sum_per_token(y, row_M, handle.weights_M[:, None]).to(torch.bfloat16)
         sums_TD, _, event = self.buffer.combine(weighted_MD, handle.ep_handle, async_with_compute_stream=True)
         return Sums(sums_TD, event)
 
@@ -144,15 +146,16 @@ class TokenRows:
     num_rows: int
     num_local_slots: int
 
-    def weighted_sums(self, y_MD: torch.Tensor) -> torch.Tensor:
-        """[N, D] float32: per token the sum of weight × row over the slots of this rank."""
-        total_ND = torch.zeros(len(self.rows_NK), y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
-        for place in range(min(self.rows_NK.shape[1], self.num_local_slots)):  # no token has more rows than that
-            row_N, weight_N = self.rows_NK[:, place], self.weights_NK[:, place]
-            is_row_N = row_N < self.num_rows
-            part_ND = y_MD[torch.where(is_row_N, row_N, 0)].float() * weight_N[:, None]
-            total_ND += torch.where(is_row_N[:, None], part_ND, 0.0)
-        return total_ND
+    def weighted_sums(self, y_MD: ExpertRows) -> torch.Tensor:
+        """[N, D] float32: per token the sum of weight × row over the slots of this rank.
+
+        Each token that came has a slot here, or it would not have come. Slots of other ranks count as this one's row
+        with weight 0: that changes no sum, and what another token's row is makes no difference.
+        """
+        rows_NK = self.rows_NK[:, : self.num_local_slots]  # no token has more rows than that
+        is_row_NK = rows_NK < self.num_rows
+        weights_NK = torch.where(is_row_NK, self.weights_NK[:, : self.num_local_slots], 0.0)
+        return sum_per_token(y_MD, torch.where(is_row_NK, rows_NK, rows_NK[:, :1]).flatten(), weights_NK)
 
 
 @dataclass(slots=True)
@@ -219,7 +222,7 @@ class NormalDispatcher(SlotDispatcher):
         num_local_slots = self.placement.slots_per_rank
         return NormalHandle(tokens, slots_NK, weights_NK, sum(counts), num_local_slots, ep_handle, event)
 
-    def combine(self, y: torch.Tensor, handle: NormalHandle) -> Sums:
+    def combine(self, y: ExpertRows, handle: NormalHandle) -> Sums:
         """Weight and add up per received token, and start sending that back; DeepEP adds up over the ranks."""
         assert handle.token_rows is not None, "combine before wait"
         sums_ND = handle.token_rows.weighted_sums(y).to(torch.bfloat16)

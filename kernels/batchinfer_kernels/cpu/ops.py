@@ -23,6 +23,7 @@ from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 
@@ -69,6 +70,13 @@ def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = F
     if (eight_bit or four_bit) and weight.dtype is not torch.bfloat16:
         return f"{8 if eight_bit else 4} bits are rounded from bfloat16, not from {weight.dtype}"
     return _mismatch(weight)
+
+
+def _summed(rows: ExpertRows, _: torch.Tensor, weights_TK: torch.Tensor) -> str | None:
+    """Rows that are not in bfloat16 or float32 on the CPU, or not one for each token and expert, without gaps."""
+    if isinstance(rows, PlacedRows) or len(rows) != weights_TK.numel():
+        return "there is not one row for each token and expert, without gaps"
+    return _mismatch(rows)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
@@ -243,7 +251,7 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return library().sort_by_expert(ids_M.contiguous(), num_experts)
 
 
-@refusing(at(_mismatch, 0))
+@refusing(_summed)
 def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Bit for bit that of the reference."""
     return library().sum_per_token(sorted_MD.contiguous(), inverse_M, weights_TK.contiguous())

@@ -82,6 +82,13 @@ def decode_parameters() -> frozenset[str]:
 
 
 @functools.cache
+def makes_own_metadata() -> bool:
+    """Whether decode finds out itself how to split its work, in what `get_mla_metadata` gives without being told."""
+    kinds = {parameter.kind for parameter in inspect.signature(flash_mla().get_mla_metadata).parameters.values()}
+    return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+@functools.cache
 def sparse_parameters() -> frozenset[str]:
     """The names of the parameters that flash_mla's sparse prefill takes."""
     return frozenset(inspect.signature(flash_mla().flash_mla_sparse_fwd).parameters)

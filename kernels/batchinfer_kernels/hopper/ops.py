@@ -32,7 +32,7 @@ from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
-from batchinfer_kernels.reference.places import ExpertPlaces
+from batchinfer_kernels.reference.places import ExpertPlaces, ExpertRows, PlacedRows
 
 _SCHEDULE = "hopper"  # what it keeps in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
@@ -145,8 +145,8 @@ def grouped_mlp(
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
     expert_places: Callable[..., ExpertPlaces] = reference.expert_places,
-) -> torch.Tensor:
-    """Rows are moved so that each expert starts at a whole tile.
+) -> ExpertRows:
+    """Rows are moved so that each expert starts at a whole tile, and stay there.
 
     How many tiles that takes is known on the device only, so there is room for the most there can be; places of nobody
     are marked, and tiles without rows are skipped.
@@ -162,7 +162,8 @@ def grouped_mlp(
     product = partial(_product_by_expert, libraries.FP8_CONTIGUOUS, libraries.BF16_CONTIGUOUS, (expert_S,))
     gate_up_SF = product(x, scales, gate_up_EFD)
     active, active_scales = silu_mul_blocks(gate_up_SF[None], fp8=isinstance(down_EDF, BlockScaled))
-    return product(active[0], None if active_scales is None else active_scales[0], down_EDF)[place_M]
+    y_SD = product(active[0], None if active_scales is None else active_scales[0], down_EDF)
+    return PlacedRows(y_SD, place_M)
 
 
 @refusing(_masked, uses=("quantize_fp8_rows", "silu_mul_blocks"))

@@ -54,6 +54,7 @@ def grouped_mlp(
 
     Returns:
         [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
+        Faster versions may give PlacedRows.
     """
     x, scales = _rows_for(gate_up_EFD, x, scales)
     if tokens_M is not None:

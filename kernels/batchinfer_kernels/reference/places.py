@@ -1,7 +1,8 @@
 """Rows of experts in plain PyTorch: how many each expert gets, and where they go in tiles that no two experts share."""
 
-# T tokens, K experts per token, E experts, M rows sorted by expert, S places
+# T tokens, K experts per token, E experts, M rows sorted by expert, S places, D hidden
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,44 @@ class ExpertPlaces(NamedTuple):
     place_M: torch.Tensor
     expert_S: torch.Tensor
     source_S: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """[M, D] rows sorted by expert that still lie at their places; nobody has moved them back.
+
+    values_SD: the rows at all places; those of nobody's may be anything.
+    place_M: [M] int64, the place of each row.
+    """
+
+    values_SD: torch.Tensor
+    place_M: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values_SD.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.values_SD.device
+
+    def __len__(self) -> int:
+        return len(self.place_M)
+
+
+ExpertRows = torch.Tensor | PlacedRows
+
+
+def in_order(rows: ExpertRows) -> torch.Tensor:
+    """[M, D], moved if they lie elsewhere."""
+    return rows.values_SD[rows.place_M] if isinstance(rows, PlacedRows) else rows
+
+
+def where_they_lie(rows: ExpertRows, index_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that has the rows, and where in it those with these numbers are."""
+    return (rows.values_SD, rows.place_M[index_M]) if isinstance(rows, PlacedRows) else (rows, index_M)
 
 
 def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from batchinfer_kernels.reference.places import ExpertRows, where_they_lie
 from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 WEIGHT_UNIT = 2**44  # the largest weight of a draw
@@ -73,16 +74,17 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return order_M, inverse_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
 
 
-def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, D] float32: each token's weighted sum over its experts, one after the other.
 
     Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
 
     Args:
-        sorted_MD: rows sorted by expert.
+        sorted_MD: rows sorted by expert; read where they lie.
         inverse_M: the sorted row of each (token, expert) entry.
     """
     num_tokens, topk = weights_TK.shape
+    sorted_MD, inverse_M = where_they_lie(sorted_MD, inverse_M)
     inverse_TK = inverse_M.view(num_tokens, topk)
     total_TD = torch.zeros(num_tokens, sorted_MD.shape[-1], dtype=torch.float32, device=sorted_MD.device)
     for k in range(topk):

@@ -129,7 +129,7 @@ def _attend_part(
     else:
         positions = tl.load(positions_ptr + request * (rows_per_request // num_heads) + row // num_heads)
         num_seen = tl.minimum(tl.load(kv_tokens_ptr + request), tl.max(positions, 0) + 1)
-    stop = tl.minimum(num_seen, (part + 1) * SPLIT)
+    positions, stop = positions.to(tl.int32), tl.minimum(num_seen, (part + 1) * SPLIT).to(tl.int32)  # int64 spills
     if stop > part * SPLIT:
         width: tl.constexpr = LATENT + ROTARY
         latent, rotary, in_tile = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, KEYS)

@@ -17,6 +17,7 @@ from batchinfer_kernels.implementation import Implementation, at, nothing, refus
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 from batchinfer_kernels.triton import probe
@@ -40,6 +41,11 @@ def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = N
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
     """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales)
+
+
+def _summed(rows: ExpertRows) -> str | None:
+    """Rows that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(rows.values_SD if isinstance(rows, PlacedRows) else rows)
 
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
@@ -170,7 +176,7 @@ masked_mlp = _in("experts", "masked_mlp", _masked)
 sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
 count_experts = _in("places", "count_experts", _foreign)
 expert_places = _in("places", "expert_places", _foreign)
-sum_per_token = _in("rows", "sum_per_token", at(_mismatch, 0))
+sum_per_token = _in("rows", "sum_per_token", at(_summed, 0))
 add_sums = _in("rows", "add_sums", at(_mismatch, 0))
 argmax = _in("argmax", "argmax", _logits)
 draw = _in("draw", "draw", at(_logits, 0))

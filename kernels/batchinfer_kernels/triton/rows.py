@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.fp8 import BLOCK, ScaledRows, empty_row_scales
+from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.triton.fp8_pages import as_parts, power_scale_of, rotary_byte, tile_of
 from batchinfer_kernels.triton.layout import dense
@@ -106,12 +107,14 @@ def _rotate_and_write(
     return q_THA
 
 
-def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    (num_tokens, topk), width = weights_TK.shape, sorted_MD.shape[-1]
-    total = torch.empty(num_tokens, width, dtype=torch.float32, device=sorted_MD.device)
+def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """One kernel, also of rows that lie at places of their own."""
+    rows, place_M = (sorted_MD.values_SD, sorted_MD.place_M) if isinstance(sorted_MD, PlacedRows) else (sorted_MD, None)
+    (num_tokens, topk), width = weights_TK.shape, rows.shape[-1]
+    total = torch.empty(num_tokens, width, dtype=torch.float32, device=rows.device)
     if total.numel():
         _sum_per_token[(num_tokens, triton.cdiv(width, _TILE_VALUES))](
-            sorted_MD.contiguous(), inverse_M, weights_TK.contiguous(), total, width, TOPK=topk, TILE=_TILE_VALUES
+            rows.contiguous(), inverse_M, place_M, weights_TK.contiguous(), total, width, TOPK=topk, TILE=_TILE_VALUES
         )
     return total
 
@@ -238,15 +241,17 @@ def _rope_and_cache(
 
 @triton.jit
 def _sum_per_token(
-    sorted_ptr, place_ptr, weights_ptr, total_ptr, width, TOPK: tl.constexpr, TILE: tl.constexpr
+    rows_ptr, inverse_ptr, place_ptr, weights_ptr, total_ptr, width, TOPK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_inside = columns < width
     total = tl.zeros((TILE,), tl.float32)
     for k in range(TOPK):
-        row = tl.load(place_ptr + token * TOPK + k)
-        values = tl.load(sorted_ptr + row * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+        row = tl.load(inverse_ptr + token * TOPK + k)
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row)
+        values = tl.load(rows_ptr + row * width + columns, mask=is_inside, other=0.0).to(tl.float32)
         total += values * tl.load(weights_ptr + token * TOPK + k)
     tl.store(total_ptr + token * width + columns, total, mask=is_inside)
 
