@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import Fingerprint
+from batchinfer.run.open_storage import bucket_storage
+from batchinfer.run.storage import FolderStorage, Storage, uri_of
 from batchinfer.rundir import RunDir, read_json
 
 PHASES = ("prefill", "decode")
@@ -40,47 +43,68 @@ class Learned:
     speeds: Speeds | None = None
 
 
-def learn(run: Path | None, loads_run: Path | None, model: ModelConfig, fingerprint: Fingerprint) -> Learned:
-    """Read earlier runs.
+def earlier_run(target: Path | None, job: JobConfig) -> Storage | None:
+    """Where an earlier run is: a folder, or a URI in the object store that the job to plan says how to reach.
+
+    What `learn` reads of it is at hand then.
+
+    Raises:
+        ConfigError: it is no run folder.
+        StoreError: the object store does not answer, or refuses to.
+    """
+    if target is None:
+        return None
+    uri = uri_of(target)
+    storage = FolderStorage(RunDir(target.absolute())) if uri is None else bucket_storage(uri, job)
+    storage.fetch("state", "plan", "stats")
+    if not storage.run.run_json.exists():
+        raise ConfigError(f"{uri or target} is not a run folder of batchinfer; name the output.dir of an earlier job")
+    return storage
+
+
+def learn(earlier: Storage | None, loads_from: Storage | None, model: ModelConfig, fingerprint: Fingerprint) -> Learned:
+    """Read earlier runs, as `earlier_run` gives them.
 
     Args:
-        run: learn everything from this one; expert loads and speeds only if it ran the same model in the same dtype.
-        loads_run: take the expert loads from this one.
+        earlier: learn everything from this one; expert loads and speeds only if it ran the same model in the same
+            dtype.
+        loads_from: take the expert loads from this one.
         fingerprint: of the job to plan.
 
     Raises:
-        ConfigError: no run folder, or it does not hold what is wanted.
+        ConfigError: one does not hold what is wanted.
     """
-    if run is None:
-        return Learned() if loads_run is None else Learned(expert_loads(loads_run, model))
+    loads = None if loads_from is None else expert_loads(loads_from.run, model)
+    if earlier is None:
+        return Learned(loads)
+    run = earlier.run
     answers = answer_lengths(run)
-    recorded = read_json(_run(run).run_json)["fingerprint"]
-    loads = None if loads_run is None else expert_loads(loads_run, model)
+    recorded = read_json(run.run_json)["fingerprint"]
     if any(recorded.get(name) != fingerprint[name] for name in ("model.config", "model.dtype")):
-        note(f"warning: {run} ran another model or dtype: only its answer lengths are used")
+        note(f"warning: {run.shown} ran another model or dtype: only its answer lengths are used")
         return Learned(loads, answers)
     if loads is None and model.num_moe_layers:
         loads = expert_loads(run, model)
     return Learned(loads, answers, measured_speeds(run))
 
 
-def expert_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
+def expert_loads(run: RunDir, model: ModelConfig) -> dict[str, np.ndarray]:
     """Tokens per layer and expert, [L, E], of each phase, over all sessions of a run.
 
     Raises:
-        ConfigError: no run folder, or nothing was counted, or the run's model has other experts, or this one none.
+        ConfigError: nothing was counted, or the run's model has other experts, or this one none.
     """
     if model.num_moe_layers == 0:
         raise ConfigError("this job's model has no experts to place; leave --expert-loads out")
-    files = _recorded(folder, "experts", "counts of tokens per expert")
+    files = _recorded(run, "experts", "counts of tokens per expert")
     layers = model.moe_layers
     loads = {phase: np.zeros((len(layers), model.n_routed_experts)) for phase in PHASES}
-    rows = _query(folder, f"SELECT phase, layer, expert, sum(tokens) FROM {read_parquet(*files)} GROUP BY ALL")
+    rows = _query(run, f"SELECT phase, layer, expert, sum(tokens) FROM {read_parquet(*files)} GROUP BY ALL")
     counted = {(layer, expert) for _, layer, expert, _ in rows}
     expected = {(layer, expert) for layer in layers for expert in range(model.n_routed_experts)}
     if counted != expected:
         raise ConfigError(
-            f"{folder} counted {len(counted):,} experts in all layers, but this job's model has {len(expected):,}; "
+            f"{run.shown} counted {len(counted):,} experts in all layers, but this job's model has {len(expected):,}; "
             "name a run of the same model"
         )
     for phase, layer, expert, tokens in rows:
@@ -88,17 +112,16 @@ def expert_loads(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     return loads
 
 
-def answer_lengths(folder: Path) -> dict[int, float]:
+def answer_lengths(run: RunDir) -> dict[int, float]:
     """Mean number of generated tokens by prompt group (prompt_groups.py), and under NO_GROUP over all prompts.
 
     Raises:
-        ConfigError: no run folder, or it is not finished.
+        ConfigError: it is not finished.
     """
-    run = _run(folder)
     if not run.stats_file("requests").exists():
-        raise ConfigError(f"{folder} is not finished; run its job to the end first, or name another run")
+        raise ConfigError(f"{run.shown} is not finished; run its job to the end first, or name another run")
     rows = _query(
-        folder,
+        run,
         f"""
         SELECT CASE GROUPING(prompt_group) WHEN 1 THEN {NO_GROUP} ELSE prompt_group END, avg(generated_tokens)
         FROM {read_parquet(run.stats_file("requests"))}
@@ -111,16 +134,16 @@ def answer_lengths(folder: Path) -> dict[int, float]:
     return {int(group): float(tokens) for group, tokens in rows if tokens is not None}
 
 
-def measured_speeds(folder: Path) -> Speeds:
+def measured_speeds(run: RunDir) -> Speeds:
     """What its ranks did per second, over all sessions.
 
     Raises:
-        ConfigError: no run folder, or it has not run a prefill step.
+        ConfigError: it has not run a prefill step.
     """
-    steps = read_parquet(*_recorded(folder, "steps", "steps"))
-    nodes = read_parquet(*_recorded(folder, "nodes", "sessions"))
+    steps = read_parquet(*_recorded(run, "steps", "steps"))
+    nodes = read_parquet(*_recorded(run, "nodes", "sessions"))
     ((prefill, decode, pace, startup_s),) = _query(
-        folder,
+        run,
         f"""
         WITH speeds AS (
             SELECT sum(new_tokens) FILTER (kind = 'prefill') / sum(duration_s) FILTER (kind = 'prefill') AS prefill,
@@ -135,33 +158,26 @@ def measured_speeds(folder: Path) -> Speeds:
             WHERE first_prefill_s IS NOT NULL
             GROUP BY session
         ),
-        planned AS (SELECT any_value(plan_s) AS plan_s FROM {read_parquet(_run(folder).summary)})
+        planned AS (SELECT any_value(plan_s) AS plan_s FROM {read_parquet(run.summary)})
         SELECT prefill, decode, sum(work_s) / sum(busy_s),
                median(greatest(0, startup_s - CASE command WHEN 'run' THEN plan_s ELSE 0 END))
         FROM speeds, sessions, planned GROUP BY ALL
         """,
     ) or [(None, None, None, None)]
     if prefill is None or pace is None:
-        raise ConfigError(f"{folder} has run no prefill step; name a run that has computed something")
+        raise ConfigError(f"{run.shown} has run no prefill step; name a run that has computed something")
     return Speeds(float(prefill), None if decode is None else float(decode), max(float(pace), 1.0), float(startup_s))
 
 
-def _run(folder: Path) -> RunDir:
-    run = RunDir(folder.absolute())
-    if not run.run_json.exists():
-        raise ConfigError(f"{folder} is not a run folder of batchinfer; name the output.dir of an earlier job")
-    return run
-
-
-def _recorded(folder: Path, table: str, what: str) -> list[Path]:
+def _recorded(run: RunDir, table: str, what: str) -> list[Path]:
     """The files of stats/<table>/."""
-    files = sorted((_run(folder).stats / table).glob("*.parquet"))
+    files = sorted((run.stats / table).glob("*.parquet"))
     if not files:
-        raise ConfigError(f"{folder} has no {what}; name a run that has computed something")
+        raise ConfigError(f"{run.shown} has no {what}; name a run that has computed something")
     return files
 
 
-def _query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
+def _query(run: RunDir, sql: str) -> list[tuple[Any, ...]]:
     import duckdb  # a plan without an earlier run starts without it
 
     try:
@@ -169,4 +185,4 @@ def _query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
             return connection.execute(sql).fetchall()
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"cannot read the statistics of {folder}: {reason}; name another run") from None
+        raise ConfigError(f"cannot read the statistics of {run.shown}: {reason}; name another run") from None

@@ -15,7 +15,8 @@ from batchinfer.ownership import check_folder, shared_with
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, Shard
 from batchinfer.run.fingerprint import Fingerprint
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import read_state
 
 # what must be the same, beside the shard, for the same token ids
 _SAME = ("tokenizer and template", "model.config", "version of batchinfer")
@@ -37,18 +38,18 @@ class EarlierTokens:
     """The tokens of an earlier run, or none.
 
     Args:
-        folder: of the run.
+        storage: of the run.
         fingerprint: of the job to plan.
 
     Raises:
         DamagedFileError: its run.json is damaged.
     """
 
-    def __init__(self, folder: Path | None, fingerprint: Fingerprint) -> None:
+    def __init__(self, storage: Storage | None, fingerprint: Fingerprint) -> None:
         self._files: dict[tuple[str, ...], Path] = {}
-        if folder is None:
+        if storage is None:
             return
-        run = RunDir(folder.absolute())
+        run = storage.run
         state = read_state(run)
         recorded, columns = state["fingerprint"], fingerprint["input columns"]
         old_columns = recorded.get("input columns", {})
@@ -61,6 +62,7 @@ class EarlierTokens:
         except ConfigError as error:
             note(f"warning: tokens of the earlier run are not used: {error}")
             return
+        storage.fetch("tokens")
         self._manifest = Manifest(run.root, state.get("files"))
         for shard in [Shard(**entry) for entry in state["shards"]]:
             if shard.problem is None and run.tokens(shard.index) in self._manifest:

@@ -31,7 +31,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.ownership import group_id, make_folder
-from batchinfer.plan.earlier_run import Learned, Speeds, learn
+from batchinfer.plan.earlier_run import Learned, Speeds, earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.input_columns import check_columns
@@ -72,9 +72,8 @@ def plan_job(
     """Make (or find) the plan of a job in its run folder.
 
     Args:
-        learn_from: folder of an earlier run that says how long answers are, how fast the ranks and where experts are
-            to be.
-        expert_loads: folder of an earlier run whose tokens per expert say where experts are to be.
+        learn_from: folder or URI of an earlier run: how long answers are, how fast ranks, where experts are to be.
+        expert_loads: folder or URI of an earlier run whose tokens per expert say where experts are to be.
         tokenizer: the process for it, if it was started already.
         can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
         again: make a plan anew that is there, as a repair; called with the new plan's manifest, before it counts, to
@@ -92,8 +91,8 @@ def plan_job(
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
         shards = _find_shards(job, encoders, strict)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
-        learned = learn(learn_from, expert_loads, model, fingerprint)
-        earlier = EarlierTokens(learn_from, fingerprint)
+        earlier = earlier_run(learn_from, job)
+        learned = learn(earlier, earlier_run(expert_loads, job), model, fingerprint)
         run = (storage := storage_of(job)).run
         if can_run_here is not None:
             can_run_here()
@@ -104,7 +103,8 @@ def plan_job(
             session.attach(storage)
             publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
             if state["state"] == "planning":
-                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, earlier)
+                tokens = EarlierTokens(earlier, fingerprint)
+                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens)
                 shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
                 if again is not None:
                     storage.fetch("results", "claims")

@@ -105,6 +105,30 @@ def test_a_run_in_a_bucket_equals_the_run_on_disk(calm, server, tmp_path, monkey
     job = Job.from_toml(calm[0] / "job.toml")
     output = job.config.output.model_copy(update={"dir": run.uri, "work_dir": str(tmp_path / "python")})
     assert Job.of(job.config.model_copy(update={"output": output})).outputs().num_rows == 20
+    planned = [
+        planned_after(run.job, earlier, tmp_path / name) for name, earlier in (("a", run.uri), ("b", calm[0] / "run"))
+    ]
+    assert planned[0].equals(planned[1])
+
+
+def planned_after(job, earlier, folder):
+    """The requests of a plan on disk that has learned from an earlier run."""
+    planned = batchinfer(
+        "plan", job, "--set", f"output.dir={folder}", "--learn-from", earlier, "--expert-loads", earlier
+    )
+    assert planned.code == 0, planned.err
+    assert "if it starts now" in planned.out
+    requests = pq.read_table(folder / "plan" / "requests.parquet")
+    assert requests["expected_tokens"].null_count == 0
+    return requests
+
+
+def test_an_earlier_run_that_is_not_in_the_bucket_is_told(calm, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    refused = batchinfer("plan", calm[0] / "job.toml", "--set", "output.dir=new", "--learn-from", "s3://runs/nothing")
+    assert refused.code == 2
+    assert "s3://runs/nothing is not a run folder of batchinfer" in refused.err
 
 
 def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path):
@@ -220,10 +244,3 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     bucket_module._connection.cache_clear()
     assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
-
-
-def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "submitted", tmp_path)
-    run.plan()
-    found = run.command("submit", "--finish-by", "2099-01-01 00:00", "--dry-run", code=2)
-    assert "it must be on a disk" in found.err

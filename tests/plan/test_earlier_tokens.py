@@ -14,6 +14,7 @@ from batchinfer.data.validate import tokenize_shard
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.records import DamagedFileError
 from batchinfer.run.fingerprint import job_fingerprint
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, read_state
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job, write_shard
@@ -41,7 +42,8 @@ def tokenized(folder, job: JobConfig, monkeypatch) -> tuple[pa.Table, int]:
     )
     shard = find_shards(job.input.files)[0]
     with Encoders(job, window=2048) as encoders:
-        earlier = EarlierTokens(folder / "run", job_fingerprint(job, [shard], encoders.digest)).of(shard)
+        fingerprint = job_fingerprint(job, [shard], encoders.digest)
+        earlier = EarlierTokens(FolderStorage(RunDir(folder / "run")), fingerprint).of(shard)
         known = None if earlier is None else earlier.take
         target = folder / "again.parquet"
         limits = PromptLimits(window=2048, vocab_size=1 << 20)
@@ -99,9 +101,9 @@ def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, 
     job, run = load_job(first), RunDir(tmp_path / "run")
     shards = find_shards(job.input.files)
     recorded = read_state(run)["fingerprint"]
-    assert EarlierTokens(run.root, recorded).of(shards[0]) is not None
+    assert EarlierTokens(FolderStorage(run), recorded).of(shards[0]) is not None
     other = {**recorded, "input columns": {**recorded["input columns"], **change}}
-    assert EarlierTokens(run.root, other).of(shards[0]) is None
+    assert EarlierTokens(FolderStorage(run), other).of(shards[0]) is None
 
 
 def test_a_damaged_token_file_is_named(first, tmp_path, monkeypatch):

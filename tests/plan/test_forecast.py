@@ -16,6 +16,7 @@ from batchinfer.plan.earlier_run import NO_GROUP, Speeds, answer_lengths, expert
 from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
 from batchinfer.records import ConfigError
 from batchinfer.report.read import read_report
+from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
 from support.paths import RANDOM_MODEL
 from support.runs import request, session, step, write_run
@@ -108,13 +109,13 @@ def job_of(folder, name, **more):
 
 
 def test_answer_lengths_are_learned_by_task(earlier):
-    lengths = answer_lengths(earlier / "first")
+    lengths = answer_lengths(RunDir(earlier / "first"))
     assert sorted(set(lengths.values())) == [2.0, 16.0, 30.0]
     assert lengths[NO_GROUP] == 16.0  # over all prompts
 
 
 def test_speeds_are_those_of_the_recorded_steps(earlier):
-    speeds = measured_speeds(earlier / "first")
+    speeds = measured_speeds(RunDir(earlier / "first"))
     steps = pq.read_table(earlier / "first" / "stats" / "steps").to_pylist()
     prefill = [item for item in steps if item["kind"] == "prefill"]
     tokens, seconds = (sum(item[name] for item in prefill) for name in ("new_tokens", "duration_s"))
@@ -176,9 +177,9 @@ def test_a_run_that_has_computed_nothing_teaches_nothing(earlier, tmp_path):
     assert ended.code == 2
     assert f"{tmp_path / 'only'} is not finished; run its job to the end first" in ended.err
     with pytest.raises(ConfigError, match="has no steps; name a run that has computed something"):
-        measured_speeds(tmp_path / "only")
+        measured_speeds(RunDir(tmp_path / "only"))
     with pytest.raises(ConfigError, match="has no counts of tokens per expert"):
-        expert_loads(tmp_path / "only", load_model_config(RANDOM_MODEL))
+        expert_loads(RunDir(tmp_path / "only"), load_model_config(RANDOM_MODEL))
 
 
 def test_speeds_of_another_model_are_not_used(earlier, tmp_path):
