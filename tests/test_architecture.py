@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "submit": {"parallel"},
+    "submit": {"parallel", "run"},
     "slurm": {"balance", "controller", "data", "report", "run", "submit"},
     "doctor": {"launch", "parallel"},
     "commands": {

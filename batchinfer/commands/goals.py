@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.rundir import RunDir
+    from batchinfer.run.storage import Storage
     from batchinfer.slurm.goal import Goal
     from batchinfer.submit.size import ArraySize
 
@@ -75,7 +75,7 @@ class Asked:
         return goal
 
 
-def expected_size(run: RunDir, config: JobConfig, goal: Goal) -> ArraySize | None:
+def expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
     """Show what the rule would do by the plan; the tasks that it would begin with, if any."""
     from batchinfer.slurm.goal import clock, look_ahead, sentences
     from batchinfer.slurm.meter import Meter
@@ -83,7 +83,7 @@ def expected_size(run: RunDir, config: JobConfig, goal: Goal) -> ArraySize | Non
     from batchinfer.submit.size import ArraySize
 
     now_s = time.time()
-    seen = Meter(run, config, goal.prices, measure_seconds(goal)).look(now_s)
+    seen = Meter(storage, config, goal.prices, measure_seconds(goal)).look(now_s)
     outlook = look_ahead(goal, seen, 0, now_s)
     for line in sentences(goal, seen, outlook):
         click.echo(line)

@@ -11,7 +11,7 @@ from batchinfer.commands.goals import Asked
 from batchinfer.commands.target import Target, tasks_of
 
 if TYPE_CHECKING:
-    from batchinfer.rundir import RunDir
+    from batchinfer.run.storage import Storage
 
 
 def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None:
@@ -40,11 +40,11 @@ def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None
     click.echo(what_to_watch(run, sent))
 
 
-def resize_on_k8s(run: RunDir, size: str, busy: Container[str]) -> list[str]:
+def resize_on_k8s(storage: Storage, size: str, busy: Container[str]) -> list[str]:
     """Change the number of tasks; what came of it, for a person."""
     from batchinfer.submit.k8s.tasks import resize
     from batchinfer.submit.size import parse_tasks
 
-    added, away = resize(run, parse_tasks(size), busy)
+    added, away = resize(storage.run, parse_tasks(size), busy)
     lines = [f"{added} tasks added"] if added else []
     return lines + ([f"sent away, with what they have finished committed: {' '.join(away)}"] if away else [])

@@ -14,7 +14,7 @@ from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
-    from batchinfer.rundir import RunDir
+    from batchinfer.run.storage import Storage
     from batchinfer.submit.size import ArraySize
 
 
@@ -48,15 +48,17 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
 def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm import submit as slurm
     from batchinfer.submit.k8s import tasks as k8s
     from batchinfer.submit.ray import client as ray
     from batchinfer.submit.records import launchers_of
 
-    run, _ = planned_run(target, (), "sent")
-    end = {"slurm": slurm.cancel, "k8s": k8s.cancel, "ray": ray.cancel}
-    ended = [name for launcher in launchers_of(run) for name in end[launcher](run)]
+    run, config = planned_run(target, (), "sent")
+    storage = storage_of(config)
+    end = {"slurm": lambda: slurm.cancel(run), "k8s": lambda: k8s.cancel(run), "ray": lambda: ray.cancel(storage)}
+    ended = [name for launcher in launchers_of(run) for name in end[launcher]()]
     click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")
 
 
@@ -89,12 +91,12 @@ def retry(target: Path, array: str | None) -> None:
     elif size is None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
-        said = _send_again(run, size)
+        said = _send_again(storage, size)
         storage.keep_sent()
         click.echo(said)
 
 
-def _send_again(run: RunDir, size: ArraySize) -> str:
+def _send_again(storage: Storage, size: ArraySize) -> str:
     """Tasks like those of the last submission, where that was; what to watch, for a person."""
     from batchinfer.slurm import client, submit
     from batchinfer.submit.k8s import tasks as k8s
@@ -102,11 +104,12 @@ def _send_again(run: RunDir, size: ArraySize) -> str:
     from batchinfer.submit.records import last_launcher
     from batchinfer.submit.size import parse_tasks
 
+    run = storage.run
     match last_launcher(run):
         case "k8s":
             return k8s.what_to_watch(run, k8s.send_again(run, parse_tasks(str(size))))
         case "ray":
-            return ray.what_to_watch(run, ray.submit(run, ray.submissions(run)[-1].shape, parse_tasks(str(size))))
+            return ray.what_to_watch(run, ray.submit(storage, ray.submissions(run)[-1].shape, parse_tasks(str(size))))
     earlier = submit.submissions(run)
     shape = earlier[-1].shape if earlier else submit.Shape()
     sent = submit.submit(run, shape, size, max_array_size=client.max_array_size())
@@ -118,7 +121,6 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     import shlex
     from dataclasses import replace
 
-    from batchinfer.records import ConfigError
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.client import max_array_size
@@ -131,14 +133,13 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     run, config = target.run_and_job
     check_shape(config, shape)
     if run.uri is not None:
-        if asked.has_goal:
-            raise ConfigError(f"output.dir is {run.uri}; with --finish-by and --max-cost it must be on a disk")
         shape = replace(shape, sbatch_args=(*_endpoint(config), *shape.sbatch_args))
     parse_schedule(config.slurm.schedule)
     size, goal = asked.size, asked.goal(config) if asked.has_goal else None
     if target.dry_run:
         if goal is not None:
-            size = expected_size(planned_run(target.path, target.overrides)[0], config, goal)
+            planned_run(target.path, target.overrides)
+            size = expected_size(storage_of(config), config, goal)
         elif size is not None:
             target.tell_expected(size.tasks, shape.nodes_per_group)
         if size is not None:
@@ -146,21 +147,22 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
         return
     limit = max_array_size()  # without Slurm there is no need to plan
     target.plan()
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
     if goal is None:
         assert size is not None
-        storage = storage_of(config)
-        storage.fetch("state", "sent")
         sent = submit(run, shape, size, max_array_size=limit)
         storage.keep_sent()
         click.echo(what_to_watch(run, sent))
         return
     remember_shape(run, shape)
     write_goal(run, goal)
+    storage.keep_sent()
     click.echo(
         "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
-        f"`batchinfer submit --follow {run.root}` changes their number again"
+        f"`batchinfer submit --follow {run.shown}` changes their number again"
     )
-    pursue(run, config, goal)
+    pursue(storage, config, goal)
 
 
 def _endpoint(config: JobConfig) -> tuple[str, ...]:
@@ -170,33 +172,34 @@ def _endpoint(config: JobConfig) -> tuple[str, ...]:
 
 def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
-    from batchinfer.records import ConfigError
+    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm.goal import read_goal, write_goal
     from batchinfer.slurm.pursue import pursue
     from batchinfer.slurm.schedule import follow, local_minute
 
-    run_dir, config = planned_run(target, overrides)
-    if run_dir.uri is not None:
-        raise ConfigError(f"the run folder is {run_dir.uri}; to be followed it must be on a disk")
-    earlier = read_goal(run_dir)
+    _, config = planned_run(target, overrides)
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
+    earlier = read_goal(storage.run)
     if earlier is None and not asked.has_goal:
         if asked.array is not None or asked.prices is not None:
             raise click.UsageError("--array and --prices go with --finish-by or --max-cost here; add one of them")
-        follow(run_dir, config.slurm.schedule, local_minute)
+        follow(storage, config.slurm.schedule, local_minute)
         return
     asked.check(has_goal=True)
     goal = asked.goal(config, earlier)
-    write_goal(run_dir, goal)
-    pursue(run_dir, config, goal)
+    write_goal(storage.run, goal)
+    storage.keep_sent()
+    pursue(storage, config, goal)
 
 
-def resize_on_slurm(run: RunDir, size: str, busy: Container[str]) -> list[str]:
+def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[str]:
     """Change the number of tasks; what came of it, for a person."""
     from batchinfer.slurm.submit import resize, what_to_watch
     from batchinfer.submit.size import parse_size
 
-    sent, drained = resize(run, parse_size(size), busy)
-    lines = [] if sent is None else [what_to_watch(run, sent)]
+    sent, drained = resize(storage.run, parse_size(size), busy)
+    lines = [] if sent is None else [what_to_watch(storage.run, sent)]
     names = " ".join(task.name for task in drained)
     return lines + ([f"sent away, with what they have finished committed: {names}"] if drained else [])

@@ -178,7 +178,7 @@ def _resize(target: Path, size: str) -> None:
     storage = storage_of(config)
     busy = {holder.task for holder in StatusReader(run, storage).read().running if holder.task is not None}
     change = {"k8s": k8s.resize_on_k8s, "ray": ray.resize_on_ray}.get(last_launcher(run) or "", slurm.resize_on_slurm)
-    lines = change(run, size, busy) or [f"{run.shown} has that many tasks already"]
+    lines = change(storage, size, busy) or [f"{run.shown} has that many tasks already"]
     storage.keep_sent()
     for line in lines:
         click.echo(line)

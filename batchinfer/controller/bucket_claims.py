@@ -13,6 +13,7 @@ unit costs in requests does not depend on how long it takes: workers renew one l
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,12 +41,15 @@ class _Held:
 
 
 class BucketClaims:
-    """Takes units for this process; see claims.Claims."""
+    """Takes units for this process; see claiming.Claims."""
+
+    watch_s = math.inf  # each try is a write and two reads
 
     def __init__(self, run: RunDir, bucket: Bucket) -> None:
         self._run, self._bucket = run, bucket
         self._worker = Lease(bucket, f"workers/{secrets.token_hex(8)}")
         self._watch = Watch()
+        self._worker_of: dict[int, str] = {}  # units that others held when they were tried last
         self._held: dict[int, _Held] = {}
         self.completed: set[int] = set()  # units
 
@@ -68,11 +72,13 @@ class BucketClaims:
         version = self._bucket.create(name, self._document(first, {}))
         if version is not None:
             return self._hold(first, version, {})
+        self._worker_of.pop(unit, None)
         found = self._bucket.read(name)
         if found is None:
             return None  # given up just now
         lease = _read_lease(self._run, unit, found)
         if not lease["released"] and not self._watch.has_run_out(lease["worker"], self._bucket.read(lease["worker"])):
+            self._worker_of[unit] = lease["worker"]
             return None
         if self._bucket.read(_mark_name(unit)) is not None:
             return None  # a unit that is done keeps its lease
@@ -84,6 +90,11 @@ class BucketClaims:
         )
         version = self._bucket.replace(name, self._document(claim, files), found.version)
         return None if version is None else self._hold(claim, version, files)
+
+    def lapses_s(self, unit: int) -> float:
+        """See claiming.Claims."""
+        worker = self._worker_of.get(unit)
+        return math.inf if worker is None else self._watch.lapses_s(worker)
 
     def add(self, claim: Claim, path: Path) -> None:
         """Put a result file of a claim; it counts from the next commit on."""

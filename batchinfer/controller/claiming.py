@@ -16,9 +16,11 @@ class Claims(Protocol):
     """Units of this process, whose leases are kept alive within `with`.
 
     completed: units that it has completed.
+    watch_s: seconds between tries for units that others hold; inf: when their leases may have run out.
     """
 
     completed: set[int]
+    watch_s: float
 
     def __enter__(self) -> Self: ...
 
@@ -28,6 +30,9 @@ class Claims(Protocol):
 
     def try_claim(self, unit: int) -> Claim | None:
         """Take a unit unless it is done or somebody alive holds it."""
+
+    def lapses_s(self, unit: int) -> float:
+        """When, by the monotonic clock, the lease of a unit that others hold runs out unless it is renewed."""
 
     def add(self, claim: Claim, path: Path) -> None:
         """Make a result file in a claim's folder durable."""

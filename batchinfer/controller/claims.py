@@ -6,8 +6,7 @@
     done/000007                       the claim whose results count, and its result files; created once
 
 A claim folder appears whole by one rename. A controller whose unit was taken over and that wakes up again writes into
-its own old claim, whose later files nobody reads. No two clocks are ever compared: a lease has run out when the
-watcher, by its own monotonic clock, has seen its date unchanged for long enough, whatever date that is.
+its own old claim, whose later files nobody reads. When a lease has run out says lease_watch.py.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from batchinfer.controller.lease_watch import LeaseWatch
 from batchinfer.controller.result_files import own_files, sound_files
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
@@ -40,8 +39,6 @@ from batchinfer.rundir import (
 )
 
 HEARTBEAT_S = 5.0
-LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
-_HOLDER = ("released", "host", "pid", "process")  # what a lease is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +57,18 @@ class Claim:
 class UnitClaims:
     """Takes units for this process and keeps their leases alive."""
 
+    watch_s = 15.0
+
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._held: dict[int, Claim] = {}
-        self._seen: dict[Path, tuple[int, float]] = {}  # claim -> date of its lease, when it was first seen so
+        self._watch = LeaseWatch()
         self.completed: set[int] = set()  # units
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
 
-    def __enter__(self) -> UnitClaims:
+    def __enter__(self) -> Self:
         self._heart.start()
         return self
 
@@ -84,10 +83,13 @@ class UnitClaims:
 
     def try_claim(self, unit: int) -> Claim | None:
         """Take a unit unless it is done or somebody alive holds it."""
+        if self._watch.is_still_held(unit):
+            return None
         if self._run.done(unit).exists():
+            self._watch.forget(unit)
             return None
         earlier = _claim_folders(self._run.unit(unit))
-        if earlier and self._is_alive(earlier[-1]):
+        if earlier and self._watch.is_held(unit, earlier[-1]):
             return None
         inherited = sound_files(self._run, result_files(earlier[-1])) if earlier else []
         target = self._run.claim(unit, _next_name(earlier))
@@ -95,7 +97,12 @@ class UnitClaims:
             claim = self._publish(unit, target, inherited)
             if claim is not None:
                 self._held[unit] = claim
+                self._watch.forget(unit)
         return claim
+
+    def lapses_s(self, unit: int) -> float:
+        """When, by the monotonic clock, the lease of a unit that others hold runs out unless it is renewed."""
+        return self._watch.lapses_s(unit)
 
     def add(self, claim: Claim, path: Path) -> None:
         """On a file system a result file counts as soon as it has its name."""
@@ -127,16 +134,6 @@ class UnitClaims:
         if not _put(made, target):
             return None
         return Claim(unit, target, tuple(inherited))
-
-    def _is_alive(self, claim: Path) -> bool:
-        lease, date_ns = _read_lease(claim)
-        if lease is not None and is_over(lease):
-            return False
-        seen_ns, since = self._seen.get(claim, (None, 0.0))
-        if seen_ns != date_ns:
-            self._seen[claim] = (date_ns, time.monotonic())
-            return True
-        return time.monotonic() - since < LEASE_S
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT_S):
@@ -196,11 +193,6 @@ def is_released(claim: Path) -> bool:
         return bool(read_json(claim / "lease.json", "released")["released"])
     except DamagedFileError:
         return False
-
-
-def is_over(lease: dict[str, Any]) -> bool:
-    """Whether a unit was given back, or its holder is known to be dead."""
-    return bool(lease["released"]) or is_dead(lease)
 
 
 def offer_again(run: RunDir, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
@@ -286,21 +278,6 @@ def _write(path: Path, value: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise cannot_write(path, error) from None
-
-
-def _read_lease(claim: Path) -> tuple[dict[str, Any] | None, int]:
-    """A lease, None when it is damaged, and its date: who cannot be known is only told dead by that."""
-    path = claim / "lease.json"
-    try:
-        # opened first: a network file system asks its server for the date then
-        with open(path, "rb") as file:
-            date_ns = os.fstat(file.fileno()).st_mtime_ns
-    except OSError:
-        return None, 0
-    try:
-        return read_json(path, *_HOLDER), date_ns
-    except DamagedFileError:
-        return None, date_ns
 
 
 def _put(made: Path, target: Path) -> bool:

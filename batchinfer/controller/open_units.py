@@ -8,17 +8,19 @@ folders now and then: units/ has a folder for each unit that was ever claimed, d
 
 What nobody had claimed at the last look comes first, unit after unit, since neighbours share prefixes. Where somebody
 else is met, the controller goes on at another unit, by chance: so controllers spread over the plan and rarely meet.
-Units that others hold are tried last, a few at each look: their lease may have been given back or have run out.
+Units that others hold are tried last, a few at each look and between looks: their leases may have been given back, or
+run out, which is tried at the second when the first of them would.
 """
 
+import math
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from batchinfer.controller.claiming import Claims
 from batchinfer.controller.claims import Claim
 from batchinfer.run.storage import Storage
 
@@ -49,6 +51,7 @@ class OpenUnits:
         self._num_completed = 0  # by this controller, at the last look
         # apart: who asks whether all is done must not keep the same controller from claiming
         self._look_again_s = self._ask_again_s = 0.0
+        self._watch_again_s = math.inf
         self._pause_s = FIRST_PAUSE_S
         self._watched_from = self._random.randrange(max(1, len(rows)))  # not all watch the same units
         self._look()
@@ -77,21 +80,23 @@ class OpenUnits:
         """How many these are."""
         return int(self._is_open.sum())
 
-    def claim(self, try_claim: Callable[[int], Claim | None], mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
+    def claim(self, claims: Claims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
         """Take a unit; None when there is none to be had just now.
 
         Args:
-            try_claim: takes one unit, unless somebody else holds it or it is done.
             mine: units that this controller holds already.
         """
-        found = self._claim_untried(try_claim)
-        if found is not None or self._has_only(mine) or time.monotonic() < self._look_again_s:
+        found = self._claim_untried(claims)
+        if found is not None or self._has_only(mine):
             return found
-        self._look()
-        found = self._claim_untried(try_claim) or self._claim_held(try_claim, mine)
-        # one that has waited long can wait a little longer
-        self._pause_s = FIRST_PAUSE_S if found is not None else min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._look_again_s = time.monotonic() + self._pause_s
+        if time.monotonic() >= self._look_again_s:
+            self._look()
+            found = self._claim_untried(claims) or self._claim_held(claims, mine)
+            # one that has waited long can wait a little longer
+            self._pause_s = FIRST_PAUSE_S if found is not None else min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._look_again_s = time.monotonic() + self._pause_s
+        elif time.monotonic() >= self._watch_again_s:
+            found = self._claim_held(claims, mine)
         return found
 
     def are_all_done(self, completed: set[int]) -> bool:
@@ -137,13 +142,13 @@ class OpenUnits:
         """Whether every open unit is one of these."""
         return self.num_open <= len(units) and units.issuperset(np.flatnonzero(self._is_open).tolist())
 
-    def _claim_untried(self, try_claim: Callable[[int], Claim | None]) -> tuple[dict[str, Any], Claim] | None:
+    def _claim_untried(self, claims: Claims) -> tuple[dict[str, Any], Claim] | None:
         misses = 0
         while len(self._untried):
             index = int(np.searchsorted(self._untried, self._next)) % len(self._untried)
             unit = int(self._untried[index])
             self._untried = np.delete(self._untried, index)
-            claim = try_claim(unit)
+            claim = claims.try_claim(unit)
             self._was_claimed[unit] = True
             if claim is not None:
                 self._next = unit + 1
@@ -155,17 +160,19 @@ class OpenUnits:
             self._next = self._any_unit()
         return None
 
-    def _claim_held(
-        self, try_claim: Callable[[int], Claim | None], mine: set[int]
-    ) -> tuple[dict[str, Any], Claim] | None:
+    def _claim_held(self, claims: Claims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
         """Try units of others; the same ones as long as they are held, since a lease has to be seen unchanged."""
         first = int(np.searchsorted(self._held, self._watched_from))
         others = [unit for unit in np.roll(self._held, -first).tolist() if unit not in mine]
-        for unit in others[:MOST_WATCHED]:
-            claim = try_claim(unit)
+        watched = others[:MOST_WATCHED]
+        for unit in watched:
+            claim = claims.try_claim(unit)
             if claim is not None:
                 self._is_taken[unit] = True
                 return self._rows[unit], claim
+        now_s = time.monotonic()
+        lapses_s = min((claims.lapses_s(unit) for unit in watched), default=math.inf)
+        self._watch_again_s = min(now_s + claims.watch_s, max(lapses_s, now_s + FIRST_PAUSE_S))
         return None
 
     def _any_unit(self) -> int:

@@ -39,7 +39,7 @@ class UnitQueue:
 
     def open_next(self) -> bool:
         """Claim a unit that has something left to do; False when there is none now."""
-        while (found := self.units.claim(self.claims.try_claim, self.results.open_units)) is not None:
+        while (found := self.units.claim(self.claims, self.results.open_units)) is not None:
             row, claim = found
             unit = claim.unit
             self.progress.reopened(self.units.take_reopened())

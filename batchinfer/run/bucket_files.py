@@ -25,6 +25,7 @@ class BucketFiles:
     def __init__(self, bucket: Bucket, run: RunDir) -> None:
         self._bucket, self._run = bucket, run
         self._kept: dict[Path, tuple[int, int]] = {}  # as they were when they were put
+        self._sent: dict[str, str] = {}  # versions of what was fetched of what was sent
 
     def name(self, path: Path) -> str:
         """The object of a file."""
@@ -79,13 +80,16 @@ class BucketFiles:
         return None if found is None else found.data
 
     def fetch_sent(self) -> None:
-        """Have what was sent to clusters; of a launcher's folder the records, and who was sent away."""
-        for launcher in LAUNCHERS:
-            names = [item.name for item in self._bucket.objects(launcher)]
-            self.each(lambda name: self.fetch(name, self._run.root / name), names)
+        """Have what was sent to clusters: records, goals, who was sent away, and what drivers say."""
+        listed = {item.name: item.version for launcher in LAUNCHERS for item in self._bucket.objects(launcher)}
+        due = [name for name, version in listed.items() if self._sent.get(name) != version]
+        self.each(lambda name: self.fetch(name, self._run.root / name), due)
+        for name in due:
+            self._sent[name] = listed[name]
+            self.note_kept(self._run.root / name)
 
     def keep_sent(self) -> None:
-        """Put what was sent, as this node has it."""
+        """Put what this node has sent: not what it has fetched, which others may have changed meanwhile."""
         folders = [launcher_folder(self._run, launcher) for launcher in LAUNCHERS]
         self.each(self.put_changed, [path for folder in folders for path in folder.rglob("*") if path.is_file()])
 

@@ -109,6 +109,10 @@ class Watch:
             return False
         return time.monotonic() - since >= LEASE_S
 
+    def lapses_s(self, name: str) -> float:
+        """When, by the monotonic clock, a lease that was seen runs out unless it is renewed."""
+        return self._seen[name][1] + LEASE_S
+
 
 @contextmanager
 def locked_in(bucket: Bucket, *, doing: str) -> Iterator[None]:

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.report.price.price_list import PriceList
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import read_state
 from batchinfer.slurm.status import Status, StatusReader
 
 # A speed counts when it was measured for this long, or for this share of the time that a goal leaves
@@ -47,10 +48,10 @@ class Meter:
         measure_s: how long a speed has to be measured to count, see MEASURE_S.
     """
 
-    def __init__(self, run: RunDir, job: JobConfig, prices: PriceList, measure_s: float) -> None:
-        self._run, self._prices, self._measure_s = run, prices, measure_s
+    def __init__(self, storage: Storage, job: JobConfig, prices: PriceList, measure_s: float) -> None:
+        self._run, self._prices, self._measure_s = storage.run, prices, measure_s
         self._num_ranks = job.cluster.num_ranks
-        self._status = StatusReader(run)
+        self._status = StatusReader(storage.run, storage)
         self._ended: dict[Path, dict[str, Any]] = {}  # sessions that change no more
         self._looks: list[tuple[float, float, float]] = []  # (time, task-seconds, work done), rising
 
@@ -59,6 +60,7 @@ class Meter:
 
         Raises:
             ConfigError: a file of the run folder is missing or damaged.
+            StoreError: the object store that has it does not answer.
         """
         status = self._status.read()
         sessions = self._sessions()

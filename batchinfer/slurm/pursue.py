@@ -1,17 +1,19 @@
 """Has as many tasks run as a goal asks for, until the run is finished or its money is spent."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from math import inf
 
 from batchinfer.config import JobConfig
 from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import read_state
+from batchinfer.slurm.client import Task
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
 from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
-from batchinfer.slurm.submit import is_in_slurm, num_tasks, resize
+from batchinfer.slurm.submit import Submission, is_in_slurm, log_folder, num_tasks, resize
 from batchinfer.submit.size import ArraySize
 
 LOOK_S = 15.0
@@ -21,20 +23,22 @@ FRUITLESS_LIVES = 3  # sent for each task that is wanted, without a new result: 
 
 
 def pursue(
-    run: RunDir, job: JobConfig, goal: Goal, *, now_s: Callable[[], float] = time.time, look_s: float = LOOK_S
+    storage: Storage, job: JobConfig, goal: Goal, *, now_s: Callable[[], float] = time.time, look_s: float = LOOK_S
 ) -> None:
     """Look at the run again and again, and send or send away tasks. Those that died are sent anew.
 
     Raises:
         ConfigError: Slurm refuses, or a file of the run folder is damaged.
+        StoreError: the object store that has it does not answer.
         IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
         InterruptedRunError: the money is spent.
     """
-    meter = Meter(run, job, goal.prices, measure_seconds(goal))
+    run = storage.run
+    meter = Meter(storage, job, goal.prices, measure_seconds(goal))
     reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
-    sender = _Sender(run, goal)
+    sender = _Sender(storage, goal)
     told: tuple[bool, ...] = ()
-    while not is_finished(run):
+    while not is_finished(storage):
         has, now = num_tasks(run), now_s()
         seen = meter.look(now)
         if not seen.units_open:
@@ -42,7 +46,7 @@ def pursue(
         else:
             affordable = _affordable_tasks(goal, seen, now, reserve_s)
             if affordable < (has or AHEAD):
-                _pause(run, goal, seen, look_s)
+                _pause(storage, goal, seen, look_s)
             outlook = look_ahead(goal, seen, has, now)
             outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
             outlook = sender.calm(outlook, has, seen, now)
@@ -62,16 +66,27 @@ def measure_seconds(goal: Goal) -> float:
     return min(MEASURE_S, MEASURE_SHARE * (goal.finish_by_s - goal.set_s))
 
 
-def is_finished(run: RunDir) -> bool:
-    """Whether the outputs are there."""
-    return read_state(run)["state"] in ("finished", "partial")
+def is_finished(storage: Storage) -> bool:
+    """Whether the outputs are there; what others have sent meanwhile is known, too."""
+    storage.fetch("state", "sent")
+    return read_state(storage.run)["state"] in ("finished", "partial")
+
+
+def resize_and_keep(
+    storage: Storage, size: ArraySize, busy: Container[str] = ()
+) -> tuple[Submission | None, list[Task]]:
+    """Set how many tasks wait or run, as `resize`; records of it are durable, also of the part before a refusal."""
+    try:
+        return resize(storage.run, size, busy)
+    finally:
+        storage.keep_sent()
 
 
 class _Sender:
     """Sends tasks of one run, and notices when that leads nowhere."""
 
-    def __init__(self, run: RunDir, goal: Goal) -> None:
-        self._run, self._goal = run, goal
+    def __init__(self, storage: Storage, goal: Goal) -> None:
+        self._storage, self._run, self._goal = storage, storage.run, goal
         self._changed_s = -inf  # when the number of tasks was changed last, and the price then
         self._price = 0.0
         self._lives = self._most = 0  # sent since the last result, and most tasks wanted at once
@@ -97,12 +112,12 @@ class _Sender:
         if wanted > has:
             if self._lives + wanted - has > FRUITLESS_LIVES * self._most:
                 raise IncompleteRunError(
-                    f"{self._lives:,} tasks of {self._run.root} were sent since its last result, and end without "
-                    f"another; the logs in {self._run.slurm} say why"
+                    f"{self._lives:,} tasks of {self._run.shown} were sent since its last result, and end without "
+                    f"another; the logs in {log_folder(self._run)} say why"
                 )
             self._lives += wanted - has
         self._changed_s, self._price = now_s, self._price_at(now_s)
-        resize(self._run, ArraySize(wanted), seen.busy)
+        resize_and_keep(self._storage, ArraySize(wanted), seen.busy)
 
     def _price_at(self, now_s: float) -> float:
         return self._goal.prices.gpu_cost(now_s, now_s + 1)
@@ -113,15 +128,15 @@ class _Sender:
         Raises:
             IncompleteRunError: it was there and has failed.
         """
-        if is_in_slurm(self._run) or is_finished(self._run):
+        if is_in_slurm(self._run) or is_finished(self._storage):
             return
         if self._has_sent_finish:
             raise IncompleteRunError(
-                f"all that was sent for {self._run.root} has ended, but the run is not finished; "
-                f"`batchinfer finish {self._run.root}` and the logs in {self._run.slurm} say why"
+                f"all that was sent for {self._run.shown} has ended, but the run is not finished; "
+                f"`batchinfer finish {self._run.shown}` and the logs in {log_folder(self._run)} say why"
             )
         self._has_sent_finish = True
-        resize(self._run, ArraySize(1))
+        resize_and_keep(self._storage, ArraySize(1))
 
 
 def _kinds(outlook: Outlook) -> tuple[bool, ...]:
@@ -137,16 +152,16 @@ def _affordable_tasks(goal: Goal, seen: Measured, now_s: float, seconds: float) 
     return (goal.max_cost - seen.spent) / price if price else inf
 
 
-def _pause(run: RunDir, goal: Goal, seen: Measured, look_s: float) -> None:
+def _pause(storage: Storage, goal: Goal, seen: Measured, look_s: float) -> None:
     """Send all tasks away and wait for them.
 
     Raises:
         InterruptedRunError: always.
     """
-    resize(run, ArraySize(0))
-    while is_in_slurm(run):
+    resize_and_keep(storage, ArraySize(0))
+    while is_in_slurm(storage.run):
         time.sleep(look_s)
     raise InterruptedRunError(
         f"paused at {seen.spent:,.2f} $, before more than --max-cost {goal.max_cost:,.2f} is spent; "
-        f"`batchinfer submit --follow {run.root} --max-cost MORE` goes on"
+        f"`batchinfer submit --follow {storage.run.shown} --max-cost MORE` goes on"
     )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
-from batchinfer.rundir import RunDir
-from batchinfer.slurm.pursue import LOOK_S, is_finished
-from batchinfer.slurm.submit import is_in_slurm, resize
+from batchinfer.run.storage import Storage
+from batchinfer.slurm.pursue import LOOK_S, is_finished, resize_and_keep
+from batchinfer.slurm.submit import is_in_slurm, log_folder
 from batchinfer.submit.size import ArraySize, parse_size
 
 ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
@@ -46,7 +46,7 @@ def size_at(schedule: list[tuple[int, ArraySize]], minute: int) -> ArraySize:
     return earlier[-1] if earlier else schedule[-1][1]
 
 
-def follow(run: RunDir, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S) -> None:
+def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S) -> None:
     """Resize a submitted run whenever the schedule says so, until it is finished.
 
     Args:
@@ -64,17 +64,18 @@ def follow(run: RunDir, entries: list[str], minute_now: Callable[[], int], look_
             "--finish-by TIME"
         )
     has: ArraySize | None = None
-    while not is_finished(run):
+    run = storage.run
+    while not is_finished(storage):
         wanted = size_at(schedule, minute_now())
         if wanted != has:
-            sent, away = resize(run, wanted)
+            sent, away = resize_and_keep(storage, wanted)
             added = 0 if sent is None else sent.size.tasks
             note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
             has = wanted
-        elif wanted.tasks and not is_in_slurm(run) and not is_finished(run):
+        elif wanted.tasks and not is_in_slurm(run) and not is_finished(storage):
             raise IncompleteRunError(
-                f"all that was sent for {run.root} has ended, but the run is not finished; `batchinfer status` and the "
-                f"logs in {run.slurm} say why"
+                f"all that was sent for {run.shown} has ended, but the run is not finished; `batchinfer status` and "
+                f"the logs in {log_folder(run)} say why"
             )
         time.sleep(look_s)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import LEASE_S, done_mark, is_over, last_claim, result_files
+from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.lease_watch import LEASE_S, is_over
 from batchinfer.controller.planned_tokens import planned_tokens
 from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.manifest import Manifest

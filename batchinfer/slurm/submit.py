@@ -201,7 +201,7 @@ def submissions(run: RunDir) -> list[Submission]:
 def what_to_watch(run: RunDir, sent: Submission) -> str:
     """Job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
-    plural, logs = "s" if len(sent.arrays) > 1 else "", _log_folder(run)
+    plural, logs = "s" if len(sent.arrays) > 1 else "", log_folder(run)
     return "\n".join(
         (
             f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
@@ -249,7 +249,7 @@ def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]
     options = [
         f"--array=0-{size.tasks - 1}{limit}",
         f"--nodes={shape.nodes_per_group}",
-        f"--output={client.log_pattern(_log_folder(run), '%A_%a.log')}",
+        f"--output={client.log_pattern(log_folder(run), '%A_%a.log')}",
         *([f"--dependency=afterany:{behind[0]}"] if behind else []),
         *_given(shape, "gpus_per_node", "time", *_WHERE),
         *shape.sbatch_args,
@@ -260,7 +260,7 @@ def _array_command(run: RunDir, shape: Shape, size: ArraySize, behind: list[str]
 def _finish_command(run: RunDir, shape: Shape, arrays: list[str]) -> list[str]:
     options = [
         f"--dependency=afterany:{':'.join(arrays)}",
-        f"--output={client.log_pattern(_log_folder(run), 'finish-%j.log')}",
+        f"--output={client.log_pattern(log_folder(run), 'finish-%j.log')}",
         *_given(shape, *_WHERE),
     ]
     return _sbatch(run, options, "finish.sbatch", shape.finish_template)
@@ -280,7 +280,8 @@ def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> 
     return ["sbatch", "--parsable", f"--chdir={folder}", *options, str(path), run.shown, *command]
 
 
-def _log_folder(run: RunDir) -> Path:
+def log_folder(run: RunDir) -> Path:
+    """Where tasks that are sent from here write what they say."""
     return run.slurm if run.uri is None else Path.cwd()
 
 

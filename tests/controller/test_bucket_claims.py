@@ -5,7 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import S3Config
+from batchinfer.controller import open_units
 from batchinfer.controller.bucket_claims import BucketClaims
+from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.result_files import write_results
 from batchinfer.run import bucket_lease, liveness
 from batchinfer.run.bucket_storage import BucketStorage
@@ -105,6 +107,24 @@ def test_a_lease_runs_out_by_the_watchers_clock_alone(place, elsewhere, clock):
         assert mine.try_claim(0) is None
         clock.now_s += bucket_lease.LEASE_S
         assert mine.try_claim(0).name == "0001"
+
+
+def test_a_watcher_tries_when_a_lease_would_run_out_not_at_the_end_of_its_pause(place, elsewhere, clock, monkeypatch):
+    monkeypatch.setattr(open_units, "time", clock)
+    dead = claims_at(place("dead"))
+    dead._worker._version = dead._bucket.create(dead._worker.name, dead._worker._document(released=False))
+    assert dead.try_claim(0) is not None
+    with claims_at(place("alive")) as mine:
+        units = OpenUnits(place("alive"), [{"unit": 0}])
+        while clock.now_s < 5:
+            assert units.claim(mine, set()) is None
+            clock.now_s += 1
+        dead._worker._version = dead._bucket.replace(
+            dead._worker.name, dead._worker._document(released=False), dead._worker._version
+        )
+        while units.claim(mine, set()) is None:
+            clock.now_s += 1
+            assert clock.now_s <= 6 + bucket_lease.LEASE_S  # it looked a second after the sign of life
 
 
 def test_who_was_taken_over_is_told_and_its_later_results_are_ignored(place, capsys):

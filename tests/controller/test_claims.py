@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from batchinfer.controller import claims
+from batchinfer.controller import claims, lease_watch
 from batchinfer.controller.claims import UnitClaims, last_claim, result_files
 from batchinfer.controller.result_files import write_results
 from batchinfer.run import liveness
@@ -137,7 +137,7 @@ def test_of_processes_elsewhere_nothing_but_their_lease_counts(tmp_path, monkeyp
         lease = last_claim(run, 0) / "lease.json"
         held_by(lease, pid=2**22 + 1, **change)
         assert watcher.try_claim(0) is None
-        monkeypatch.setattr(claims, "LEASE_S", 0.0)
+        monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
         assert watcher.try_claim(0) is not None
 
 

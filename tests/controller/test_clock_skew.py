@@ -25,8 +25,8 @@ from support.jobs import batchinfer, output_bytes, write_job, write_questions
 
 # faster than on a cluster, as far as a busy machine allows; the lease itself only where somebody is to be given up
 QUICK_BEATS = """
-from batchinfer.controller import claims
-claims.HEARTBEAT_S, claims.LEASE_S = 0.3, {lease_s}
+from batchinfer.controller import claims, lease_watch
+claims.HEARTBEAT_S, lease_watch.LEASE_S = 0.3, {lease_s}
 from batchinfer.cli import main
 main()
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.controller import claims, open_units
-from batchinfer.controller.claims import UnitClaims, last_claim
+from batchinfer.controller import lease_watch, open_units
+from batchinfer.controller.claims import Claim, UnitClaims, last_claim
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
@@ -44,7 +44,7 @@ def rows(count):
 
 
 def take(units, mine, held=()):
-    found = units.claim(mine.try_claim, set(held))
+    found = units.claim(mine, set(held))
     return None if found is None else found[0]["unit"]
 
 
@@ -84,35 +84,42 @@ def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
         assert sum(after == before + 1 for before, after in itertools.pairwise(taken)) >= 10
 
 
+class Tried(UnitClaims):
+    """Notes what is tried."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run)
+        self.units: list[int] = []
+
+    def try_claim(self, unit: int) -> Claim | None:
+        self.units.append(unit)
+        assert len(self.units) < 200
+        return super().try_claim(unit)
+
+
 def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(tmp_path, monkeypatch):
     """Clients of a network file system may be shown a folder as it was a minute ago."""
-    run, tried = RunDir(tmp_path), []
-    with UnitClaims(run) as other, UnitClaims(run) as mine:
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as other, Tried(run) as mine:
         monkeypatch.setattr(open_units, "_named", lambda *_: np.zeros(40, dtype=bool))
         units = OpenUnits(FolderStorage(run), rows(40))
         for unit in range(40):
             other.try_claim(unit)
-
-        def try_claim(unit):
-            tried.append(unit)
-            assert len(tried) < 200
-            return mine.try_claim(unit)
-
-        assert units.claim(try_claim, set()) is None
-    assert set(tried) == set(range(40))
+        assert units.claim(mine, set()) is None
+    assert set(mine.units) == set(range(40))
 
 
 def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
     run = RunDir(tmp_path)
     with UnitClaims(run) as first, UnitClaims(run) as second:
         ours = OpenUnits(FolderStorage(run), rows(2))
-        held = [ours.claim(first.try_claim, set())[1] for _ in range(2)]
+        held = [ours.claim(first, set())[1] for _ in range(2)]
         theirs = OpenUnits(FolderStorage(run), rows(2))
         assert take(theirs, second) is None
         assert not theirs.are_all_done(second.completed)
         first.complete(held[0])
         first.release(held[1])
-        _, claim = theirs.claim(second.try_claim, set())
+        _, claim = theirs.claim(second, set())
         assert (claim.unit, claim.name) == (1, "0001")
         second.complete(claim)
         assert theirs.are_all_done(second.completed)
@@ -124,7 +131,7 @@ def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_pat
     run = RunDir(tmp_path)
     with UnitClaims(run) as mine, UnitClaims(run) as other:
         units = OpenUnits(FolderStorage(run), rows(2))
-        mine.complete(units.claim(mine.try_claim, set())[1])
+        mine.complete(units.claim(mine, set())[1])
         assert other.try_claim(1) is not None  # so that there is something to wait for
         assert take(units, mine) is None
         run.done(0).unlink()
@@ -138,7 +145,7 @@ def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monk
         for unit, date_s in enumerate((time.time() + 3600, time.time() - 3600)):
             assert holder.try_claim(unit) is not None
             lease = last_claim(run, unit) / "lease.json"
-            monkeypatch.setattr(claims, "LEASE_S", 0.0)
+            monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
             for beat in range(3):
                 os.utime(lease, (date_s + beat, date_s + beat))
                 assert watcher.try_claim(unit) is None

@@ -9,7 +9,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller import claims
+from batchinfer.controller import claims, lease_watch
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
@@ -164,7 +164,7 @@ def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypat
         assert claim is not None
         other = UnitClaims(run)
         assert other.try_claim(0) is None
-        monkeypatch.setattr(claims, "LEASE_S", 0.0)
+        monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
         # seen standing still for longer than the lease: taken over, although the process lives (it may be stopped)
         taken = other.try_claim(0)
         assert taken is not None

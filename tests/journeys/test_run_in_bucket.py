@@ -246,10 +246,3 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     bucket_module._connection.cache_clear()
     assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
-
-
-def test_what_needs_a_shared_folder_says_so(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "submitted", tmp_path)
-    run.plan()
-    found = run.command("submit", "--finish-by", "2099-01-01 00:00", "--dry-run", code=2)
-    assert "it must be on a disk" in found.err

@@ -21,6 +21,7 @@ from batchinfer.config import load_job
 from batchinfer.plan import packing
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
+from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.goal import Goal, read_goal
@@ -392,7 +393,7 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
             assert not list(run.outputs.glob("*.parquet"))
         return next(minutes)
 
-    follow(run, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
+    follow(FolderStorage(run), ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
     assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
     assert state(submissions(run)[0].finish) == "CANCELLED"
     expect_outputs(run, reference)
@@ -436,7 +437,7 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
             assert numbers[-2:] == [2, 4]  # two were sent for the two that died
         return goal.finish_by_s - (1e5 if len(numbers) < 5 else 1)
 
-    pursue(run, load_job(run.job), goal, now_s=now_s, look_s=0.2)
+    pursue(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=0.2)
     assert len(numbers) >= 8
     assert [sent.size.tasks for sent in submissions(run)][:3] == [1, 3, 2]
     expect_outputs(run, reference)
@@ -451,13 +452,13 @@ def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, re
     # a cent per second of a task; ten seconds for what has been spent, and a few more
     goal = goal_of(max_cost=0.25, finish_by_s=None, most_tasks=2)
     with pytest.raises(InterruptedRunError, match=r"before more than --max-cost 0\.25 is spent") as paused:
-        pursue(run, load_job(run.job), goal, look_s=0.2)
+        pursue(FolderStorage(run), load_job(run.job), goal, look_s=0.2)
     assert paused.value.exit_code == 75
     assert not live_tasks(run)
     rows = [row for path in run.stats.glob("nodes/*.parquet") for row in pq.read_table(path).to_pylist()]
     assert sum(row["end_s"] - row["start_s"] for row in rows if row["command"] == "work") / 100 <= 0.25
     assert len(list(run.root.glob("done/*"))) < 64
-    pursue(run, load_job(run.job), replace(goal, max_cost=100.0), look_s=0.2)
+    pursue(FolderStorage(run), load_job(run.job), replace(goal, max_cost=100.0), look_s=0.2)
     expect_outputs(run, reference)
 
 
@@ -466,7 +467,7 @@ def test_tasks_that_end_without_results_are_not_sent_for_ever(submit, tmp_path):
     own.write_text("#!/bin/bash\nexit 1\n")
     run = submit("--array", "1", "--template", str(own))
     with pytest.raises(IncompleteRunError, match=r"tasks of .* were sent since its last result"):
-        pursue(run, load_job(run.job), goal_of(), look_s=0.2)
+        pursue(FolderStorage(run), load_job(run.job), goal_of(), look_s=0.2)
     assert len(submissions(run)) < 10
 
 
@@ -498,7 +499,7 @@ def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference,
             kills.pop(0)
         return now
 
-    pursue(run, load_job(run.job), goal, now_s=now_s, look_s=1.0)
+    pursue(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=1.0)
     took_s = time.time() - goal.set_s
     print(f"\nended after {took_s:.0f} of 150 s; tasks second by second: {numbers}")
     assert not kills

@@ -1,11 +1,16 @@
-"""A run on a real Ray of three nodes on this host: one is lost in the middle, and the outputs stay the same."""
+"""A run on a real Ray of three nodes on this host: one is lost in the middle, and the outputs stay the same.
+
+The run folder is on a disk that all see, or in a bucket of moto's server, whose keys nodes have in their environment.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,10 +20,13 @@ from typing import Any
 import pytest
 
 from batchinfer.plan import packing
+from batchinfer.run.open_storage import bucket_storage
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.ray.client import connect, submissions
 from batchinfer.submit.ray.wanted import read_tasks
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.object_store import SECRET, Server, s3_server
 
 pytest.importorskip("ray", reason="NOT TESTED ON A REAL RAY: it is not installed (pip install 'ray[default]')")
 
@@ -39,8 +47,15 @@ def reference(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Three nodes with room for two tasks each; `submit` finds them."""
+def server() -> Iterator[Server]:
+    with s3_server() as running:
+        running.make_bucket("runs")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(server) -> Iterator[Any]:
+    """Three nodes with room for two tasks each, and the keys of the object store; `submit` finds them."""
     from ray.cluster_utils import Cluster
 
     with socket.socket() as probe:
@@ -73,6 +88,31 @@ def submit(reference, tmp_path, monkeypatch):
     return send
 
 
+@pytest.fixture
+def submit_to_bucket(reference, server, monkeypatch):
+    """Sends the job with its run folder in the bucket; gives a storage of it like a person's on another machine."""
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
+    copies = Path(tempfile.mkdtemp())
+
+    def send(name: str, *options: str) -> Storage:
+        uri = f"s3://runs/{name}"
+        keys = {"output.dir": uri, "output.work_dir": copies, "s3.endpoint": server.endpoint}
+        keys |= {f"cluster.{key}": value for key, value in SLOW.items()}
+        sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+        sent = batchinfer("submit", reference[0], "--to", "ray", *sets, *options)
+        assert sent.code == 0, sent.err
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+        return fetched(bucket_storage(uri, None))
+
+    yield send
+    shutil.rmtree(copies)
+
+
+def fetched(storage: Storage) -> Storage:
+    storage.fetch("state", "sent")
+    return storage
+
+
 def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
     deadline = time.monotonic() + WAIT_S
     while not (value := condition()):
@@ -84,6 +124,7 @@ def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
 def logs(run: RunDir) -> str:
     sent = submissions(run)[-1]
     texts = [f"--- {path.name}\n{path.read_text()}" for path in sorted((run.root / "ray").glob("*.log"))]
+    # of a run in a bucket Ray alone has what tasks say
     return "\n".join([connect(sent.shape).get_job_logs(sent.job), *texts])
 
 
@@ -153,3 +194,55 @@ def test_a_group_of_two_nodes_is_resized_cancelled_and_goes_on(submit, reference
     wait_for(lambda: state(run) in ("SUCCEEDED", "FAILED"), run)
     assert state(run) == "SUCCEEDED", logs(run)
     assert output_bytes(run.root) == reference[1]
+
+
+def has_begun(server: Server, name: str) -> bool:
+    listed = server.client().list_objects_v2(Bucket="runs", Prefix=f"{name}/")["Contents"]
+    names = [item["Key"].removeprefix(f"{name}/") for item in listed]
+    assert sum(key.startswith("done/") for key in names) < sum(ROWS) - 4, "too quick to be disturbed"
+    return sum(key.startswith("units/") for key in names) > 2
+
+
+@pytest.mark.slow
+def test_in_a_bucket_four_tasks_of_which_a_node_is_lost_in_the_middle(submit_to_bucket, server, reference, cluster):
+    storage = submit_to_bucket("first", "--array", "4")
+    uri, run = "s3://runs/first", storage.run
+    wait_for(lambda: has_begun(server, "first"), run)
+    status = json.loads(batchinfer("status", uri, "--json").out)
+    assert (status["run"], status["launcher"]) == (uri, "Ray")
+    assert status["tasks_running"] + status["tasks_waiting"] == 4
+    assert wait_for(lambda: lose(cluster), run) >= 1
+    wait_for(lambda: state(run) in ("SUCCEEDED", "FAILED"), run)
+    assert state(run) == "SUCCEEDED", logs(run)
+    outputs = {key: data for key, data in server.objects("runs", "first").items() if key.startswith("outputs/")}
+    assert outputs == reference[1]
+    said = logs(run)
+    assert "a lost node" in said
+    assert said.count("Ray task first-") >= 3  # what tasks say is in the job's log
+    assert not read_tasks(fetched(storage).run).failed
+    # nobody's keys are in what was sent, or in any of Ray's own files
+    written = [
+        path.read_bytes() for path in Path(cluster.head_node.get_session_dir_path()).rglob("*") if path.is_file()
+    ]
+    assert len(written) > 10
+    assert not any(SECRET.encode() in text for text in (*written, *server.objects("runs", "first").values()))
+
+
+@pytest.mark.slow
+def test_in_a_bucket_tasks_are_resized_cancelled_and_go_on(submit_to_bucket, server, reference, cluster):
+    storage = submit_to_bucket("second", "--array", "3")
+    uri, run = "s3://runs/second", storage.run
+    refused = batchinfer("submit", uri, "--to", "ray", "--array", "2")
+    assert (refused.code, f"{uri} is in Ray already" in refused.err) == (2, True)
+    wait_for(lambda: has_begun(server, "second"), run)
+    assert "2 tasks commit and leave" in batchinfer("submit", "--resize", uri, "1").out
+    wait_for(lambda: len(read_tasks(fetched(storage).run).running) <= 1, run)
+    assert submissions(run)[-1].job in batchinfer("cancel", uri).out
+    assert state(run) in ("FAILED", "STOPPED")  # it says 75
+    sent = batchinfer("submit", uri, "--to", "ray", "--array", "2")
+    assert sent.code == 0, sent.err
+    run = fetched(storage).run
+    wait_for(lambda: state(run) in ("SUCCEEDED", "FAILED"), run)
+    assert state(run) == "SUCCEEDED", logs(run)
+    outputs = {key: data for key, data in server.objects("runs", "second").items() if key.startswith("outputs/")}
+    assert outputs == reference[1]

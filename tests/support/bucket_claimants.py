@@ -58,7 +58,7 @@ def work(options: dict[str, Any]) -> None:
     )
     with claims_in(storage) as claims:
         while not units.are_all_done(claims.completed):
-            found = units.claim(claims.try_claim, set())
+            found = units.claim(claims, set())
             if found is None:
                 time.sleep(0.05)
                 continue

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.controller import open_units
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller import lease_watch, open_units
+from batchinfer.controller.claims import HEARTBEAT_S, Claim, UnitClaims
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.run.storage import FolderStorage, Storage
 from batchinfer.rundir import RunDir
@@ -106,6 +106,7 @@ def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Count
     rows = [{"unit": unit, "num_requests": 1} for unit in range(num_units)]
     counter.calls.clear()
     begun_s = time.perf_counter()
+    hearts = _Hearts(clock, counter)
     # (when, number, controller): what each does next
     turns: list[tuple[float, int, _Controller | None]] = [
         (rng.uniform(0, 60), number, None) for number in range(num_controllers)
@@ -115,7 +116,7 @@ def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Count
         while turns:
             clock.now_s, number, controller = heapq.heappop(turns)
             if controller is None:
-                controller = _Controller(run, rows, rng)
+                controller = _Controller(run, rows, rng, hearts)
             pause_s = controller.turn()
             if pause_s is not None:
                 heapq.heappush(turns, (clock.now_s + pause_s, number, controller))
@@ -136,16 +137,50 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
         return found
 
     plain_time, plain_named = open_units.time, open_units._named
-    open_units.time, open_units._named = clock, named  # type: ignore[assignment]
+    open_units.time = lease_watch.time = clock  # type: ignore[assignment]
+    open_units._named = named
     try:
         yield
     finally:
-        open_units.time, open_units._named = plain_time, plain_named
+        open_units.time = lease_watch.time = plain_time
+        open_units._named = plain_named
+
+
+class _Hearts:
+    """What the heartbeats of all controllers would have made of a lease, when somebody is about to look at it."""
+
+    def __init__(self, clock: _Clock, counter: Counter) -> None:
+        self.held: dict[int, Claim] = {}  # by unit
+        self._clock, self._counter = clock, counter
+
+    def beat(self, unit: int) -> None:
+        if (claim := self.held.get(unit)) is not None:
+            last_s = self._clock.now_s // HEARTBEAT_S * HEARTBEAT_S
+            self._counter.is_on = False  # this is not the watcher's
+            os.utime(claim.folder / "lease.json", (last_s, last_s))
+            self._counter.is_on = True
+
+
+class _Claims(UnitClaims):
+    def __init__(self, run: RunDir, hearts: _Hearts) -> None:
+        super().__init__(run)
+        self._hearts = hearts
+
+    def try_claim(self, unit: int) -> Claim | None:
+        self._hearts.beat(unit)
+        claim = super().try_claim(unit)
+        if claim is not None:
+            self._hearts.held[unit] = claim
+        return claim
+
+    def complete(self, claim: Claim) -> None:
+        del self._hearts.held[claim.unit]
+        super().complete(claim)
 
 
 class _Controller:
-    def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random) -> None:
-        self._claims, self._rng = UnitClaims(run), rng
+    def __init__(self, run: RunDir, rows: list[dict[str, Any]], rng: random.Random, hearts: _Hearts) -> None:
+        self._claims, self._rng = _Claims(run, hearts), rng
         self._units = OpenUnits(FolderStorage(run), rows, start=None)
         self._units._random = rng  # the same every time
         self._claim: Any = None
@@ -155,7 +190,7 @@ class _Controller:
         if self._claim is not None:
             self._claims.complete(self._claim)
             self._claim = None
-        found = self._units.claim(self._claims.try_claim, set())
+        found = self._units.claim(self._claims, set())
         if found is not None:
             self._claim = found[1]
             return self._rng.uniform(100, 300)

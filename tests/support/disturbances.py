@@ -29,9 +29,9 @@ DEEDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 ATTEMPTS = 6  # moments to try until one comes before the command has ended
 # in processes of these tests only: others are given up soon
 SOON = """
-from batchinfer.controller import claims
+from batchinfer.controller import claims, lease_watch
 from batchinfer.launch import rank_loader
-claims.LEASE_S, claims.HEARTBEAT_S, rank_loader.START_S = 1.0, 0.2, 30.0
+lease_watch.LEASE_S, claims.HEARTBEAT_S, rank_loader.START_S = 1.0, 0.2, 30.0
 from batchinfer.cli import main
 main()
 """

@@ -96,8 +96,8 @@ def submit(run: RunDir, where: str, shape: Shape, tasks: int) -> Submission:
     kubectl = Kubectl(shape.context, shape.namespace)
     if submissions(run) and (names := _live_jobs(run, kubectl, "tasks")):
         raise ConfigError(
-            f"tasks of {run.root} wait or run already ({names[0]}); change their number with "
-            f"`batchinfer submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+            f"tasks of {run.shown} wait or run already ({names[0]}); change their number with "
+            f"`batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
         )
     # one that waits for all units serves the new tasks as well
     sent, objects = manifests(
@@ -131,13 +131,15 @@ def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, lis
     """
     if not tasks:
         raise ConfigError(
-            f"0 are none: `batchinfer cancel {run.root}` ends all, `batchinfer submit {run.root} --to k8s` goes on"
+            f"0 are none: `batchinfer cancel {run.shown}` ends all, `batchinfer submit {run.shown} --to k8s` goes on"
         )
     last = _last(run)
     kubectl = Kubectl(last.shape.context, last.shape.namespace)
     live = _live_jobs(run, kubectl, "tasks")
     if not live:
-        raise ConfigError(f"no tasks of {run.root} wait or run; send some with `batchinfer submit {run.root} --to k8s`")
+        raise ConfigError(
+            f"no tasks of {run.shown} wait or run; send some with `batchinfer submit {run.shown} --to k8s`"
+        )
     if last.kind == GROUPS:
         return _resize_groups(run, kubectl, last, live, tasks, busy)
     (job,) = live
@@ -204,10 +206,10 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
         (
             f"{kind:<7} {where}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes",
             f"finish  {sent.finish or 'the one that is there'}: waits until all units are done",
-            f"watch   batchinfer status {run.root} --watch",
+            f"watch   batchinfer status {run.shown} --watch",
             f"logs    kubectl logs{space} --selector={selector} --prefix --tail=-1",
-            f"change  batchinfer submit --resize {run.root} N",
-            f"end     batchinfer cancel {run.root}",
+            f"change  batchinfer submit --resize {run.shown} N",
+            f"end     batchinfer cancel {run.shown}",
         )
     )
 
@@ -232,7 +234,7 @@ def _resize_groups(
 def _last(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --to k8s --array N`")
+        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --to k8s --array N`")
     return found[-1]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.records import ConfigError
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.names import run_name
@@ -34,25 +35,25 @@ class Submission:
     path: Path
 
 
-def submit(run: RunDir, shape: Shape, tasks: int) -> Submission:
-    """Send a planned run.
+def submit(storage: Storage, shape: Shape, tasks: int) -> Submission:
+    """Send a planned run; what was sent for it before has been fetched.
 
     Raises:
         ConfigError: it is in Ray already; Ray is not installed, or no cluster answers.
     """
-    client = connect(shape)
+    client, run = connect(shape), storage.run
     found = submissions(run)
     if found and _state(client, found[-1].job) not in (None, *ENDED):
         raise ConfigError(
-            f"{run.root} is in Ray already, as job {found[-1].job}; change the number of its tasks with `batchinfer "
-            f"submit --resize {run.root} N`, or end them with `batchinfer cancel {run.root}`"
+            f"{run.shown} is in Ray already, as job {found[-1].job}; change the number of its tasks with `batchinfer "
+            f"submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
         )
-    name = f"{run_name(str(run.root))}-{len(found)}"
+    name = f"{run_name(run.shown)}-{len(found)}"
     sent = Submission(shape, tasks, name, launcher_folder(run, "ray") / f"{len(found):04d}.json")
-    write_wanted(run, tasks)
+    write_wanted(storage, tasks)
     _remember(sent)
-    variables = {"BATCHINFER_PYTHON": sys.executable, "BATCHINFER_RAY_RUN": str(run.root)}
-    _asked(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": variables})
+    storage.keep_sent()  # the driver reads it at once
+    _asked(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": _variables(run, shape)})
     return sent
 
 
@@ -61,41 +62,42 @@ def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
     strategy = "STRICT_SPREAD" if shape.nodes_per_group > 1 else "PACK"
     return "\n".join(
         (
-            f"job {run_name(str(run.root))}-{len(submissions(run))}: {ENTRY}",
-            f"  BATCHINFER_PYTHON={sys.executable} BATCHINFER_RAY_RUN={run.root}",
+            f"job {run_name(run.shown)}-{len(submissions(run))}: {ENTRY}",
+            "  " + " ".join(f"{name}={value}" for name, value in _variables(run, shape).items()),
             f"  {tasks} placement groups, {strategy}, each of {shape.bundles()}",
         )
     )
 
 
-def resize(run: RunDir, tasks: int) -> int:
+def resize(storage: Storage, tasks: int) -> int:
     """Have so many tasks from now on; returns how many there were to be. The driver adds some, or has some leave.
 
     Raises:
         ConfigError: the run is not in Ray; no cluster answers.
     """
+    run = storage.run
     if not tasks:
         raise ConfigError(
-            f"0 are none: `batchinfer cancel {run.root}` ends all, `batchinfer submit {run.root} --to ray` goes on"
+            f"0 are none: `batchinfer cancel {run.shown}` ends all, `batchinfer submit {run.shown} --to ray` goes on"
         )
     last = _last(run)
     if _state(connect(last.shape), last.job) in (None, *ENDED):
-        raise ConfigError(f"{run.root} is no longer in Ray; send it with `batchinfer submit {run.root} --to ray`")
-    before = read_wanted(run)
-    write_wanted(run, tasks)
+        raise ConfigError(f"{run.shown} is no longer in Ray; send it with `batchinfer submit {run.shown} --to ray`")
+    before = read_wanted(storage)
+    write_wanted(storage, tasks)
     _remember(Submission(last.shape, tasks, last.job, last.path))
     return before
 
 
-def cancel(run: RunDir) -> list[str]:
+def cancel(storage: Storage) -> list[str]:
     """Have all tasks of a run commit and leave, and wait for that; returns the names of what was ended."""
-    found = submissions(run)
+    found = submissions(storage.run)
     if not found:
         return []
     client, job = connect(found[-1].shape), found[-1].job
     if _state(client, job) in (None, *ENDED):
         return []
-    write_wanted(run, 0)
+    write_wanted(storage, 0)
     deadline = time.monotonic() + LEAVE_S
     while _state(client, job) not in (None, *ENDED):
         if time.monotonic() > deadline:
@@ -116,9 +118,7 @@ def look(run: RunDir) -> LiveTasks | None:
         return None
     tasks, problems = read_tasks(run), []
     if tasks.failed:
-        problems.append(
-            f"tasks have failed too often: {', '.join(tasks.failed)}; their logs are in {launcher_folder(run, 'ray')}"
-        )
+        problems.append(f"tasks have failed too often: {', '.join(tasks.failed)}; see {_logs(run, found[-1])}")
     if _state(connect(found[-1].shape), found[-1].job) in (None, *ENDED):
         return LiveTasks("Ray", 0, 0, problems)
     return LiveTasks("Ray", len(tasks.running), len(tasks.waiting), problems)
@@ -138,10 +138,10 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
     return "\n".join(
         (
             f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
-            f"watch   batchinfer status {run.root} --watch",
-            f"logs    ray job logs {sent.job}; {launcher_folder(run, 'ray')}/*.log",
-            f"change  batchinfer submit --resize {run.root} N",
-            f"end     batchinfer cancel {run.root}",
+            f"watch   batchinfer status {run.shown} --watch",
+            f"logs    {_logs(run, sent)}",
+            f"change  batchinfer submit --resize {run.shown} N",
+            f"end     batchinfer cancel {run.shown}",
         )
     )
 
@@ -188,8 +188,22 @@ def _refusal(error: Exception) -> str:
 def _last(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise ConfigError(f"{run.root} was never submitted; use `batchinfer submit {run.root} --to ray --array N`")
+        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --to ray --array N`")
     return found[-1]
+
+
+def _variables(run: RunDir, shape: Shape) -> dict[str, str]:
+    """Of the driver and its tasks. No credentials: Ray shows these to whoever asks, and writes them into its logs."""
+    found = {"BATCHINFER_PYTHON": sys.executable, "BATCHINFER_RAY_RUN": run.shown}
+    if run.uri is not None:
+        found["RAY_DEDUP_LOGS"] = "0"  # the job's log has all that tasks say, also what they say alike
+    return found if shape.endpoint is None else {**found, "AWS_ENDPOINT_URL_S3": shape.endpoint}
+
+
+def _logs(run: RunDir, sent: Submission) -> str:
+    """Where a person finds what tasks have said; those of a run folder in an object store say it to Ray."""
+    own = f"ray job logs {sent.job}"
+    return own if run.uri is not None else f"{own}; {launcher_folder(run, 'ray')}/*.log"
 
 
 def _remember(sent: Submission) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import ray
 
 from batchinfer.progress import note
-from batchinfer.records import ExitCode
-from batchinfer.rundir import RunDir
+from batchinfer.records import BatchinferError, ExitCode, StoreError
+from batchinfer.run.open_storage import storage_of
+from batchinfer.run.planned import planned_run
+from batchinfer.run.storage import Storage
 from batchinfer.submit.ray.client import submissions
 from batchinfer.submit.ray.group import Group
 from batchinfer.submit.ray.wanted import Tasks, read_wanted, write_tasks
@@ -25,8 +27,10 @@ MOST_FAILURES = 4  # of one task, beyond which it is left alone
 class Driver:
     """The tasks of one run."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run, self._sent = run, submissions(run)[-1]
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._run = storage, storage.run
+        self._sent = submissions(self._run)[-1]
+        self._wanted = read_wanted(storage)
         self._groups: list[Group] = []
         self._num_made = 0
         self._failed: list[str] = []
@@ -36,18 +40,25 @@ class Driver:
     def run(self) -> int:
         """Until all tasks have ended; returns the exit code of what came of it."""
         while True:
-            wanted = read_wanted(self._run)
-            self._set_number(wanted)
+            self._set_number(self._wanted)
             for group in self._groups:
                 group.look()
             self._collect()
             self._tell()
             if not self._groups:
                 break
-            time.sleep(LOOK_S)
-        if not wanted:
+            time.sleep(max(LOOK_S, self._storage.look_s))
+            self._ask()
+        if not self._wanted:
             return ExitCode.INTERRUPTED
         return self._finish()
+
+    def _ask(self) -> None:
+        """How many tasks there should be; where the store does not say, as many as before."""
+        try:
+            self._wanted = read_wanted(self._storage)
+        except StoreError as error:
+            note(f"warning: {error}; the number of tasks stays as it is")
 
     def _set_number(self, wanted: int) -> None:
         staying = [group for group in self._groups if not group.is_leaving]
@@ -81,20 +92,32 @@ class Driver:
             waiting=[group.name for group in self._groups if not group.is_placed],
             failed=self._failed,
         )
-        if tasks != self._told:
-            write_tasks(self._run, tasks)
+        if tasks == self._told:
+            return
+        try:
+            write_tasks(self._storage, tasks)
             self._told = tasks
+        except StoreError as error:
+            note(f"warning: {error}; `status` does not see how many tasks there are")
 
     def _finish(self) -> int:
         """Check and write the outputs, here: one process that needs no accelerator."""
-        command = [sys.executable, "-P", "-m", "batchinfer", "finish", str(self._run.root)]
+        command = [sys.executable, "-P", "-m", "batchinfer", "finish", self._run.shown]
         return subprocess.run(command, check=False).returncode
 
 
 def main() -> None:
     """The run comes by a variable: a Ray job's command goes through a shell."""
-    ray.init(log_to_driver=False)
-    sys.exit(Driver(RunDir(Path(os.environ["BATCHINFER_RAY_RUN"]))).run())
+    try:
+        run, job = planned_run(Path(os.environ["BATCHINFER_RAY_RUN"]), ())
+        storage = storage_of(job)
+        storage.fetch("state", "sent")
+        # of a run folder on a disk tasks have logs in it
+        ray.init(log_to_driver=run.uri is not None)
+        sys.exit(Driver(storage).run())
+    except BatchinferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

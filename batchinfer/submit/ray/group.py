@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +54,16 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
-    def run(self, folder: str, variables: dict[str, str], log: str) -> int:
-        """Compute until no unit is left; returns the exit code."""
+    def run(self, folder: str, variables: dict[str, str], log: str | None) -> int:
+        """Compute until no unit is left; returns the exit code.
+
+        Args:
+            log: a file for what it says; None: Ray's own logs.
+        """
         # Ray sets it for processes of its own; ranks know better, and their bits do not depend on it
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
         command = [sys.executable, "-P", "-m", "batchinfer.submit.ray.child", str(os.getpid()), "work", folder]
-        with open(log, "ab") as file:
+        with nullcontext() if log is None else open(log, "ab") as file:
             self._process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
             if self._is_stopped:
                 self._process.terminate()
@@ -125,17 +130,20 @@ class Group:
 
     def _start(self) -> None:
         actor: Any = ray.remote(Node)
-        launcher_folder(self._run, "ray").mkdir(exist_ok=True)
         for index, bundle in enumerate(self._shape.bundles()):
             where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=index)
             node = actor.options(
                 num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=2, scheduling_strategy=where
             ).remote()
-            log = launcher_folder(self._run, "ray") / (
-                f"{self.name}.log" if self._shape.nodes_per_group == 1 else f"{self.name}-{index}.log"
-            )
             self._nodes.append(node)
-            self._results.append(node.run.remote(str(self._run.root), self._variables(index), str(log)))
+            self._results.append(node.run.remote(self._run.shown, self._variables(index), self._log(index)))
+
+    def _log(self, index: int) -> str | None:
+        """On the disk that all nodes see, if there is one."""
+        if self._run.uri is not None:
+            return None
+        name = self.name if self._shape.nodes_per_group == 1 else f"{self.name}-{index}"
+        return str(launcher_folder(self._run, "ray") / f"{name}.log")
 
     def _variables(self, index: int) -> dict[str, str]:
         values = {"LAUNCHER": "Ray", "TASK": self.name, "RESTARTS": str(self.life)}

@@ -15,9 +15,9 @@ class Shape:
     nodes_per_group: int = 1
     gpus_per_node: int | None = None  # None: none
     cpus: str | None = None  # of a node; None: one
-    address: str | None = (
-        None  # of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS says, else this machine's
-    )
+    # of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS says, else this machine's
+    address: str | None = None
+    endpoint: str | None = None  # of the object store that has the run folder; None: a disk, or what nodes know
 
     def bundles(self) -> list[dict[str, float]]:
         """What a placement group reserves, node by node."""
@@ -31,7 +31,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     """Find what is wrong before anything is planned or sent.
 
     Raises:
-        ConfigError: processors are no number, the run folder is no folder, or the ranks do not spread over the nodes.
+        ConfigError: processors are no number, or the ranks do not spread over the nodes.
     """
     try:
         cpus = float(shape.cpus or 1)
@@ -39,6 +39,4 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         cpus = math.nan
     if not 0 < cpus < math.inf:
         raise ConfigError(f"--cpus is {shape.cpus!r}; on Ray it is a number of processors, for example 16")
-    if "://" in job.output.dir:
-        raise ConfigError(f"the run folder is {job.output.dir}; on Ray it must be on a disk that all nodes see")
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)

@@ -1,4 +1,4 @@
-"""What a person and the driver of a run's Ray job tell each other, through the run folder.
+"""What a person and the driver of a run's Ray job tell each other, through the run folder, wherever that is kept.
 
 ray/wanted.json   how many tasks there should be; 0: commit and leave
 ray/tasks.json    which there are
@@ -6,7 +6,9 @@ ray/tasks.json    which there are
 
 from dataclasses import asdict, dataclass, field
 
-from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
+from batchinfer.records import DamagedFileError
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import RunDir, document_of, launcher_folder, publish_json, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +20,35 @@ class Tasks:
     failed: list[str] = field(default_factory=list)  # for good
 
 
-def write_wanted(run: RunDir, tasks: int) -> None:
+def write_wanted(storage: Storage, tasks: int) -> None:
     """Ask for a number of tasks."""
-    publish_json(launcher_folder(run, "ray") / "wanted.json", {"tasks": tasks})
+    path = launcher_folder(storage.run, "ray") / "wanted.json"
+    publish_json(path, {"tasks": tasks})
+    storage.keep(path)
 
 
-def read_wanted(run: RunDir) -> int:
-    """The number that was asked for last."""
-    return int(read_json(launcher_folder(run, "ray") / "wanted.json", "tasks")["tasks"])
+def read_wanted(storage: Storage) -> int:
+    """The number that was asked for last.
+
+    Raises:
+        DamagedFileError: there is none.
+        StoreError: the object store does not say.
+    """
+    path = launcher_folder(storage.run, "ray") / "wanted.json"
+    data = storage.kept(path)
+    if data is None:
+        raise DamagedFileError(path, "it is not there")
+    return int(document_of(data, path, "tasks")["tasks"])
 
 
-def write_tasks(run: RunDir, tasks: Tasks) -> None:
+def write_tasks(storage: Storage, tasks: Tasks) -> None:
     """Tell which tasks there are."""
-    publish_json(launcher_folder(run, "ray") / "tasks.json", asdict(tasks))
+    path = launcher_folder(storage.run, "ray") / "tasks.json"
+    publish_json(path, asdict(tasks))
+    storage.keep(path)
 
 
 def read_tasks(run: RunDir) -> Tasks:
-    """The tasks as the driver saw them last; none before its first look."""
+    """The tasks as the driver saw them last, of an object store when it was fetched; none before its first look."""
     path = launcher_folder(run, "ray") / "tasks.json"
     return Tasks(**read_json(path, "running", "waiting", "failed")) if path.exists() else Tasks()
