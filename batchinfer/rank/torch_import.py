@@ -2,9 +2,11 @@
 
 A quarter of that import goes to modules that only tracing, compiling and training ask for, which no rank does; most of
 it to torch._meta_registrations, what operators make of tensors without values. They are executed when somebody first
-uses a name of theirs.
+uses a name of theirs. In which order torch's modules import each other changes from version to version, and an import
+that ends in a circle cannot be tried again in its process: versions that nobody has tried are imported whole.
 """
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -12,12 +14,14 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-PUT_OFF = frozenset({"torch._meta_registrations", "torch.distributions", "torch.export", "torch.quantization"})
+PUT_OFF = frozenset({"torch._meta_registrations", "torch.distributions", "torch.quantization"})
+TRIED = frozenset({"2.11", "2.12", "2.13", "2.14", "2.15"})
 
 
 def put_off_compilers() -> None:
     """Let a later `import torch` of this process leave out the modules of PUT_OFF until they are used."""
-    sys.meta_path.insert(0, _Finder)
+    if ".".join(importlib.metadata.version("torch").split(".")[:2]) in TRIED:
+        sys.meta_path.insert(0, _Finder)
 
 
 class _Finder:
