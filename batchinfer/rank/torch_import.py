@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 PUT_OFF = frozenset({"torch._meta_registrations", "torch.distributions", "torch.quantization"})
-TRIED = frozenset({"2.11", "2.12", "2.13", "2.14", "2.15"})
+TRIED = frozenset({"2.11", "2.13", "2.14", "2.15"})
 
 
 def put_off_compilers() -> None:
