@@ -9,7 +9,7 @@ from batchinfer.records import ConfigError, StoreError
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Try what a run needs of a bucket, with an object of its own that is gone afterwards.
+    """Try what a run needs of a bucket, with an object of its own that is gone afterwards where the store answers.
 
     Raises:
         ConfigError: it has no conditional writes, or does not show what was written last.
@@ -20,10 +20,9 @@ def check_bucket(bucket: Bucket) -> None:
         missing = _missing(bucket, name)
     except StoreError as error:
         if "NotImplemented" not in str(error) and "not implemented" not in str(error):
-            raise
+            raise  # the object may stay: what did not work first is told, not that deleting it does not, either
         missing = f"has no conditional writes ({error})"
-    finally:
-        bucket.delete(name)
+    bucket.delete(name)
     if missing is not None:
         raise ConfigError(
             f"the store of output.dir {bucket.uri} {missing}; use one that honours If-None-Match and If-Match when "

@@ -51,7 +51,7 @@ def fork_server() -> ForkServerContext:
     """What processes of tests are forked with."""
     if not _context:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["batchinfer.rank.main", WARM])
+        context.set_forkserver_preload(["batchinfer.rank.main", __name__, WARM])
         with pytest.MonkeyPatch.context() as patch, contextlib.chdir(TESTS.parent):
             for name in {*os.environ, *_variables} if _variables else ():
                 patch.setenv(name, _variables[name]) if name in _variables else patch.delenv(name)

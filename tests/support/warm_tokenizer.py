@@ -4,12 +4,16 @@ What is there by then is no garbage and stays: a forked process that looked thro
 """
 
 import gc
+import os
 from pathlib import Path
 
 from batchinfer import own_process
 from batchinfer.data.tokenizer import load_tokenizer
 
 own_process.settle()
-load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads, which no forked process would have
+load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model").encode_prompts(
+    ["What is known of its words stays."]
+)
 gc.collect()
 gc.freeze()
