@@ -12,8 +12,6 @@ from batchinfer.data.tokenizer import load_tokenizer
 
 own_process.settle()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads, which no forked process would have
-load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model").encode_prompts(
-    ["What is known of its words stays."]
-)
+load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model").encode_prompts(["a word"])
 gc.collect()
 gc.freeze()
