@@ -21,6 +21,9 @@ from batchinfer.run.planned import run_of
 from batchinfer.run.storage import ALL_PARTS, Part
 from batchinfer.rundir import RunDir, read_state
 
+# A thread of Arrow's that lets go of bytes of Python while the caller's interpreter ends would abort the process.
+WITHOUT_THREADS = {"use_threads": False}
+
 Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
 
 
@@ -120,7 +123,7 @@ class Job:
                 for shard, table in early.new():
                     yield from _not_given(table, shard, given)
         for shard, file in self._output_files():
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(**WITHOUT_THREADS):
                 yield from _not_given(batch, shard, given)
 
     def status(self) -> dict[str, Any]:
@@ -141,7 +144,7 @@ class Job:
             IncompleteRunError: the job is not finished.
             ConfigError, RunMismatchError: the folder holds no plan, or another job's; or an output file is damaged.
         """
-        return pa.concat_tables([file.read() for _, file in self._output_files()])
+        return pa.concat_tables([file.read(**WITHOUT_THREADS) for _, file in self._output_files()])
 
     def report(self) -> dict[str, Any]:
         """The figures: `batchinfer report --json`; "unfinished" says how much is done, and is None when all is.
@@ -172,7 +175,7 @@ class Job:
             if shard["problem"] is None:
                 path = run.output(shard["name"])
                 with own_file(path), pa.PythonFile(manifest.open(path), mode="r") as file:
-                    yield shard["index"], pq.ParquetFile(file)
+                    yield shard["index"], pq.ParquetFile(file, pre_buffer=False)
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 
 import pyarrow.parquet as pq
@@ -35,6 +37,22 @@ def test_a_job_is_planned_run_and_read(path):
     assert sorted((row["id"], row["sample"]) for row in rows) == sorted(
         (row["id"], row["sample"]) for file in files for row in file.to_pylist()
     )
+
+
+READ = """
+import os, sys
+import batchinfer
+job = batchinfer.Job.from_toml(sys.argv[1])
+job.report()  # brings DuckDB in
+before = os.listdir("/proc/self/task")
+assert len(list(job.rows())) == job.outputs().num_rows == 40
+assert os.listdir("/proc/self/task") == before
+"""
+
+
+def test_reading_leaves_no_threads_that_could_abort_the_end_of_the_callers_process(path):
+    batchinfer.Job.from_toml(path).run()
+    subprocess.run([sys.executable, "-c", READ, path], check=True)
 
 
 def test_a_dict_is_a_job_file(path, monkeypatch):
