@@ -27,8 +27,8 @@ from support.jobs import batchinfer, output_bytes, write_job, write_questions
 QUICK_BEATS = """
 from batchinfer.controller import claims, lease_watch
 claims.HEARTBEAT_S, lease_watch.LEASE_S = 0.3, {lease_s}
-from batchinfer.cli import main
-main()
+from batchinfer.program import program
+program()
 """
 
 

@@ -91,10 +91,9 @@ def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number)
     folder, expected = reference
     run = folder / f"group-{number}"
     job = folder / "job.toml"
-    command = ["batchinfer", "run", str(job), "--set", f"output.dir={run}", *TWO]
-    code = f"import sys; sys.argv = {command!r}; from batchinfer.cli import main; main()"
+    command = [sys.executable, "-m", "batchinfer", "run", str(job), "--set", f"output.dir={run}", *TWO]
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
     os.killpg(process.pid, number)

@@ -235,7 +235,7 @@ for _ in range(FORKS):
         is_well = checks.count(2, all_at_once=True) == ([1, 1], 2) and len(workers()) == 1
         os._exit(0 if is_well else 1)
     assert os.waitpid(child, 0)[1] == 0
-print(*(checks.count(2, all_at_once=True) if not BUSY else checks.count(2))[0])
+print(*(checks.count(2, all_at_once=True) if not BUSY else checks.count(2))[0], flush=True)
 os._exit(0)
 """
 

@@ -21,7 +21,6 @@ from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.s3_servers import SERVERS, running
 
-COMMAND = "from batchinfer.cli import main; main()"
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
 NEEDS_ROOT = pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
 APART = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2}
@@ -58,7 +57,7 @@ def start_nodes(run, num_nodes, *, other_hosts, options=lambda index: ()):
     processes = []
     for index in range(num_nodes):
         slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_nodes)}
-        command = [sys.executable, "-c", COMMAND, "work", str(run), *options(index)]
+        command = [sys.executable, "-m", "batchinfer", "work", str(run), *options(index)]
         if other_hosts:
             rename = f'hostname node{index}; exec "$@"'
             command = ["unshare", "--uts", "sh", "-c", rename, "sh", *command]
@@ -134,7 +133,6 @@ def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
     assert output_bytes(run) == reference[1]
 
 
-@pytest.mark.slow
 def torchrun(job, *options):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work"]
     command = [sys.executable, *command, job, *options]

@@ -529,7 +529,7 @@ def test_a_large_result_is_taken_bit_by_bit(tmp_path):
 @pytest.mark.parametrize(
     "sql",
     [
-        "SELECT count(*) FROM range(1000000000000) t(i) WHERE i * 7 % 13 = 14",
+        "SELECT max(hash(i)) FROM range(1000000000000) t(i)",
         "WITH RECURSIVE t AS (SELECT 1 x UNION ALL SELECT x + 1 FROM t) SELECT count(*) FROM t",
         "SELECT levenshtein(repeat('ab', 200000), repeat('ba', 200000))",  # one call: DuckDB cannot stop it
         "SELECT i FROM range(1000000000000) t(i)",

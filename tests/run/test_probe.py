@@ -24,7 +24,7 @@ CALLS = {
 
 PROGRAM = """
 import ctypes, struct, sys
-from batchinfer.cli import main
+from batchinfer.program import program
 refused = [int(number) for number in sys.argv.pop(1).split(",")]
 LOAD, JUMP_EQUAL, RETURN, ALLOW, ERRNO, EPERM = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000, 1
 step = struct.Struct("HBBI")
@@ -37,7 +37,7 @@ class Filter(ctypes.Structure):
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
 assert libc.prctl(22, 2, ctypes.byref(Filter(len(steps), ctypes.addressof(code)))) == 0, "seccomp"
-main()
+program()
 """
 
 

@@ -32,8 +32,8 @@ SOON = """
 from batchinfer.controller import claims, lease_watch
 from batchinfer.launch import rank_loader
 lease_watch.LEASE_S, claims.HEARTBEAT_S, rank_loader.START_S = 1.0, 0.2, 30.0
-from batchinfer.cli import main
-main()
+from batchinfer.program import program
+program()
 """
 ROWS = (6, 4, 2)
 _started: list[subprocess.Popen[str]] = []  # by the disturbance under way
