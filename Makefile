@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 
-.PHONY: demo test mutants chaos bench bench-peers bench-llama lint format clean
+.PHONY: demo test mutants chaos bench bench-peers bench-llama lint format lock clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -93,5 +93,15 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Other versions, all as new as they go, but for those two; a run of the tests says whether they will do.
+lock:
+	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
+	grep -E '^(torch|triton)==' constraints.txt > $(VENV)-lock/held.txt
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-lock/held.txt torch
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-lock/held.txt -e '.[test,lint]'
+	sed -i '/^[^#]/d' constraints.txt
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude-editable | grep -v ^pip== | sed -n 's/^\([^#+]*\).*/\1/p' | grep == >> constraints.txt
+	rm -rf $(VENV)-lock
+
 clean:
-	rm -rf $(VENV) $(PEERS) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lock $(PEERS) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
