@@ -28,10 +28,10 @@ demo: $(VENV)/.installed
 	@echo; echo "Right answers per task"
 	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
-# Tests wait for other processes much of their time: two cores have enough to do with four workers.
+# Tests wait for other processes much of their time: two cores have enough to do with three workers.
 # Most of them start processes of their own, which would compile the same modules each if bytecode were not kept.
 test: $(VENV)/.installed-dev
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Small sabotages of the product, each of which a test must catch; five of them are in `make test`.
 mutants: $(VENV)/.installed-dev

@@ -37,7 +37,7 @@ from support.open_encoders import close_all
 from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of four workers hold at once
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of three workers hold at once
 
 if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) > ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))

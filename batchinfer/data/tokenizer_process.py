@@ -25,6 +25,7 @@ TOGETHER = b"together"  # a batch in one go: quick
 ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
 PROMPT, CHOICE = "prompt", "choice"  # what a batch's texts are: what follows a prompt has no beginning of its own
 MOST_STARTS = 4
+LOOK_S = 0.05
 WORDS_BYTES = 4096  # of what a process wrote last
 
 # One thread each: there is a worker for every core. Arrow's own allocator would reserve memory that is never used.
@@ -103,6 +104,7 @@ class TokenizerProcess:
         self._of: FolderState = frozenset()
         self._loaded: dict[str, Any] | None = None
         self._num_starts = 0
+        self._has_ended = False
         self._start()
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class TokenizerProcess:
             return self._loaded
         if self._settings:
             self.end()
-            self._num_starts = 0
+            self._num_starts, self._has_ended = 0, False
             self._start()
         self._settings, self._of = wanted, files
         answer = self._send_settings()
@@ -169,12 +171,20 @@ class TokenizerProcess:
             self.end()
 
     def end(self) -> None:
-        """End it and its workers, whatever they do; again: nothing happens."""
+        """End it and its workers, whatever they do; again: nothing happens. Threads that want a worker get an error."""
         self._loaded = None
+        self._has_ended = True
+        self._kill()
+        while not self._lock.acquire(timeout=LOOK_S):
+            self._kill()  # one that another thread was starting
+        self._kill()
+        self._control.close()
+        self._lock.release()
+
+    def _kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._control.close()
 
     def _start(self) -> None:
         self._num_starts += 1
@@ -184,9 +194,11 @@ class TokenizerProcess:
             self._process = start_process(theirs.fileno(), self._stderr.fileno())
 
     def _start_again(self) -> None:
-        """With what it had loaded."""
+        """With what it had loaded, unless this program has ended it."""
+        if self._has_ended:
+            raise BatchinferError("the tokenizer's process has ended with its job")
         ended = self._ended()
-        while ended.from_outside and self._num_starts < MOST_STARTS:
+        while ended.from_outside and self._num_starts < MOST_STARTS and not self._has_ended:
             self._start()
             if self._send_settings():
                 return
@@ -202,6 +214,8 @@ class TokenizerProcess:
 
     def _exchange(self, question: bytes, descriptors: list[int] | None = None) -> bytes:
         """Its answer; nothing: it has ended."""
+        if self._has_ended:
+            return b""
         try:
             socket.send_fds(self._control, [question], descriptors or [])
             return self._control.recv(1 << 16)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pyarrow as pa
 import pytest
 
@@ -77,3 +80,31 @@ def test_a_process_that_always_ends_is_told(tmp_path, process, monkeypatch):
     kill(other)
     with pytest.raises(ModelError, match=r"cannot use the tokenizer and template of .*: SIGKILL"):
         Encoders(job, window=512, process=other)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["as it forks", "as it starts again"])
+def test_a_process_that_its_program_ends_starts_no_more(tmp_path, process, monkeypatch, times):
+    """Another thread waits for a worker at that moment."""
+    exchange, ended, questions = TokenizerProcess._exchange, [], []
+
+    def exchange_while_it_ends(asked, question, descriptors=None):
+        questions.append(question)
+        if len(questions) == 1 < times:
+            kill(asked)  # by somebody else: it is started again
+        elif len(questions) == times:
+            ended.append(threading.Thread(target=asked.end))
+            ended[0].start()
+            while asked._process.poll() is None:
+                time.sleep(0.01)
+        return exchange(asked, question, descriptors)
+
+    with Encoders(load_job(write_job(tmp_path)), window=512, process=process):
+        monkeypatch.setattr(TokenizerProcess, "_exchange", exchange_while_it_ends)
+        with pytest.raises(BatchinferError, match="the tokenizer's process"):
+            process.fork()
+        ended[0].join()
+        with pytest.raises(BatchinferError, match="has ended with its job"):
+            process.fork()
+    assert questions == [*[b"fork", b"load"][:times], b"fork"]
+    assert process._num_starts == times
+    assert process._process.poll() is not None
