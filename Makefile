@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/batchinfer report runs/demo --sql @jobs/accuracy.sql
 
 # Tests wait for other processes much of their time: two cores have enough to do with three workers.
-# Most of them start processes of their own, which would compile the same modules each if bytecode were not kept.
+# Most tests start processes, each of which would compile the same modules if bytecode were not kept.
 test: $(VENV)/.installed-dev
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -93,14 +93,15 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Other versions, all as new as they go, but for those two; a run of the tests says whether they will do.
+# The newest versions that pyproject.toml allows, but for torch and Triton; a run of the tests says whether they will do.
 lock:
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	grep -E '^(torch|triton)==' constraints.txt > $(VENV)-lock/held.txt
+	grep -E '^(#|torch==|triton==)' constraints.txt > $(VENV)-lock/held.txt
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-lock/held.txt torch
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-lock/held.txt -e '.[test,lint]'
-	sed -i '/^[^#]/d' constraints.txt
-	$(VENV)-lock/bin/python -m pip freeze --all --exclude-editable | grep -v ^pip== | sed -n 's/^\([^#+]*\).*/\1/p' | grep == >> constraints.txt
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude-editable > $(VENV)-lock/installed.txt
+	sed -nE '/^(pip|torch|triton)==/d; s/^([^#+]+==[^+]+).*/\1/p' $(VENV)-lock/installed.txt | \
+	  cat $(VENV)-lock/held.txt - > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:

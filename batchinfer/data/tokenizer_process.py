@@ -25,7 +25,7 @@ TOGETHER = b"together"  # a batch in one go: quick
 ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
 PROMPT, CHOICE = "prompt", "choice"  # what a batch's texts are: what follows a prompt has no beginning of its own
 MOST_STARTS = 4
-LOOK_S = 0.05
+LOOK_S = 0.05  # while another thread may be starting the process that is to end
 WORDS_BYTES = 4096  # of what a process wrote last
 
 # One thread each: there is a worker for every core. Arrow's own allocator would reserve memory that is never used.

@@ -140,7 +140,7 @@ class ClaimsCopy:
         try:
             if path.stat().st_size == num_bytes and path.stem.endswith(file_checksums(path).digest):
                 return
-        except (OSError, DamagedFileError):
+        except (OSError, DamagedFileError):  # not here, or damaged: it is fetched
             pass
         with published(path) as temporary:
             if not self._bucket.fetch(name, temporary):

@@ -60,7 +60,7 @@ class BucketFiles:
         try:
             if path.stat().st_size == checksums.num_bytes and file_checksums(path) == checksums:
                 return
-        except (OSError, DamagedFileError):
+        except (OSError, DamagedFileError):  # not here, or damaged: it is fetched
             pass
         self.fetch(self.vouched_name(path, checksums), path)
 

@@ -23,6 +23,8 @@ from support.paths import SAMPLE_MODEL
 MOST = 5  # requests that a rank decodes at once
 CLUSTER = {"backend": "reference", "exchange": "deepep-low-latency", "prefill_tokens": 64, "decode_requests": MOST}
 NEVER = {"refuses": (0, 1, 2, 3)}
+SIZES = {1, 2, 4, MOST}
+ATTEMPTS = 6  # which sizes a run meets depends on how many requests have come by then
 
 
 class Jobs:
@@ -108,11 +110,21 @@ def expert_counts(jobs, name):
 
 
 def test_two_ranks_replay_the_same_graphs_and_answer_the_same(jobs, plain):
-    outputs, ended = jobs.run("two")
+    met: set[int] = set()
+    for attempt in range(ATTEMPTS):
+        met |= sizes_of_run(jobs, plain, f"two-{attempt}")
+        if met == SIZES:
+            return
+    raise AssertionError(f"only graphs of {sorted(met)} requests were met")
+
+
+def sizes_of_run(jobs, plain, name):
+    """The sizes of the graphs that a run has recorded; all that holds in any run is checked."""
+    outputs, ended = jobs.run(name)
     assert "decode steps run as CUDA graphs" in ended.err
     assert outputs == plain
-    steps = jobs.steps("two")
-    seen = set()
+    steps = jobs.steps(name)
+    seen: set[int] = set()
     for (graph, num_rows), of_step in zip(agreed(steps), steps, strict=True):
         # the largest batch decides, and a size is recorded when it is met first
         assert num_rows == rows_for(max(row["num_requests"] for row in of_step))
@@ -120,17 +132,17 @@ def test_two_ranks_replay_the_same_graphs_and_answer_the_same(jobs, plain):
             assert graph == ("replayed" if num_rows in seen else "recorded")
             seen.add(num_rows)
         assert {row["no_graph"] for row in of_step} == {None if num_rows else TOO_LARGE}
-    assert len(seen) > 1  # which sizes were met depends on how many requests had come by then
     batches = [tuple(row["num_requests"] for row in of_step) for of_step in steps]
     assert any(0 in batch for batch in batches), "a rank without requests is to run filler alone"
     assert any(first != second for first, second in batches)
     # rows that fill up are not counted, and no expert gets them
-    assert expert_counts(jobs, "two") == expert_counts(jobs, "plain")
+    assert expert_counts(jobs, name) == expert_counts(jobs, "plain")
     for of_step in steps:
         assert sum(row["expert_rows"] for row in of_step) == sum(row["num_requests"] for row in of_step) * 2
-    report = json.loads(batchinfer("report", jobs.folder / "two", "--json").out)
+    report = json.loads(batchinfer("report", jobs.folder / name, "--json").out)
     num_graphs = sum(rows_for(max(batch)) > 0 for batch in batches)
     assert (report["graph_share"], report["recorded_graphs"]) == (num_graphs / len(batches), 2 * len(seen))
+    return seen
 
 
 def test_micro_batches_in_turn_are_one_graph(jobs, plain):
