@@ -62,7 +62,7 @@ class OpSeconds:
         timed = {
             field.name: self._timed(field.name, getattr(ops, field.name))
             for field in fields(ops)
-            if field.name not in ("eight_bit", "four_bit", "pack", "pack_router")
+            if callable(getattr(ops, field.name)) and field.name not in ("pack", "pack_router")
         }
         plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
         transformer.attention_of, transformer.moe_of = Attention, MoeMlp  # not fused

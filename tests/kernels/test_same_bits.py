@@ -123,6 +123,13 @@ def test_all_instruction_sets_compute_the_same_bits(name, results):
         assert found == results("avx2")
 
 
+def test_pairs_by_their_instruction_and_in_float32_have_the_same_bits(results):
+    (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == "avx512"]
+    if reason := build.why_not_for(chosen):
+        pytest.skip(reason)
+    assert results("avx512", PAIRS="1") == results("avx512", PAIRS="0")
+
+
 # Every byte that is handed out is 255, so that float32 and bfloat16 values that nobody has written are no numbers.
 FILL = """
 #define _GNU_SOURCE

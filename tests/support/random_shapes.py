@@ -3,12 +3,15 @@
 As a program it prints the digest of what each of some models computes, and of single operations on extreme values:
 
     python random_shapes.py FOLDER SEED ...     makes the models of these seeds in FOLDER where they are missing
+
+PAIRS in the environment says how pairs of bfloat16 are multiplied: 1 by their instruction, 0 in float32.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -155,6 +158,8 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def main(folder: Path, seeds: list[int]) -> None:
     """Print a digest per model and dtype, one for extreme values, and whether all logits were finite."""
     torch.set_num_threads(2)
+    if "PAIRS" in os.environ:
+        ops.library().choose_pairs(int(os.environ["PAIRS"]))
     found: dict[str, str | bool] = {"extreme values": digest(list(extreme_results()))}
     is_finite = True
     for seed in seeds:

@@ -99,7 +99,11 @@ def why_not_for(known: InstructionSet) -> str | None:
 def explain() -> str:
     """Which instructions are in use and why no better ones, or why there are no C++ operations."""
     reason = why_not()
-    return explain_choice() if reason is None else f"not in use: {reason}"
+    if reason is not None:
+        return f"not in use: {reason}"
+    has_pairs = "avx512_bf16" in instructions().features
+    slow = has_pairs and not torch.ops.batchinfer_cpu.pairs_are_quick()
+    return explain_choice() + ("; bfloat16 in float32, as avx512_bf16 is slower on this processor" if slow else "")
 
 
 def explain_choice() -> str:

@@ -43,6 +43,7 @@ class InstructionSet:
         return f"the processor has no {missing}" if missing else None
 
 
+_AVX2, _AVX2_FLAGS = ("avx2", "fma"), ("-mavx2", "-mfma")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
@@ -59,9 +60,10 @@ INSTRUCTION_SETS = (
     ),
     InstructionSet("avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
-    InstructionSet("avx2", ("avx2", "fma"), ("-mavx2", "-mfma")),
+    InstructionSet("avx2-vnni", (*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
+    InstructionSet("avx2", _AVX2, _AVX2_FLAGS),
     InstructionSet(
-        "amx-plain", ("avx2", "fma"), ("-mavx2", "-mfma", "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
+        "amx-plain", _AVX2, (*_AVX2_FLAGS, "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
     ),
 )
 

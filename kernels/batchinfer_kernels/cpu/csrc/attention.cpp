@@ -37,27 +37,28 @@ inline void fetch(const Value* values, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Value)}) fetch(values + i);
 }
 
-// Weights of rows in words.
-struct WeightWords {
-  const int32_t* data;
+// Weights of rows as steps take them; strides in what a row holds.
+template <class Step>
+struct WeightRows {
+  const typename Step::Row* data;
   int64_t row_stride, step_stride;
 };
 
 // sums = sums * shrink + weights · values for R rows and N chunks of 16 values.
-template <class Value, int R, int N>
-__attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, const float* shrink, WeightWords weights,
-                                        PageValues<Value> values, int64_t num_steps) {
+template <class Step, int R, int N>
+__attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, const float* shrink,
+                                        WeightRows<Step> weights, PageValues<typename Step::Column> values,
+                                        int64_t num_steps) {
   Floats sums[R][N];
-  const Value* rows[R];
+  const typename Step::Row* rows[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    rows[r] = reinterpret_cast<const Value*>(weights.data + r * weights.row_stride);
+    rows[r] = weights.data + r * weights.row_stride;
     const Floats factor = floats(shrink[r]);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = load(sums_at + r * sums_stride + 16 * n) * factor;
   }
-  add_products<StepOf<Value>, R, N>(sums, rows, weights.step_stride * kWordValues<Value>, values.data, values.stride,
-                                    num_steps);
+  add_products<Step, R, N>(sums, rows, weights.step_stride, values.data, values.stride, num_steps);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -89,6 +90,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   static thread_local Attention attention;
   Attention& own = attention;
   own.lanes_ = lanes;
+  own.is_wide_ = kWordValues<Value> == 2 && !(kHasTiles && lanes == Lanes::kRows) && !pairs_are_quick();
   own.is_padded_ = width % kWordValues<Value>;
   own.width_ = (width + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
   own.value_dim_ = value_dim;
@@ -98,6 +100,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   own.sums_.resize(kAttentionRows * own.value_room_);
   own.values_.resize(kPageTokens * own.value_room_);
   if (own.is_padded_) own.padded_queries_.resize(kAttentionRows * own.width_);
+  if (own.is_wide_) own.wide_rows_.resize((lanes == Lanes::kRows ? kMostKeys : kAttentionRows) * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -114,6 +117,9 @@ void Attention<Value>::load_query(int64_t row, const Value* q, int64_t position)
     q = padded;
   }
   query_rows_[row] = q;
+  if constexpr (kWordValues<Value> == 2) {
+    if (is_wide_ && lanes_ == Lanes::kKeys) widen(q, width_, wide_rows_.data() + row * width_);
+  }
   if (lanes_ == Lanes::kRows) {
     for (int64_t word = 0; word < width_ / kWordValues<Value>; ++word) {
       std::memcpy(&queries_[word * kAttentionRows + row], q + word * kWordValues<Value>, sizeof(int32_t));
@@ -139,9 +145,9 @@ Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
 
 // scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
 template <class Value>
-template <int K, int C>
+template <class Step, int K, int C>
 void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
-  using Step = StepOf<Value>;
+  static_assert(K <= kMostKeys);
   // a line of the keys to come after every so many words: all at once they would wait for memory
   constexpr int64_t kWordsPerLine = 16 / K, kLineValues = 64 / int64_t{sizeof(Value)};
   if (!next.data) next = keys;
@@ -149,10 +155,15 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
   const int64_t num_words = width_ / kWord, num_lines = num_words / kWordsPerLine;
   for (int64_t key = 0; key < num_keys; key += K) {
     Floats sums[K][C];
-    const Value* rows[K];
+    const typename Step::Row* rows[K];
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
-      rows[k] = keys.at(key + k);
+      if constexpr (std::is_same_v<Value, typename Step::Row>) {
+        rows[k] = keys.at(key + k);
+      } else {
+        widen(keys.at(key + k), width_, wide_rows_.data() + k * width_);
+        rows[k] = wide_rows_.data() + k * width_;
+      }
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[k][c] = floats(0.0f);
     }
@@ -214,15 +225,19 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
   // the sum of what is multiplied, so that rounding the weights leaves them adding up to one
   Floats total = load(total_ + lane) * shrink;
   for (int64_t key = 0; key < num_even; key += kWordValues<Value>) {
-    int32_t* at = weights_[key / kWordValues<Value>] + lane;
     if constexpr (kWordValues<Value> == 1) {
       const Floats weight = weight_of(key);
       total = total + weight;
-      store(reinterpret_cast<float*>(at), first, weight);
+      store(wide_weights_[key] + lane, first, weight);
     } else {
       const Ints even = rounded_bits(weight_of(key)), odd = rounded_bits(weight_of(key + 1));
       total = total + low_values(even) + low_values(odd);
-      store_ints(at, first, beside(even, odd));
+      if (is_wide_) {
+        store(wide_weights_[key] + lane, first, low_values(even));
+        store(wide_weights_[key + 1] + lane, first, low_values(odd));
+      } else {
+        store_ints(weights_[key / 2] + lane, first, beside(even, odd));
+      }
     }
   }
   store(shrink_ + lane, first, shrink);
@@ -259,12 +274,16 @@ void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
   const Floats before = floats(peak_[row]), peak = larger(before, floats(largest_of(most)));
   const Floats factor = floats(factor_);
   Floats total = floats(0.0f);
-  Value* const weights = reinterpret_cast<Value*>(&weights_[0][0]) + row * kPageTokens;
+  bf16* const weights = reinterpret_cast<bf16*>(&weights_[0][0]) + row * kPageTokens;
 #pragma GCC unroll 4
   for (int n = 0; n < kPageTokens / 16; ++n) {
-    const Floats weight = power_of<Value>(scores[n], peak, factor);
-    store_rounded(weights + 16 * n, lanes(16), weight);
-    total = total + rounded<Value>(weight);
+    const Floats weight = rounded<Value>(power_of<Value>(scores[n], peak, factor));
+    if (kWordValues<Value> == 1 || is_wide_) {
+      store(wide_weights_[row] + 16 * n, weight);
+    } else {
+      store_rounded(weights + 16 * n, lanes(16), weight);
+    }
+    total = total + weight;
   }
   shrink_[row] = first_of(shrink_of<Value>(before, peak, factor));
   total_[row] = total_[row] * shrink_[row] + sum_of(total);
@@ -307,21 +326,36 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
   if constexpr (kHasTiles && kWordValues<Value> == 2) {
     if (lanes_ == Lanes::kRows) return sum_in_tiles(row_begin, row_end, values, num_steps);
   }
-  const WeightWords weights = lanes_ == Lanes::kRows ? WeightWords{weights_[0], 1, kAttentionRows}
-                                                     : WeightWords{weights_[0], kPageWords, 1};
-  for (int64_t column = 0; column < value_room_; column += 64) {
-    const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
-    for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-      with_rows(std::min(kTileRows, row_end - row), [&](auto count) {
-        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
-          const int64_t from = column + 16 * chunk;
-          sum_tile<Value, count, groups>(
-              sums_.data() + row * value_room_ + from, value_room_, shrink_ + row,
-              {weights.data + row * weights.row_stride, weights.row_stride, weights.step_stride},
-              {values.data + kWordValues<Value> * from, values.stride}, num_steps);
-        });
-      });
+  static_assert(kPageTokens == kAttentionRows);  // of rows of weights both ways
+  const auto add = [&](auto step, int64_t row_stride, int64_t step_stride) {
+    using Step = decltype(step);
+    const typename Step::Row* weights;
+    if constexpr (std::is_same_v<typename Step::Row, float>) {
+      weights = wide_weights_[0];
+    } else {
+      weights = reinterpret_cast<const bf16*>(weights_[0]);
     }
+    for (int64_t column = 0; column < value_room_; column += 64) {
+      const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
+      for (int64_t row = row_begin; row < row_end; row += kTileRows) {
+        with_rows(std::min(kTileRows, row_end - row), [&](auto count) {
+          for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+            const int64_t from = column + 16 * chunk;
+            sum_tile<Step, count, groups>(sums_.data() + row * value_room_ + from, value_room_, shrink_ + row,
+                                          {weights + row * row_stride, row_stride, step_stride},
+                                          {values.data + kWordValues<Value> * from, values.stride}, num_steps);
+          });
+        });
+      }
+    }
+  };
+  if (lanes_ == Lanes::kRows) {
+    const int64_t row_stride = is_wide_ ? 1 : kWordValues<Value>;
+    with_step<Value, kAttentionRows>(is_wide_, [&](auto step) {
+      add(step, row_stride, kWordValues<Value> * kAttentionRows);
+    });
+  } else {
+    with_step<Value>(is_wide_, [&](auto step) { add(step, kPageTokens, kWordValues<Value>); });
   }
 }
 
@@ -347,16 +381,26 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
   if (lanes_ == Lanes::kKeys) {
     turn_keys(keys, num_keys, next);
     const Value* panel = reinterpret_cast<const Value*>(queries_.data());
-    for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, row_end - row);
-      with_rows(rows, [&](auto count) {
-        for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
-          using Step = StepOf<Value>;
-          tile<Step, count, groups>(query_rows_ + row, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
-                                    scores_[row] + 16 * chunk, true);
+    with_step<Value>(is_wide_, [&](auto step) {
+      using Step = decltype(step);
+      for (int64_t row = row_begin; row < row_end; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, row_end - row);
+        const typename Step::Row* at[kTileRows];
+        for (int64_t r = 0; r < rows; ++r) {
+          if constexpr (std::is_same_v<Value, typename Step::Row>) {
+            at[r] = query_rows_[row + r];
+          } else {
+            at[r] = wide_rows_.data() + (row + r) * width_;
+          }
+        }
+        with_rows(rows, [&](auto count) {
+          for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
+            tile<Step, count, groups>(at, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
+                                      scores_[row] + 16 * chunk, true);
+          });
         });
-      });
-    }
+      }
+    });
     for (int64_t row = row_begin; row < row_end; ++row) weigh_row(row, start, num_keys);
     sum(row_begin, row_end, values, num_keys);
     return;
@@ -386,18 +430,23 @@ void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value
                                   Rows<Value> next) {
   if constexpr (kHasTiles && kWordValues<Value> == 2) {
     score_in_tiles(row_begin, row_end, keys, num_keys);
-  } else if constexpr (kMostSums < 16) {
-    for (int64_t lane = row_begin; lane < row_end; lane += 16) score<4, 1>(lane, keys, num_keys, next);
   } else {
-    int64_t lane = row_begin;
-    for (; row_end - lane > 48; lane += 64) score<4, 4>(lane, keys, num_keys, next);
-    if (row_end - lane > 32) {
-      score<4, 3>(lane, keys, num_keys, next);
-    } else if (row_end - lane > 16) {
-      score<8, 2>(lane, keys, num_keys, next);
-    } else if (row_end - lane > 0) {
-      score<8, 1>(lane, keys, num_keys, next);
-    }
+    with_step<Value>(is_wide_, [&](auto step) {
+      using Step = decltype(step);
+      int64_t lane = row_begin;
+      if constexpr (kMostSums < 16) {
+        for (; lane < row_end; lane += 16) score<Step, 4, 1>(lane, keys, num_keys, next);
+        return;
+      }
+      for (; row_end - lane > 48; lane += 64) score<Step, 4, 4>(lane, keys, num_keys, next);
+      if (row_end - lane > 32) {
+        score<Step, 4, 3>(lane, keys, num_keys, next);
+      } else if (row_end - lane > 16) {
+        score<Step, 8, 2>(lane, keys, num_keys, next);
+      } else if (row_end - lane > 0) {
+        score<Step, 8, 1>(lane, keys, num_keys, next);
+      }
+    });
   }
 }
 

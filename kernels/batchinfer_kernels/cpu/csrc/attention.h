@@ -62,7 +62,7 @@ class Attention {
   void finish(int64_t row, Value* out, int64_t count) const;
 
  private:
-  template <int K, int C>
+  template <class Step, int K, int C>
   void score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys);
@@ -74,9 +74,11 @@ class Attention {
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
 
   static constexpr int64_t kPageWords = kPageTokens / kWordValues<Value>;
+  static constexpr int64_t kMostKeys = 8;  // that go together
   // with lanes of keys [row][key] and [row][word]
   alignas(64) float scores_[kPageTokens][kAttentionRows];
-  alignas(64) int32_t weights_[kPageWords][kAttentionRows];
+  alignas(64) int32_t weights_[kPageWords][kAttentionRows];    // of pairs
+  alignas(64) float wide_weights_[kPageTokens][kAttentionRows];  // of values in float32
   alignas(64) int32_t weight_rows_[kAttentionRows][kPageWords];  // the same turned round, for tiles
   // with room for whole vectors behind the last row
   alignas(64) float peak_[kAttentionRows + 16], total_[kAttentionRows + 16], shrink_[kAttentionRows + 16];
@@ -84,12 +86,14 @@ class Attention {
   Lanes lanes_;
   int64_t width_, value_dim_, value_room_;  // whole words, values, whole vectors of values
   bool is_padded_;                // rows of keys and queries end within a word
+  bool is_wide_;                  // rows of products are widened to float32, as pairs are slow here (pairs.cpp)
   float factor_;                  // scale / ln 2
   std::vector<int32_t> queries_;  // [words of a row, kAttentionRows]; with lanes of keys the keys
   const Value* query_rows_[kAttentionRows];
   std::vector<float> sums_;    // [kAttentionRows, value_room_]
   std::vector<Value> values_;  // [kPageTokens, value_room_], in words
   std::vector<Value> padded_keys_, padded_queries_;
+  std::vector<float> wide_rows_;  // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
 
 // Words of two keys: values[pair][c] = the values at c of keys 2 * pair and 2 * pair + 1 side by side. A key that is not

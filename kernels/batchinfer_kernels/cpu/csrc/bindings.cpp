@@ -526,4 +526,6 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("log_sum_exp", log_sum_exp);
   m.def("cos_sin", cos_sin);
   m.def("tiles_agree", batchinfer::tiles_agree);
+  m.def("pairs_are_quick", batchinfer::pairs_are_quick);
+  m.def("choose_pairs", batchinfer::choose_pairs);
 }

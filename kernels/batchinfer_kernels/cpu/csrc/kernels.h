@@ -89,6 +89,11 @@ void run_tasks(int64_t num_tasks, double nanoseconds, const std::function<void(i
 void run_tasks(int64_t num_tasks, const std::function<void(int64_t)>& task);
 int64_t num_threads();
 
+// pairs.cpp: whether products of two bfloat16 at a time are quicker here than in float32; the bits are the same.
+bool pairs_are_quick();
+// For tests: pairs by their instruction (1), as float32 (0), or as measured (-1).
+void choose_pairs(int64_t choice);
+
 // pack.cpp: packs `source` [num_columns, depth] for the tiles; 8-bit weights are rounded block by block, 4-bit ones group
 // by group.
 template <class Value>

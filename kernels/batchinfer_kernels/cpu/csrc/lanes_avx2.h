@@ -275,39 +275,17 @@ inline void store_rounded(bf16* at, First first, Floats values) {
 
 // Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). The values
 // of a lane are multiplied in parts: of a pair the second value, then the first; of a four the second and last, then the
-// others, as 16 bits each, so that sums are exact.
-using PairPart = Floats;
+// others, as 16 bits each, so that sums are exact, or all at once where there is an instruction for it (AVX-VNNI).
+// As instructions, since compilers order the operations themselves so that sums do not stay in registers.
 struct FourPart {
   __m256i low, high;
 };
-constexpr int kPairParts = 2, kFourParts = 2;
-inline __attribute__((always_inline)) PairPart pair_part(Ints pairs, int part) {
+inline __attribute__((always_inline)) Floats pair_part(Ints pairs, int part) {
   return part == 0 ? high_values(pairs) : low_values(pairs);
 }
-inline __attribute__((always_inline)) PairPart column_pairs(const bf16* at, int part) {
-  return pair_part(load_ints(at), part);
-}
-inline __attribute__((always_inline)) PairPart row_pair(int32_t pair, int part) { return pair_part(ints(pair), part); }
-inline __attribute__((always_inline)) __m256i column_part(__m256i fours, int part) {
-  return _mm256_srai_epi16(part == 0 ? fours : _mm256_slli_epi16(fours, 8), 8);
-}
-inline __attribute__((always_inline)) FourPart column_fours(const int8_t* at, int part) {
-  const Ints fours = load_ints(at);
-  return {column_part(fours.low, part), column_part(fours.high, part)};
-}
-inline __attribute__((always_inline)) FourPart row_four(int32_t four, int part) {
-  const __m256i fours = _mm256_set1_epi32(four);
-  const __m256i values = part == 0 ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, _mm256_set1_epi16(0xFF));
-  return {values, values};
-}
-// As instructions, since compilers order the operations themselves so that sums do not stay in registers.
-inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
+inline __attribute__((always_inline)) void add_product(Floats& sum, Floats row, Floats columns) {
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum.low) : "x"(row.low), "x"(columns.low));
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum.high) : "x"(row.high), "x"(columns.high));
-}
-inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
-  asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(_mm256_madd_epi16(row.low, columns.low)));
-  asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(_mm256_madd_epi16(row.high, columns.high)));
 }
 
 // Four columns' values in 4 bits, the lower or the upper halves of bytes, and four signed bytes of a row.
@@ -324,6 +302,47 @@ inline __attribute__((always_inline)) NibblePart column_nibbles(const uint8_t* a
           _mm256_and_si256(half == 0 ? bytes.high : _mm256_srli_epi16(bytes.high, 4), most)};
 }
 inline __attribute__((always_inline)) SignedFour signed_four(int32_t four) { return {_mm256_set1_epi32(four)}; }
+
+#ifdef __AVXVNNI__
+constexpr int kFourParts = 1;
+inline __attribute__((always_inline)) FourPart column_fours(const int8_t* at, int) {
+  const Ints fours = load_ints(at);
+  return {fours.low, fours.high};
+}
+inline __attribute__((always_inline)) FourPart row_four(int32_t four, int) {
+  const __m256i fours = _mm256_set1_epi32(four);
+  return {fours, fours};
+}
+// sum += unsigned · signed bytes of each lane.
+inline __attribute__((always_inline)) void add_fours(__m256i& sum, __m256i unsigned_bytes, __m256i signed_bytes) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(unsigned_bytes), "x"(signed_bytes));
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
+  add_fours(sum.low, row.low, columns.low);
+  add_fours(sum.high, row.high, columns.high);
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row, NibblePart columns) {
+  add_fours(sum.low, columns.low, row.values);
+  add_fours(sum.high, columns.high, row.values);
+}
+#else
+constexpr int kFourParts = 2;
+inline __attribute__((always_inline)) __m256i column_part(__m256i fours, int part) {
+  return _mm256_srai_epi16(part == 0 ? fours : _mm256_slli_epi16(fours, 8), 8);
+}
+inline __attribute__((always_inline)) FourPart column_fours(const int8_t* at, int part) {
+  const Ints fours = load_ints(at);
+  return {column_part(fours.low, part), column_part(fours.high, part)};
+}
+inline __attribute__((always_inline)) FourPart row_four(int32_t four, int part) {
+  const __m256i fours = _mm256_set1_epi32(four);
+  const __m256i values = part == 0 ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, _mm256_set1_epi16(0xFF));
+  return {values, values};
+}
+inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(_mm256_madd_epi16(row.low, columns.low)));
+  asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(_mm256_madd_epi16(row.high, columns.high)));
+}
 inline __attribute__((always_inline)) __m256i four_products(__m256i row, __m256i columns) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(columns, row), _mm256_set1_epi16(1));  // pairs: at most 2 * 15 * 127
 }
@@ -331,6 +350,7 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row
   asm("vpaddd %1, %0, %0" : "+x"(sum.low) : "x"(four_products(row.values, columns.low)));
   asm("vpaddd %1, %0, %0" : "+x"(sum.high) : "x"(four_products(row.values, columns.high)));
 }
+#endif
 
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline __m256 in_order(__m256 values) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(values), 0xD8)); }

@@ -135,26 +135,22 @@ inline void store_rounded(bf16* at, First first, Floats values) {
 }
 
 // Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). Without
-// instructions for them the values of a lane are multiplied in two parts: of a pair the second value, then the first, as
-// the instruction does; of a four the second and last, then the others, as 16 bits each, so that sums are exact.
+// instructions for them (or with slow ones, pairs.cpp) the values of a lane are multiplied in two parts: of a pair the
+// second value, then the first, as the instruction does; of a four the second and last, then the others, as 16 bits each,
+// so that sums are exact.
 inline __attribute__((always_inline)) void add_product(Floats& sum, Floats row, Floats columns) {
   sum = _mm512_fmadd_ps(row, columns, sum);
 }
+inline Floats pair_part(Ints pairs, int part) { return part == 0 ? high_values(pairs) : low_values(pairs); }
 
 #ifdef __AVX512BF16__
-using PairPart = __m512bh;
-constexpr int kPairParts = 1;
-inline PairPart column_pairs(const bf16* at, int) { return (__m512bh)_mm512_loadu_si512(at); }
-inline PairPart row_pair(int32_t pair, int) { return (__m512bh)_mm512_set1_epi32(pair); }
-inline __attribute__((always_inline)) void add_product(Floats& sum, PairPart row, PairPart columns) {
+#define BATCHINFER_PAIR_PRODUCTS
+using Pairs = __m512bh;
+inline Pairs column_pairs(const bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
+inline Pairs row_pair(int32_t pair) { return (__m512bh)_mm512_set1_epi32(pair); }
+inline __attribute__((always_inline)) void add_product(Floats& sum, Pairs row, Pairs columns) {
   sum = _mm512_dpbf16_ps(sum, row, columns);
 }
-#else
-using PairPart = Floats;
-constexpr int kPairParts = 2;
-inline PairPart pair_part(Ints pairs, int part) { return part == 0 ? high_values(pairs) : low_values(pairs); }
-inline PairPart column_pairs(const bf16* at, int part) { return pair_part(load_ints(at), part); }
-inline PairPart row_pair(int32_t pair, int part) { return pair_part(ints(pair), part); }
 #endif
 
 struct FourPart {

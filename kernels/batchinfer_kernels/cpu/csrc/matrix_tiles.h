@@ -17,12 +17,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels.h"
+#include "lanes.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define BATCHINFER_TILES 1
-#elif defined(BATCHINFER_TILES_IN_PLAIN)
-#include <cmath>
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(BATCHINFER_TILES_IN_PLAIN)
 #define BATCHINFER_TILES 1
 #endif
 
@@ -81,31 +78,30 @@ template <int Sums, int Rows, int Columns>
 void multiply_pairs() {
   PlainTiles& tiles = plain_tiles();
   for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
-    for (int64_t column = 0; column < kTileSide; ++column) {
-      float even = 0.0f, odd = 0.0f;
-      for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
-        const uint32_t x = tiles.words[Rows][row][word], w = tiles.words[Columns][word][column];
-        even = std::fma(std::bit_cast<float>(x << 16), std::bit_cast<float>(w << 16), even);
-        odd = std::fma(std::bit_cast<float>(x & 0xFFFF0000u), std::bit_cast<float>(w & 0xFFFF0000u), odd);
-      }
-      uint32_t& sum = tiles.words[Sums][row][column];
-      sum = std::bit_cast<uint32_t>(std::bit_cast<float>(sum) + (even + odd));
+    Floats even = floats(0.0f), odd = floats(0.0f);
+    for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+      const Ints x = ints(static_cast<int32_t>(tiles.words[Rows][row][word])), w = load_ints(tiles.words[Columns][word]);
+      even = multiply_add(low_values(x), low_values(w), even);
+      odd = multiply_add(high_values(x), high_values(w), odd);
     }
+    float* const sums = reinterpret_cast<float*>(tiles.words[Sums][row]);
+    store(sums, load(sums) + (even + odd));
   }
 }
 template <int Sums, int Rows, int Columns>
 void multiply_bytes() {
   PlainTiles& tiles = plain_tiles();
   for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
-    for (int64_t column = 0; column < kTileSide; ++column) {
-      for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
-        for (int shift = 0; shift < 32; shift += 8) {
-          const uint8_t x = tiles.words[Rows][row][word] >> shift;
-          const int8_t w = static_cast<int8_t>(tiles.words[Columns][word][column] >> shift);
-          tiles.words[Sums][row][column] += static_cast<uint32_t>(int32_t{x} * w);
-        }
+    alignas(64) int32_t sums[kTileSide];
+    std::memcpy(sums, tiles.words[Sums][row], sizeof(sums));
+    for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+      for (int64_t byte = 0; byte < 4; ++byte) {
+        const int32_t x = reinterpret_cast<const uint8_t*>(&tiles.words[Rows][row][word])[byte];
+        const int8_t* const w = reinterpret_cast<const int8_t*>(tiles.words[Columns][word]) + byte;
+        for (int64_t column = 0; column < kTileSide; ++column) sums[column] += x * w[4 * column];
       }
     }
+    std::memcpy(tiles.words[Sums][row], sums, sizeof(sums));
   }
 }
 

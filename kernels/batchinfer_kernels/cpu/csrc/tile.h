@@ -6,6 +6,9 @@
 //   x         the same values of one row, the same in all lanes     1 broadcast per row and step
 //   sums      64 columns of a row in float32, in this order of k
 //
+// Where pairs are multiplied as float32 (pairs.cpp) a step takes the second value of the pair, then the first: the order of
+// the instruction for pairs.
+//
 // Lanes are columns, so nothing is added across lanes, and a value depends on its own row and column only. As many
 // groups of 16 columns go together as the registers hold sums for: with AVX-512 all four, so that 24 accumulators take
 // 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in 32 bits within a
@@ -26,6 +29,8 @@ namespace batchinfer {
 constexpr int64_t kTileRows = 6;
 constexpr int kChunks = kPanelColumns / 16;
 constexpr int64_t kStripRows = 96;  // rows that pass a panel together
+constexpr int64_t kWideValues = 128;  // of a row and of a panel's columns that are widened at a time
+constexpr int64_t kWidenPanel = 48;   // rows for which it is worth it to widen a panel in memory
 #ifdef BATCHINFER_TILES
 constexpr bool kHasTiles = true;
 #else
@@ -35,45 +40,83 @@ constexpr bool kHasTiles = false;
 // Values of rows and columns are loaded once more for the second part: the registers are for sums.
 inline void load_again() { asm volatile("" ::: "memory"); }
 
-// What a row gives to one step: two bfloat16, a float32, or a single bfloat16 that meets a float32 column.
+// What a row gives to one step: two bfloat16 by the instruction for pairs, the same two as float32 one after the other, or
+// a single value that meets a float32 column. `part` is the first or second of kParts products, all in one order of sums.
+#ifdef BATCHINFER_PAIR_PRODUCTS
 struct Pair {
-  static constexpr int kParts = kPairParts;
+  static constexpr int kParts = 1;
+  using Row = bf16;
   using Column = bf16;
-  static constexpr int64_t kValues = 2;
+  static constexpr int64_t kValues = 2, kLane = 32;
 
-  static PairPart columns(const bf16* at, int part) { return column_pairs(at, part); }
-  static PairPart row(const bf16* at, int part) {
+  static Pairs columns(const bf16* at, int) { return column_pairs(at); }
+  static Pairs row(const bf16* at, int) {
     int32_t pair;
     std::memcpy(&pair, at, sizeof(pair));
-    return row_pair(pair, part);
+    return row_pair(pair);
   }
 };
+#endif
+// Rows are float32 already, the second value kApart behind the first; columns are widened as they are loaded.
+template <int64_t kApart>
+struct WidePair {
+  static constexpr int kParts = 2;
+  using Row = float;
+  using Column = bf16;
+  static constexpr int64_t kValues = 2, kLane = 32;
+
+  static Floats columns(const bf16* at, int part) { return pair_part(load_ints(at), part); }
+  static Floats row(const float* at, int part) { return floats(at[part == 0 ? kApart : 0]); }
+};
+// Both are float32 already; the columns' second values stand one panel's row behind the first ones.
+struct WidePanel {
+  static constexpr int kParts = 2;
+  using Row = float;
+  using Column = float;
+  static constexpr int64_t kValues = 2, kLane = 16;
+
+  static Floats columns(const float* at, int part) { return load(at + (part == 0 ? kPanelColumns : 0)); }
+  static Floats row(const float* at, int part) { return floats(at[part == 0 ? 1 : 0]); }
+};
+template <class Value>
 struct Single {
   static constexpr int kParts = 1;
+  using Row = Value;
   using Column = float;
-  static constexpr int64_t kValues = 1;
+  static constexpr int64_t kValues = 1, kLane = 16;
 
   static Floats columns(const float* at, int) { return load(at); }
   static Floats row(const float* at, int) { return floats(*at); }
   static Floats row(const bf16* at, int) { return low_values(ints(*at)); }
 };
-template <class Column>
-using StepOf = std::conditional_t<std::is_same_v<Column, float>, Single, Pair>;
+
+// Calls call(step) with the step for rows of Value: for pairs by their instruction, or of values in float32 (`is_wide`),
+// whose second one is kApart behind the first.
+template <class Value, int64_t kApart = 1, class Call>
+inline void with_step([[maybe_unused]] bool is_wide, Call call) {
+  if constexpr (std::is_same_v<Value, float>) {
+    call(Single<float>{});
+  } else {
+#ifdef BATCHINFER_PAIR_PRODUCTS
+    if (!is_wide) return call(Pair{});
+#endif
+    call(WidePair<kApart>{});
+  }
+}
 
 // sums[r][n] += values of row r times the n-th 16 columns at `columns`, over all steps; a row goes on by `row_stride`
 // values a step, the columns by `stride`.
-template <class Step, int R, int N, class Row>
-inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], const Row* const* rows,
+template <class Step, int R, int N>
+inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], const typename Step::Row* const* rows,
                                                         int64_t row_stride, const typename Step::Column* columns_at,
                                                         int64_t stride, int64_t num_steps) {
-  constexpr int64_t kLane = 16 * Step::kValues;  // values of 16 columns
   for (int64_t step = 0; step < num_steps; ++step, columns_at += stride) {
 #pragma GCC unroll 2
     for (int part = 0; part < Step::kParts; ++part) {
       if (part > 0) load_again();
       decltype(Step::columns(columns_at, part)) columns[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) columns[n] = Step::columns(columns_at + kLane * n, part);
+      for (int n = 0; n < N; ++n) columns[n] = Step::columns(columns_at + Step::kLane * n, part);
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
         const auto value = Step::row(rows[r] + step * row_stride, part);
@@ -85,16 +128,16 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], co
 }
 
 // out [R][64] of the first N groups of 16 columns; the others are left as they are.
-template <class Step, int R, int N, class Row>
-__attribute__((noinline)) void tile(const Row* const* x, const typename Step::Column* panel, int64_t num_steps,
-                                    float* out, bool is_first) {
+template <class Step, int R, int N>
+__attribute__((noinline)) void tile(const typename Step::Row* const* x, const typename Step::Column* panel,
+                                    int64_t num_steps, float* out, bool is_first) {
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = is_first ? floats(0.0f) : load(out + r * kPanelColumns + 16 * n);
   }
-  const Row* rows[R];
+  const typename Step::Row* rows[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) rows[r] = x[r];
   add_products<Step, R, N>(sums, rows, Step::kValues, panel, Step::kValues * kPanelColumns, num_steps);
@@ -250,26 +293,79 @@ inline void with_rows(int64_t rows, Call call) {
   }
 }
 
+// sums [num_rows, 64] = (or, unless it is the first part of a sum, +=) products of rows over num_steps steps with the first
+// `chunks` groups of a panel's columns; at(row, place) is where a row begins, the place-th of those that go together.
+template <class Step, class RowAt>
+inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Column* panel, int64_t num_steps,
+                          int64_t chunks, float* sums, bool is_first) {
+  for (int64_t row = 0; row < num_rows; row += kTileRows) {
+    const int64_t rows = std::min(kTileRows, num_rows - row);
+    const typename Step::Row* rows_at[kTileRows];
+    for (int64_t r = 0; r < rows; ++r) rows_at[r] = at(row + r, r);
+    with_rows(rows, [&](auto count) {
+      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+        tile<Step, count, groups>(rows_at, panel + Step::kLane * chunk, num_steps,
+                                  sums + row * kPanelColumns + 16 * chunk, is_first);
+      });
+    });
+  }
+}
+
+// Calls call(start, num_values) for parts of `depth`, all but the last of `most` values; once if it is 0.
+template <class Call>
+inline void for_parts(int64_t depth, int64_t most, Call call) {
+  for (int64_t start = 0; start < depth || start == 0; start += most) call(start, std::min(most, depth - start));
+}
+
 // sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a
 // panel's columns.
 template <class Step, class Row>
 inline void multiply_strip_by(const Rows<Row>& x, int64_t first, int64_t num_rows, int64_t depth,
                               const typename Step::Column* panel, int64_t chunks, float* sums) {
-  const int64_t most = kStepBytes / (kPanelColumns * int64_t{sizeof(typename Step::Column)});
-  for (int64_t start = 0; start < depth || start == 0; start += most) {
-    const int64_t num_steps = (std::min(most, depth - start) + Step::kValues - 1) / Step::kValues;
-    for (int64_t row = 0; row < num_rows; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, num_rows - row);
-      const Row* at[kTileRows];
-      for (int64_t r = 0; r < rows; ++r) at[r] = x.at(first + row + r) + start;
-      with_rows(rows, [&](auto count) {
-        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
-          tile<Step, count, groups>(at, panel + start * kPanelColumns + 16 * Step::kValues * chunk, num_steps,
-                                    sums + row * kPanelColumns + 16 * chunk, start == 0);
-        });
-      });
+  constexpr int64_t kMost = kStepBytes / (kPanelColumns * int64_t{sizeof(typename Step::Column)});
+  for_parts(depth, kMost, [&](int64_t start, int64_t num_values) {
+    const int64_t num_steps = (num_values + Step::kValues - 1) / Step::kValues;
+    multiply_rows<Step>([&](int64_t row, int64_t) { return x.at(first + row) + start; }, num_rows,
+                        panel + start * kPanelColumns, num_steps, chunks, sums, start == 0);
+  });
+}
+
+// `count` values in float32.
+inline void widen(const bf16* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 16) store(out + i, lanes(count - i), load_wide(lanes(count - i), values + i));
+}
+
+// Of pairs of values of 64 columns, for each pair first the first ones.
+inline void widen_panel(const bf16* panel, int64_t num_steps, int64_t chunks, float* out) {
+  for (int64_t step = 0; step < num_steps; ++step, panel += 2 * kPanelColumns, out += 2 * kPanelColumns) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const Ints pairs = load_ints(panel + 32 * chunk);
+      store(out + 16 * chunk, low_values(pairs));
+      store(out + kPanelColumns + 16 * chunk, high_values(pairs));
     }
   }
+}
+
+// The same bits as by the instruction for pairs, in float32: the rows of a tile are widened before they are multiplied, and
+// so is the panel where many rows pass it.
+inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
+                                   const bf16* panel, int64_t chunks, float* sums) {
+  alignas(64) float rows[kTileRows * kWideValues], columns[kWideValues * kPanelColumns];
+  for_parts(depth, kWideValues, [&](int64_t start, int64_t num_values) {
+    const int64_t num_steps = (num_values + 1) / 2;
+    const auto at = [&](int64_t row, int64_t place) {
+      float* const out = rows + place * kWideValues;
+      widen(x.at(first + row) + start, 2 * num_steps, out);
+      return out;
+    };
+    const bf16* const part = panel + start * kPanelColumns;
+    if (num_rows >= kWidenPanel) {
+      widen_panel(part, num_steps, chunks, columns);
+      multiply_rows<WidePanel>(at, num_rows, columns, num_steps, chunks, sums, start == 0);
+    } else {
+      multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0);
+    }
+  });
 }
 
 #ifdef BATCHINFER_TILES
@@ -295,10 +391,13 @@ inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, 
 #ifdef BATCHINFER_TILES
       if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, weight.depth, values, chunks, sums);
 #endif
-      return multiply_strip_by<Pair>(x, first, num_rows, weight.depth, values, chunks, sums);
+#ifdef BATCHINFER_PAIR_PRODUCTS
+      if (pairs_are_quick()) return multiply_strip_by<Pair>(x, first, num_rows, weight.depth, values, chunks, sums);
+#endif
+      return multiply_strip_widened(x, first, num_rows, weight.depth, values, chunks, sums);
     }
   }
-  multiply_strip_by<Single>(x, first, num_rows, weight.depth, reinterpret_cast<const float*>(panel), chunks, sums);
+  multiply_strip_by<Single<Row>>(x, first, num_rows, weight.depth, reinterpret_cast<const float*>(panel), chunks, sums);
 }
 
 #ifdef BATCHINFER_TILES
