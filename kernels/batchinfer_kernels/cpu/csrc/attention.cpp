@@ -293,12 +293,17 @@ void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
 #ifdef BATCHINFER_TILES
 // As score, of all rows at once.
 template <class Value>
-void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys) {
+void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys,
+                                      Rows<Value> next) {
   // from a whole vector on, so that no tile reaches beyond the last row; other rows' scores are not used
   const int64_t first = row_begin / kTileSide * kTileSide, num_tiles = (row_end - first + kTileSide - 1) / kTileSide;
+  const int64_t num_words = width_ / kWordValues<Value>, next_bytes = kPageTokens * next.stride * int64_t{sizeof(Value)};
+  const bool is_ahead = next.data && !next.index;  // keys that an index names are not side by side
   multiply_pair_tiles({keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys},
-                      {queries_.data() + first, 4 * kAttentionRows}, num_tiles, width_ / kWordValues<Value>,
-                      true, scores_[0] + first, kAttentionRows);
+                      {queries_.data() + first, 4 * kAttentionRows}, num_tiles, num_words, true, scores_[0] + first,
+                      kAttentionRows,
+                      is_ahead ? Ahead(next.data, next_bytes, num_tile_turns(num_keys, num_tiles, num_words))
+                               : Ahead::nothing());
 }
 
 // As sum, with weights turned round: a row of words for each row.
@@ -383,6 +388,7 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
     const Value* panel = reinterpret_cast<const Value*>(queries_.data());
     with_step<Value>(is_wide_, [&](auto step) {
       using Step = decltype(step);
+      Ahead nothing = Ahead::nothing();
       for (int64_t row = row_begin; row < row_end; row += kTileRows) {
         const int64_t rows = std::min(kTileRows, row_end - row);
         const typename Step::Row* at[kTileRows];
@@ -396,7 +402,7 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
         with_rows(rows, [&](auto count) {
           for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
             tile<Step, count, groups>(at, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
-                                      scores_[row] + 16 * chunk, true);
+                                      scores_[row] + 16 * chunk, true, nothing);
           });
         });
       }
@@ -429,7 +435,7 @@ template <class Value>
 void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys,
                                   Rows<Value> next) {
   if constexpr (kHasTiles && kWordValues<Value> == 2) {
-    score_in_tiles(row_begin, row_end, keys, num_keys);
+    score_in_tiles(row_begin, row_end, keys, num_keys, next);
   } else {
     with_step<Value>(is_wide_, [&](auto step) {
       using Step = decltype(step);

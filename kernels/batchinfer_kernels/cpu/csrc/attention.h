@@ -69,7 +69,7 @@ class Attention {
   void turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh_row(int64_t row, int64_t start, int64_t num_keys);
   void sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys);
-  void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys);
+  void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void sum_in_tiles(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_steps);
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
 

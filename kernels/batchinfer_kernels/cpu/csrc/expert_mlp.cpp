@@ -53,7 +53,8 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
       const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
       for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
         const int64_t rows = std::min(kStripRows, part.row_end - row);
-        multiply_strip(x, row, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums);
+        multiply_strip(x, row, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
+                       Pass::of(part.row_begin, part.row_end, row, row + rows));
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < columns; c += 16) {
             const float* gate = sums + r * kPanelColumns + c;
@@ -79,8 +80,8 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
       const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
       for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
         const int64_t rows = std::min(kStripRows, part.row_end - row);
-        multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel),
-                       num_chunks(down, panel), sums);
+        multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel), num_chunks(down, panel), sums,
+                       Pass::of(part.row_begin, part.row_end, row, row + rows));
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t at = (row + r) * down.num_columns + column;
           for (int64_t c = 0; c < columns; c += 16) {

@@ -25,7 +25,8 @@ void panel_product(const Source& x, const Weight& weight, int64_t number, int64_
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
-    multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums);
+    multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums,
+                   Pass::of(row_begin, row_end, row, row + rows));
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * out_stride + column;
       write_row(sums + r * kPanelColumns, columns, stream ? stream + at : nullptr, out + at);

@@ -21,6 +21,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ahead.h"
 #include "lanes.h"
 #include "tile_products.h"
 
@@ -29,6 +30,7 @@ namespace batchinfer {
 constexpr int64_t kTileRows = 6;
 constexpr int kChunks = kPanelColumns / 16;
 constexpr int64_t kStripRows = 96;  // rows that pass a panel together
+constexpr int64_t kPartBlocks = 4;       // of a panel in 8 or 4 bits that rows pass at a time
 constexpr int64_t kWideValues = 128;  // of a row and of a panel's columns that are widened at a time
 constexpr int64_t kWidenPanel = 48;   // rows for which it is worth it to widen a panel in memory
 #ifdef BATCHINFER_TILES
@@ -127,10 +129,16 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], co
   }
 }
 
+constexpr int64_t kTurnSteps = 4;  // after which it is the turn of what comes next (ahead.h)
+
+inline int64_t num_turns(int64_t num_rows, int64_t num_steps) {
+  return (num_rows + kTileRows - 1) / kTileRows * ((num_steps + kTurnSteps - 1) / kTurnSteps);
+}
+
 // out [R][64] of the first N groups of 16 columns; the others are left as they are.
 template <class Step, int R, int N>
 __attribute__((noinline)) void tile(const typename Step::Row* const* x, const typename Step::Column* panel,
-                                    int64_t num_steps, float* out, bool is_first) {
+                                    int64_t num_steps, float* out, bool is_first, Ahead& ahead) {
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -140,7 +148,13 @@ __attribute__((noinline)) void tile(const typename Step::Row* const* x, const ty
   const typename Step::Row* rows[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) rows[r] = x[r];
-  add_products<Step, R, N>(sums, rows, Step::kValues, panel, Step::kValues * kPanelColumns, num_steps);
+  constexpr int64_t kPanelStep = Step::kValues * kPanelColumns;
+  for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kPanelStep) {
+    ahead.turn();
+    add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -160,17 +174,17 @@ struct BytePanel {
         scales(reinterpret_cast<const float*>(starts + num_blocks * kPanelColumns)) {}
 };
 
-// N groups of 16 columns from `first_chunk` on; `out` has them from there, too.
+// Blocks [first, end) of N groups of 16 columns from `first_chunk` on; `out` has them from there, too.
 template <int R, int N>
 __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const BytePanel& panel,
-                                         int64_t first_chunk, int64_t num_blocks, float* out) {
-  const int8_t* values = panel.values + 64 * first_chunk;
+                                         int64_t first_chunk, int64_t first, int64_t end, float* out, Ahead& ahead) {
+  const int8_t* values = panel.values + first * kBlock * kPanelColumns + 64 * first_chunk;
   const int32_t* starts = panel.starts + 16 * first_chunk;
   const float* scales = panel.scales + first_chunk;
   const int32_t* fours[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
-  for (int64_t block = 0; block < num_blocks; ++block) {
+  for (int64_t block = first; block < end; ++block) {
     Ints sums[R][N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -181,6 +195,7 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
     }
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
+      if (step % kTurnSteps == 0) ahead.turn();
 #pragma GCC unroll 2
       for (int part = 0; part < kFourParts; ++part) {
         if (part > 0) load_again();
@@ -208,12 +223,15 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
   }
 }
 
-// The same of a panel in 4 bits (pack.cpp).
+constexpr int64_t kGroupSteps = kGroup / 4;
+constexpr int64_t kGroupBytes = kGroup * kPanelColumns / 2 + kPanelColumns * int64_t{sizeof(bf16)};
+
+// The same of groups [first, end) of a panel in 4 bits (pack.cpp).
 template <int R, int N>
 __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows, const uint8_t* panel,
-                                         int64_t first_chunk, int64_t num_groups, float* out) {
+                                         int64_t first_chunk, int64_t first, int64_t end, float* out, Ahead& ahead) {
   constexpr int64_t kLine = 4 * kPanelColumns, kScalesAt = kGroup / 8 * kLine;
-  constexpr int64_t kGroupsOfBlock = kBlock / kGroup, kGroupBytes = kScalesAt + kPanelColumns * int64_t{sizeof(bf16)};
+  constexpr int64_t kGroupsOfBlock = kBlock / kGroup;
   const int32_t *fours[R], *starts[R];
   const float* x_scales[R];
 #pragma GCC unroll 8
@@ -222,7 +240,8 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
     starts[r] = x.starts + rows[r] * x.num_blocks * kGroupsOfBlock;
     x_scales[r] = x.scales + rows[r] * x.num_blocks;
   }
-  for (int64_t group = 0; group < num_groups; ++group, panel += kGroupBytes) {
+  panel += first * kGroupBytes;
+  for (int64_t group = first; group < end; ++group, panel += kGroupBytes) {
     Ints sums[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -232,8 +251,9 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
       for (int n = 0; n < N; ++n) sums[r][n] = start;
     }
 #pragma GCC unroll 8
-    for (int64_t step = 0; step < kGroup / 4; ++step) {
+    for (int64_t step = 0; step < kGroupSteps; ++step) {
       const uint8_t* const line = panel + step / 2 * kLine + 64 * first_chunk;
+      if (step % kTurnSteps == 0) ahead.turn();
       if (step % 2) load_again();
       NibblePart columns[N];
 #pragma GCC unroll 4
@@ -297,7 +317,7 @@ inline void with_rows(int64_t rows, Call call) {
 // `chunks` groups of a panel's columns; at(row, place) is where a row begins, the place-th of those that go together.
 template <class Step, class RowAt>
 inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Column* panel, int64_t num_steps,
-                          int64_t chunks, float* sums, bool is_first) {
+                          int64_t chunks, float* sums, bool is_first, Ahead ahead) {
   for (int64_t row = 0; row < num_rows; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, num_rows - row);
     const typename Step::Row* rows_at[kTileRows];
@@ -305,7 +325,7 @@ inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Colum
     with_rows(rows, [&](auto count) {
       for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
         tile<Step, count, groups>(rows_at, panel + Step::kLane * chunk, num_steps,
-                                  sums + row * kPanelColumns + 16 * chunk, is_first);
+                                  sums + row * kPanelColumns + 16 * chunk, is_first, ahead);
       });
     });
   }
@@ -317,16 +337,27 @@ inline void for_parts(int64_t depth, int64_t most, Call call) {
   for (int64_t start = 0; start < depth || start == 0; start += most) call(start, std::min(most, depth - start));
 }
 
+// Behind num_steps steps of a panel: as many of its next ones, or of the next panel's.
+template <class Step>
+inline Ahead next_part(const typename Step::Column* part, int64_t num_rows, int64_t num_steps, bool is_last_part,
+                       Pass pass) {
+  const int64_t num_values = num_steps * Step::kValues * kPanelColumns;
+  return pass.behind(!is_last_part, part + num_values, num_values * int64_t{sizeof(*part)},
+                     num_turns(num_rows, num_steps));
+}
+
 // sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a
 // panel's columns.
 template <class Step, class Row>
 inline void multiply_strip_by(const Rows<Row>& x, int64_t first, int64_t num_rows, int64_t depth,
-                              const typename Step::Column* panel, int64_t chunks, float* sums) {
+                              const typename Step::Column* panel, int64_t chunks, float* sums, Pass pass) {
   constexpr int64_t kMost = kStepBytes / (kPanelColumns * int64_t{sizeof(typename Step::Column)});
   for_parts(depth, kMost, [&](int64_t start, int64_t num_values) {
     const int64_t num_steps = (num_values + Step::kValues - 1) / Step::kValues;
-    multiply_rows<Step>([&](int64_t row, int64_t) { return x.at(first + row) + start; }, num_rows,
-                        panel + start * kPanelColumns, num_steps, chunks, sums, start == 0);
+    const auto at = [&](int64_t row, int64_t) { return x.at(first + row) + start; };
+    const typename Step::Column* const part = panel + start * kPanelColumns;
+    multiply_rows<Step>(at, num_rows, part, num_steps, chunks, sums, start == 0,
+                        next_part<Step>(part, num_rows, num_steps, start + num_values == depth, pass));
   });
 }
 
@@ -349,7 +380,7 @@ inline void widen_panel(const bf16* panel, int64_t num_steps, int64_t chunks, fl
 // The same bits as by the instruction for pairs, in float32: the rows of a tile are widened before they are multiplied, and
 // so is the panel where many rows pass it.
 inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
-                                   const bf16* panel, int64_t chunks, float* sums) {
+                                   const bf16* panel, int64_t chunks, float* sums, Pass pass) {
   alignas(64) float rows[kTileRows * kWideValues], columns[kWideValues * kPanelColumns];
   for_parts(depth, kWideValues, [&](int64_t start, int64_t num_values) {
     const int64_t num_steps = (num_values + 1) / 2;
@@ -359,11 +390,12 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
       return out;
     };
     const bf16* const part = panel + start * kPanelColumns;
+    const Ahead ahead = next_part<WidePair<1>>(part, num_rows, num_steps, start + num_values == depth, pass);
     if (num_rows >= kWidenPanel) {
       widen_panel(part, num_steps, chunks, columns);
-      multiply_rows<WidePanel>(at, num_rows, columns, num_steps, chunks, sums, start == 0);
+      multiply_rows<WidePanel>(at, num_rows, columns, num_steps, chunks, sums, start == 0, ahead);
     } else {
-      multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0);
+      multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
     }
   });
 }
@@ -371,40 +403,44 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
 #ifdef BATCHINFER_TILES
 // The same of rows that stand one after the other.
 inline void multiply_strip_in_tiles(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
-                                    const bf16* panel, int64_t chunks, float* sums) {
-  constexpr int64_t kMost = kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)});
-  for (int64_t start = 0; start < depth || start == 0; start += kMost) {
-    const int64_t num_words = (std::min(kMost, depth - start) + 1) / 2;
-    multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows},
-                        {panel + start * kPanelColumns, 4 * kPanelColumns}, chunks, num_words,
-                        start == 0, sums, kPanelColumns);
-  }
+                                    const bf16* panel, int64_t chunks, float* sums, Pass pass) {
+  for_parts(depth, kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)}), [&](int64_t start, int64_t num_values) {
+    const int64_t num_words = (num_values + 1) / 2, num_bytes = 4 * num_words * kPanelColumns;
+    const bf16* const part = panel + start * kPanelColumns;
+    multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows}, {part, 4 * kPanelColumns},
+                        chunks, num_words, start == 0, sums, kPanelColumns,
+                        pass.behind(start + num_values < depth, part + 2 * num_words * kPanelColumns, num_bytes,
+                                    num_tile_turns(num_rows, chunks, num_words)));
+  });
 }
 #endif
 
+// As above, with a weight of any kind that rows of Row meet.
 template <class Row>
 inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, const Weight& weight,
-                           const uint8_t* panel, int64_t chunks, float* sums) {
+                           const uint8_t* panel, int64_t chunks, float* sums, Pass pass = {}) {
+  const int64_t depth = weight.depth;
   if constexpr (std::is_same_v<Row, bf16>) {
     if (weight.kind == WeightKind::kBfloat16) {
       const bf16* values = reinterpret_cast<const bf16*>(panel);
 #ifdef BATCHINFER_TILES
-      if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, weight.depth, values, chunks, sums);
+      if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, depth, values, chunks, sums, pass);
 #endif
 #ifdef BATCHINFER_PAIR_PRODUCTS
-      if (pairs_are_quick()) return multiply_strip_by<Pair>(x, first, num_rows, weight.depth, values, chunks, sums);
+      if (pairs_are_quick()) return multiply_strip_by<Pair>(x, first, num_rows, depth, values, chunks, sums, pass);
 #endif
-      return multiply_strip_widened(x, first, num_rows, weight.depth, values, chunks, sums);
+      return multiply_strip_widened(x, first, num_rows, depth, values, chunks, sums, pass);
     }
   }
-  multiply_strip_by<Single<Row>>(x, first, num_rows, weight.depth, reinterpret_cast<const float*>(panel), chunks, sums);
+  multiply_strip_by<Single<Row>>(x, first, num_rows, depth, reinterpret_cast<const float*>(panel), chunks, sums, pass);
 }
 
 #ifdef BATCHINFER_TILES
 inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t num_rows, const BytePanel& panel,
-                                    int64_t chunks, int64_t num_blocks, float* sums) {
+                                    int64_t chunks, int64_t num_blocks, float* sums, Ahead next_panel) {
   multiply_byte_tiles({x.data + first * num_blocks * kBlock, num_blocks * kBlock, num_rows},
                       {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, panel.starts, kPanelColumns,
+                      next_panel,
                       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* exact) {
                         for (int64_t r = 0; r < count; ++r) {
                           const Floats x_scale = floats(x.scales[(first + row + r) * num_blocks + block]);
@@ -420,44 +456,60 @@ inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t nu
 #endif
 
 inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
-                                     const uint8_t* panel, int64_t chunks, float* sums) {
-  for (int64_t row = 0; row < num_rows; row += kTileRows) {
-    const int64_t rows = std::min(kTileRows, num_rows - row);
-    int64_t at[kTileRows];
-    for (int64_t r = 0; r < rows; ++r) at[r] = x.index ? x.index[first + row + r] : first + row + r;
-    with_rows(rows, [&](auto count) {
-      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
-        int4_tile<count, groups>(x, at, panel, chunk, weight.num_groups(), sums + row * kPanelColumns + 16 * chunk);
+                                     const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
+  for_parts(weight.num_groups(), kPartBlocks * (kBlock / kGroup), [&](int64_t group, int64_t num_groups) {
+    const int64_t end = group + num_groups;
+    Ahead ahead = pass.behind(end < weight.num_groups(), panel + end * kGroupBytes, num_groups * kGroupBytes,
+                              num_turns(num_rows, num_groups * kGroupSteps));
+    for (int64_t row = 0; row < num_rows; row += kTileRows) {
+      const int64_t rows = std::min(kTileRows, num_rows - row);
+      int64_t at[kTileRows];
+      for (int64_t r = 0; r < rows; ++r) at[r] = x.index ? x.index[first + row + r] : first + row + r;
+      with_rows(rows, [&](auto count) {
+        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+          int4_tile<count, groups>(x, at, panel, chunk, group, end, sums + row * kPanelColumns + 16 * chunk, ahead);
+        });
       });
-    });
-  }
+    }
+  });
 }
 
 inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
-                           const uint8_t* panel, int64_t chunks, float* sums) {
+                           const uint8_t* panel, int64_t chunks, float* sums, Pass pass = {}) {
   if (weight.kind == WeightKind::kInt4) {
-    return multiply_strip_in_groups(x, first, num_rows, weight, panel, chunks, sums);
+    return multiply_strip_in_groups(x, first, num_rows, weight, panel, chunks, sums, pass);
   }
   const BytePanel parts(panel, weight.num_blocks());
 #ifdef BATCHINFER_TILES
-  if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, weight.num_blocks(), sums);
-#endif
-  for (int64_t row = 0; row < num_rows; row += kTileRows) {
-    const int64_t rows = std::min(kTileRows, num_rows - row);
-    const uint8_t* at[kTileRows];
-    const float* scales[kTileRows];
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t from = x.index ? x.index[first + row + r] : first + row + r;
-      at[r] = x.data + from * x.num_blocks * kBlock;
-      scales[r] = x.scales + from * x.num_blocks;
-    }
-    with_rows(rows, [&](auto count) {
-      for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
-        int8_tile<count, groups>(at, scales, parts, chunk, weight.num_blocks(),
-                                 sums + row * kPanelColumns + 16 * chunk);
-      });
-    });
+  if (!x.index) {
+    const int64_t num_blocks = weight.num_blocks();
+    return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, num_blocks, sums,
+                                   pass.behind(false, panel + weight.panel_bytes(), weight.panel_bytes(),
+                                               num_tile_turns(num_rows, chunks, num_blocks * kBlock / 4)));
   }
+#endif
+  for_parts(weight.num_blocks(), kPartBlocks, [&](int64_t block, int64_t num_blocks) {
+    const int64_t end = block + num_blocks, num_bytes = num_blocks * kBlock * kPanelColumns;
+    const void* const next = end < weight.num_blocks() ? parts.values + end * kBlock * kPanelColumns
+                                                       : static_cast<const void*>(panel + weight.panel_bytes());
+    Ahead ahead = pass.behind(end < weight.num_blocks(), next, num_bytes,
+                              num_turns(num_rows, num_blocks * (kBlock / 4)));
+    for (int64_t row = 0; row < num_rows; row += kTileRows) {
+      const int64_t rows = std::min(kTileRows, num_rows - row);
+      const uint8_t* at[kTileRows];
+      const float* scales[kTileRows];
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t from = x.index ? x.index[first + row + r] : first + row + r;
+        at[r] = x.data + from * x.num_blocks * kBlock;
+        scales[r] = x.scales + from * x.num_blocks;
+      }
+      with_rows(rows, [&](auto count) {
+        for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
+          int8_tile<count, groups>(at, scales, parts, chunk, block, end, sums + row * kPanelColumns + 16 * chunk, ahead);
+        });
+      });
+    }
+  });
 }
 
 // How a product is cut into tasks; the cut decides who computes a result, never its bits.

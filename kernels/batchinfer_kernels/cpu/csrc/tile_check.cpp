@@ -84,7 +84,7 @@ bool bytes_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int6
   int64_t num_seen = 0;
   multiply_byte_tiles(
       {rows.data(), num_blocks * kBlock, num_rows}, {panel.data(), 4 * kColumns}, num_tiles, kBlockWords, num_blocks,
-      starts.data(), kColumns,
+      starts.data(), kColumns, Ahead::nothing(),
       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* sums) {
         for (int64_t r = 0; r < count; ++r) {
           for (int64_t c = 0; c < kTileSide * number; ++c, ++num_seen) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "ahead.h"
 #include "matrix_tiles.h"
 
 #ifdef BATCHINFER_TILES
@@ -66,7 +67,8 @@ struct ByteProduct {
 // `column` on; `out` is where the sums of that row and column go.
 template <class Product, class Sum>
 inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
-                                int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride) {
+                                int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride,
+                                Ahead& ahead) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const low = out;
   Sum* const high = low + kTileSide * out_stride;
@@ -75,6 +77,7 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
   product.template open<kSums2>(high, bytes, column);
   product.template open<kSums3>(high + kTileSide, bytes, column + kTileSide);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
+    ahead.turn();
     load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
     load_tile<kRows0>(rows.at(row, word), rows.stride_bytes);
     Product::template multiply<kSums0, kRows0, kColumns0>();
@@ -93,7 +96,8 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
 // The same for up to 16 rows with up to four tiles of columns.
 template <int N, class Product, class Sum>
 inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
-                            int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride) {
+                            int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride,
+                            Ahead& ahead) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const at = out;
   product.template open<kSums0>(at, bytes, column);
@@ -101,6 +105,7 @@ inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, 
   if constexpr (N > 2) product.template open<kSums2>(at + 2 * kTileSide, bytes, column + 2 * kTileSide);
   if constexpr (N > 3) product.template open<kSums3>(at + 3 * kTileSide, bytes, column + 3 * kTileSide);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
+    ahead.turn();
     load_tile<kRows0>(rows.at(row, word), rows.stride_bytes);
     load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
     Product::template multiply<kSums0, kRows0, kColumns0>();
@@ -153,20 +158,27 @@ void for_tiles(int64_t num_rows, int64_t num_tiles, int64_t step_words, Two two,
   }
 }
 
+// How often it is the turn of what comes next (ahead.h), roughly.
+inline int64_t num_tile_turns(int64_t num_rows, int64_t num_tiles, int64_t num_words) {
+  const int64_t tiles_each = num_rows <= kTileSide ? 4 : 2;
+  return (num_rows + 2 * kTileSide - 1) / (2 * kTileSide) * ((num_tiles + tiles_each - 1) / tiles_each) *
+         ((num_words + kTileSide - 1) / kTileSide);
+}
+
 // out [rows, out_stride] of the first 16 * num_tiles columns = (or, unless it begins at zero, +=) rows · columns over
 // `num_words` words of two bfloat16 each.
 inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words,
-                                bool begins_at_zero, float* out, int64_t out_stride) {
+                                bool begins_at_zero, float* out, int64_t out_stride, Ahead ahead = Ahead::nothing()) {
   const auto run = [&](PairProduct product, int64_t word, int64_t step_words, int64_t num_steps) {
     for_tiles(
         rows.count, num_tiles, step_words,
         [&](int64_t row, int64_t tile) {
           multiply_two_by_two(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
-                              out + row * out_stride + kTileSide * tile, out_stride);
+                              out + row * out_stride + kTileSide * tile, out_stride, ahead);
         },
         [&](int64_t row, int64_t tile, auto number) {
           multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
-                                  out + row * out_stride + kTileSide * tile, out_stride);
+                                  out + row * out_stride + kTileSide * tile, out_stride, ahead);
         });
   };
   const int64_t whole = num_words / kTileSide, left = num_words % kTileSide;
@@ -182,7 +194,7 @@ constexpr int64_t kScratchColumns = 4 * kTileSide;
 // part come in ascending order. They begin at starts [blocks][starts_stride].
 template <class Finish>
 void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t block_words, int64_t num_blocks,
-                         const int32_t* starts, int64_t starts_stride, Finish finish) {
+                         const int32_t* starts, int64_t starts_stride, Ahead ahead, Finish finish) {
   alignas(64) int32_t sums[2 * kTileSide * kScratchColumns];
   const int64_t num_steps = block_words / kTileSide;
   for_tiles(
@@ -190,14 +202,14 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
       [&](int64_t row, int64_t tile) {
         for (int64_t block = 0; block < num_blocks; ++block) {
           multiply_two_by_two(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
-                              block * block_words, kTileSide, num_steps, sums, kScratchColumns);
+                              block * block_words, kTileSide, num_steps, sums, kScratchColumns, ahead);
           finish(row, std::min(2 * kTileSide, rows.count - row), tile, 2, block, sums);
         }
       },
       [&](int64_t row, int64_t tile, auto number) {
         for (int64_t block = 0; block < num_blocks; ++block) {
           multiply_one_by<number>(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
-                                  block * block_words, kTileSide, num_steps, sums, kScratchColumns);
+                                  block * block_words, kTileSide, num_steps, sums, kScratchColumns, ahead);
           finish(row, std::min(kTileSide, rows.count - row), tile, number, block, sums);
         }
       });
