@@ -21,7 +21,10 @@ SELECT
     CASE WHEN count(predicted_cost_usd) = count(*) THEN sum(predicted_cost_usd) END AS predicted_cost_usd,
     CASE WHEN NOT bool_and(bit_equal) THEN false WHEN count(bit_equal) = count(*) THEN true END AS bit_equal,
     string_agg(DISTINCT bit_equal_reason, '; ' ORDER BY bit_equal_reason) AS bit_equal_reason,
-    string_agg(DISTINCT processor, ' + ' ORDER BY processor) AS processor,
+    (
+        SELECT string_agg(DISTINCT one, ' + ' ORDER BY one)
+        FROM (SELECT unnest(string_split(processor, ' + ')) AS one FROM run)
+    ) AS processor,
     CASE WHEN count(gpu_hour) = count(*) AND min(gpu_hour) = max(gpu_hour) THEN min(gpu_hour) END AS gpu_hour,
     CASE WHEN count(input_hit) = count(*) AND min(input_hit) = max(input_hit) THEN min(input_hit) END AS input_hit,
     CASE WHEN count(input_miss) = count(*) AND min(input_miss) = max(input_miss) THEN min(input_miss) END AS input_miss,
