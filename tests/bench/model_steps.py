@@ -2,8 +2,9 @@
 
 A decode step of many requests (alone, and in groups that share most of their pages) and a prefill step, without the
 engine around them. The limit of a step is the larger of the time in which its weights can be read and the time in which
-its products can be multiplied, both at rates measured in the same run. Under each decode step stand what its logits
-take, which is a part of it, and what sampling from them takes, which is not.
+its products can be multiplied (in bfloat16 or float32, whichever is quicker), both at rates measured in the same run.
+Under each decode step stand what its logits take, which is a part of it, and what sampling from them takes, which is
+not.
 
     python tests/bench/model_steps.py [--sizes tiny small] [--dtype bfloat16 fp8] [--threads N] [--ops]
 """
@@ -188,7 +189,7 @@ def main() -> None:
                     print(
                         f"{size} {dtype:<9}{kind:<15}{len(step.tokens):>6} tokens {seconds * 1e3:>9.1f} ms, "
                         f"{max(multiply_s, read_s) / seconds:>6.1%} of the limit (products {multiply_s * 1e3:.1f} ms "
-                        f"at bfloat16 rate, weights {read_s * 1e3:.1f} ms)",
+                        f"at their rate, weights {read_s * 1e3:.1f} ms)",
                         flush=True,
                     )
                     if options.ops:

@@ -170,7 +170,7 @@ def main() -> None:
     if reason := why_not():  # also compiles, so that no turn has to
         print(f"batchinfer runs in plain PyTorch: {reason}")
     print(
-        f"bfloat16 products {gemm_flops() / 1e9:,.0f} GFLOP/s, memory read {read_bytes_per_s() / 1e9:,.1f} GB/s; "
+        f"products {gemm_flops() / 1e9:,.0f} GFLOP/s, memory read {read_bytes_per_s() / 1e9:,.1f} GB/s; "
         f"{os.getloadavg()[0]:.1f} processes wanted a core in the minute before",
         flush=True,
     )
