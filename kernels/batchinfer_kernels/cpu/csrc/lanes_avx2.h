@@ -25,6 +25,8 @@ struct Mask {
 
 constexpr int kMostSums = 5;             // Floats that stay in registers while products are added to them
 constexpr int64_t kStepBytes = 16 << 10;  // of a panel that stay in the first-level cache while rows pass
+// After which it is the turn of what comes next (ahead.h): between loops, since sums would leave their few registers within.
+constexpr int64_t kTurnSteps = 32;
 
 inline First lanes(int64_t count) { return {std::clamp<int64_t>(count, 0, 16)}; }
 

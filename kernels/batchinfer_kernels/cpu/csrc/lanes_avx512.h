@@ -12,6 +12,7 @@ using Mask = __mmask16;
 
 constexpr int kMostSums = 24;             // Floats that stay in registers while products are added to them
 constexpr int64_t kStepBytes = 256 << 10;  // of a panel that stay in the second-level cache while rows pass
+constexpr int64_t kTurnSteps = 4;          // after which it is the turn of what comes next (ahead.h)
 
 inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 

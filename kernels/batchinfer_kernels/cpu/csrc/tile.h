@@ -129,8 +129,7 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], co
   }
 }
 
-constexpr int64_t kTurnSteps = 4;  // after which it is the turn of what comes next (ahead.h)
-
+constexpr bool kTurnsWithin = kTurnSteps < kGroup / 4;  // of the loops over a block or a group
 inline int64_t num_turns(int64_t num_rows, int64_t num_steps) {
   return (num_rows + kTileRows - 1) / kTileRows * ((num_steps + kTurnSteps - 1) / kTurnSteps);
 }
@@ -149,11 +148,16 @@ __attribute__((noinline)) void tile(const typename Step::Row* const* x, const ty
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) rows[r] = x[r];
   constexpr int64_t kPanelStep = Step::kValues * kPanelColumns;
-  for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kPanelStep) {
-    ahead.turn();
-    add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
+  if constexpr (kTurnsWithin) {
+    for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kPanelStep) {
+      ahead.turn();
+      add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
+      for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
+    }
+  } else {
+    ahead.turn();
+    add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, num_steps);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -193,9 +197,10 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][n] = start;
     }
+    if constexpr (!kTurnsWithin) ahead.turn();
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
-      if (step % kTurnSteps == 0) ahead.turn();
+      if (kTurnsWithin && step % kTurnSteps == 0) ahead.turn();
 #pragma GCC unroll 2
       for (int part = 0; part < kFourParts; ++part) {
         if (part > 0) load_again();
@@ -250,10 +255,11 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sums[r][n] = start;
     }
+    if constexpr (!kTurnsWithin) ahead.turn();
 #pragma GCC unroll 8
     for (int64_t step = 0; step < kGroupSteps; ++step) {
       const uint8_t* const line = panel + step / 2 * kLine + 64 * first_chunk;
-      if (step % kTurnSteps == 0) ahead.turn();
+      if (kTurnsWithin && step % kTurnSteps == 0) ahead.turn();
       if (step % 2) load_again();
       NibblePart columns[N];
 #pragma GCC unroll 4
