@@ -54,6 +54,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/calls.py
 	$(BIN)/python tests/bench/model_steps.py
 	$(BIN)/python tests/bench/cpu_kernels.py
+	$(BIN)/python tests/bench/weight_reading.py
 	$(BIN)/python tests/bench/float32.py
 	$(BIN)/python tests/bench/beside_others.py
 	$(BIN)/python tests/bench/claims.py

@@ -128,7 +128,11 @@ def test_tiles_that_the_kernel_does_not_give_are_left(monkeypatch):
         ({"avx", "fma"}, None, "the processor has no avx2$"),
         ({"sse4_2"}, None, "the processor has no avx2, fma$"),
         (AVX512, "avx512", "the processor has no avx512_bf16, avx512_vnni$"),
-        (AVX2, "sse2", "BATCHINFER_CPU_FEATURES is 'sse2'; use amx or avx512 or avx512-vnni or avx512-base or avx2-vnni or avx2$"),
+        (
+            AVX2,
+            "sse2",
+            "BATCHINFER_CPU_FEATURES is 'sse2'; use amx or avx512 or avx512-vnni or avx512-base or avx2-vnni or avx2$",
+        ),
     ],
 )
 def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named, reason):

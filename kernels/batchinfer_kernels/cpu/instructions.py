@@ -62,9 +62,7 @@ INSTRUCTION_SETS = (
     InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2-vnni", (*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS),
-    InstructionSet(
-        "amx-plain", _AVX2, (*_AVX2_FLAGS, "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True
-    ),
+    InstructionSet("amx-plain", _AVX2, (*_AVX2_FLAGS, "-DBATCHINFER_TILES_IN_PLAIN"), tiles=True, for_tests=True),
 )
 
 
