@@ -1,8 +1,8 @@
 // Whether to multiply bfloat16 by the instruction for pairs (vdpbf16ps) where there is one, or widened to float32.
 //
-// AMD's Zen 4 and 5 run that instruction as often as a multiply-add of float32, so it is twice as fast. Intel's processors
-// (Sapphire, Emerald and Granite Rapids) run it at a quarter of that rate. Both ways have the same bits, so the rates
-// decide, measured once in a process.
+// AMD's Zen 4 and 5 run that instruction as often as a multiply-add of float32, so it is twice as fast; Intel's Emerald
+// and Granite Rapids run it a quarter as often. Both ways have the same bits, so the rates decide, measured once in a
+// process.
 
 #include <algorithm>
 #include <atomic>
