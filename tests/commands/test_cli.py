@@ -167,7 +167,7 @@ def test_doctor_says_of_each_dtype_whether_rows_are_equal_and_in_what():
     ended = batchinfer("doctor")
     assert ended.code == 0
     rows = re.findall(
-        r"^ +(float32|bfloat16|fp8) +(equal|NOT EQUAL), in (C\+\+ for \w+|plain PyTorch)", ended.out, re.M
+        r"^ +(float32|bfloat16|fp8) +(equal|NOT EQUAL), in (C\+\+ for [\w-]+|plain PyTorch)", ended.out, re.M
     )
     assert [dtype for dtype, _, _ in rows] == ["float32", "bfloat16", "fp8"]
     for dtype, found, implementation in rows:
