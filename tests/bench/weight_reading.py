@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine import read_bytes_per_s
 
-from batchinfer_kernels.cpu import ops
+from batchinfer_kernels.cpu import build, ops
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ROUNDS = 7
@@ -52,7 +52,10 @@ def main() -> None:
         "4 bits": (ops.pack(plain, four_bit=True), 0.5625, AS_MEASURED),
     }
     library = ops.library()
-    print(f"bfloat16 goes {'by pairs' if library.pairs_are_quick() else 'in float32'} here")
+    if build.instructions().tiles:
+        print("bfloat16 goes in tiles here, in both of its columns")
+    else:
+        print(f"bfloat16 goes {'by pairs' if library.pairs_are_quick() else 'in float32'} here")
     for num_threads in options.threads:
         torch.set_num_threads(num_threads)
         print(f"\n{num_threads} threads, memory read {read_bytes_per_s() / 1e9:.1f} GB/s; GB/s and GFLOP/s\n")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,6 +227,19 @@ def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
     folder.chmod(0o555)
     assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
     assert [path.name for path in folder.iterdir()] == [built.name]
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("avx512", True), ("amx", False), ("avx512-vnni", False)])
+def test_slow_pairs_are_told_where_products_would_be_made_of_them(monkeypatch, name, is_said):
+    (known,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    monkeypatch.setattr(build, "instructions", lambda: known)
+    pairs = SimpleNamespace(pairs_are_quick=lambda: False)
+    monkeypatch.setattr(build.torch, "ops", SimpleNamespace(batchinfer_cpu=pairs))
+    monkeypatch.setenv(build.CHOICE, name)
+    assert ("bfloat16 in float32" in build.explain()) == is_said
+    pairs.pairs_are_quick = lambda: True
+    assert "float32" not in build.explain()
 
 
 @pytest.mark.usefixtures("supported", "cpp")

@@ -101,9 +101,9 @@ def explain() -> str:
     reason = why_not()
     if reason is not None:
         return f"not in use: {reason}"
-    has_pairs = "avx512_bf16" in instructions().features
-    slow = has_pairs and not torch.ops.batchinfer_cpu.pairs_are_quick()
-    return explain_choice() + ("; bfloat16 in float32, as avx512_bf16 is slower on this processor" if slow else "")
+    multiplies_pairs = "avx512_bf16" in instructions().features and not instructions().tiles
+    is_slow = multiplies_pairs and not torch.ops.batchinfer_cpu.pairs_are_quick()
+    return explain_choice() + ("; bfloat16 in float32, as avx512_bf16 is slower on this processor" if is_slow else "")
 
 
 def explain_choice() -> str:

@@ -3,8 +3,9 @@
 //   lanes_avx512.h   one register of 16 lanes
 //   lanes_avx2.h     two registers of 8 lanes
 //
-// Products of bfloat16 pairs and of four 8-bit (or 4-bit) values are instructions of processors with avx512_bf16 and avx512_vnni;
-// elsewhere their values are widened first, then multiplied one part at a time.
+// Products of bfloat16 pairs are instructions of processors with avx512_bf16, those of four 8-bit (or 4-bit) values of
+// processors with avx512_vnni or avx_vnni; elsewhere, and where pairs are slow (pairs.cpp), their values are widened first,
+// then multiplied one part at a time.
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
 //   Doubles          8 float64

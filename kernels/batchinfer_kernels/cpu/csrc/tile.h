@@ -29,8 +29,8 @@ namespace batchinfer {
 
 constexpr int64_t kTileRows = 6;
 constexpr int kChunks = kPanelColumns / 16;
-constexpr int64_t kStripRows = 96;  // rows that pass a panel together
-constexpr int64_t kPartBlocks = 4;       // of a panel in 8 or 4 bits that rows pass at a time
+constexpr int64_t kStripRows = 96;    // rows that pass a panel together
+constexpr int64_t kPartBlocks = 4;    // of a panel in 8 or 4 bits that rows pass at a time
 constexpr int64_t kWideValues = 128;  // of a row and of a panel's columns that are widened at a time
 constexpr int64_t kWidenPanel = 48;   // rows for which it is worth it to widen a panel in memory
 #ifdef BATCHINFER_TILES
@@ -130,6 +130,8 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], co
 }
 
 constexpr bool kTurnsWithin = kTurnSteps < kGroup / 4;  // of the loops over a block or a group
+
+// How often it is the turn of what comes next while rows are multiplied, roughly.
 inline int64_t num_turns(int64_t num_rows, int64_t num_steps) {
   return (num_rows + kTileRows - 1) / kTileRows * ((num_steps + kTurnSteps - 1) / kTurnSteps);
 }
