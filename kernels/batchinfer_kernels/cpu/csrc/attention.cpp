@@ -74,7 +74,11 @@ void interleave_values(Rows<bf16> values, int64_t value_dim, int64_t room, int64
     const bf16* odd = key + 1 < num_keys ? values.at(key + 1) : nullptr;
     bf16* at = out + key * room;
     int64_t c = 0;
-    for (; odd && c + 32 <= value_dim; c += 32) interleave_32(even + c, odd + c, at + 2 * c);
+    for (; c + 32 <= value_dim; c += 32) {
+      const Ints first = load_ints(even + c), second = odd ? load_ints(odd + c) : ints(0);
+      store_ints(at + 2 * c, first_pairs(first, second));
+      store_ints(at + 2 * c + 32, second_pairs(first, second));
+    }
     for (; c + 16 <= value_dim; c += 16) {
       store_ints(at + 2 * c, beside(load_bits(even + c), odd ? load_bits(odd + c) : ints(0)));
     }
@@ -96,11 +100,11 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   own.value_dim_ = value_dim;
   own.value_room_ = (value_dim + 15) / 16 * 16;
   own.factor_ = scale * kLog2E;
-  own.queries_.resize(own.width_ / kWordValues<Value> * kAttentionRows + 64);
-  own.sums_.resize(kAttentionRows * own.value_room_);
-  own.values_.resize(kPageTokens * own.value_room_);
-  if (own.is_padded_) own.padded_queries_.resize(kAttentionRows * own.width_);
-  if (own.is_wide_) own.wide_rows_.resize((lanes == Lanes::kRows ? kMostKeys : kAttentionRows) * own.width_);
+  own.queries_.grow(own.width_ / kWordValues<Value> * kAttentionRows + 64);
+  own.sums_.grow(kAttentionRows * own.value_room_);
+  own.values_.grow(kPageTokens * own.value_room_);
+  if (own.is_padded_) own.padded_queries_.grow(kAttentionRows * own.width_);
+  if (own.is_wide_) own.wide_rows_.grow((lanes == Lanes::kRows ? kMostKeys : kAttentionRows) * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -109,24 +113,44 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
 }
 
 template <class Value>
-void Attention<Value>::load_query(int64_t row, const Value* q, int64_t position) {
+void Attention<Value>::load_queries(int64_t row, int64_t count, Rows<Value> q) {
   if (is_padded_) {
-    Value* padded = padded_queries_.data() + row * width_;
-    std::copy_n(q, width_ - 1, padded);
-    padded[width_ - 1] = 0;
-    q = padded;
+    Value* const padded = padded_queries_.data() + row * width_;
+    for (int64_t i = 0; i < count; ++i) {
+      std::copy_n(q.at(i), width_ - 1, padded + i * width_);
+      padded[i * width_ + width_ - 1] = 0;
+    }
+    q = {padded, width_};
   }
-  query_rows_[row] = q;
+  for (int64_t i = 0; i < count; ++i) query_rows_[row + i] = q.at(i);
   if constexpr (kWordValues<Value> == 2) {
-    if (is_wide_ && lanes_ == Lanes::kKeys) widen(q, width_, wide_rows_.data() + row * width_);
-  }
-  if (lanes_ == Lanes::kRows) {
-    for (int64_t word = 0; word < width_ / kWordValues<Value>; ++word) {
-      std::memcpy(&queries_[word * kAttentionRows + row], q + word * kWordValues<Value>, sizeof(int32_t));
+    if (is_wide_ && lanes_ == Lanes::kKeys) {
+      for (int64_t i = 0; i < count; ++i) widen(q.at(i), width_, wide_rows_.data() + (row + i) * width_);
     }
   }
-  positions_[row] = static_cast<int32_t>(position);
-  std::fill_n(sums_.data() + row * value_room_, value_room_, 0.0f);
+  if (lanes_ == Lanes::kRows) turn_queries(row, count, q);
+  std::fill_n(sums_.data() + row * value_room_, count * value_room_, 0.0f);
+}
+
+// The queries as the panel of a product: [words][64 rows].
+template <class Value>
+void Attention<Value>::turn_queries(int64_t row, int64_t count, Rows<Value> q) {
+  const int64_t num_words = width_ / kWordValues<Value>;
+  int64_t i = 0;
+  if (q.stride % kWordValues<Value> == 0) {
+    for (; i + 16 <= count; i += 16) {
+      const int32_t* const words = reinterpret_cast<const int32_t*>(q.at(i));
+      for (int64_t word = 0; word < num_words; word += 16) {
+        turn_16(words + word, q.stride / kWordValues<Value>, std::min<int64_t>(16, num_words - word),
+                queries_.data() + word * kAttentionRows + row + i, kAttentionRows);
+      }
+    }
+  }
+  for (; i < count; ++i) {
+    for (int64_t word = 0; word < num_words; ++word) {
+      std::memcpy(queries_.data() + word * kAttentionRows + row + i, q.at(i) + word * kWordValues<Value>, sizeof(int32_t));
+    }
+  }
 }
 
 // Keys that begin at a word, with a zero behind each where a step would take the first value of the next key, too.
@@ -134,7 +158,7 @@ template <class Value>
 Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
   const int64_t width = width_ - is_padded_;
   if (!is_padded_ && keys.stride % kWordValues<Value> == 0) return keys;
-  padded_keys_.resize(kPageTokens * width_);
+  padded_keys_.grow(kPageTokens * width_);
   for (int64_t key = 0; key < num_keys; ++key) {
     Value* padded = padded_keys_.data() + key * width_;
     std::copy_n(keys.at(key), width, padded);
@@ -230,13 +254,13 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
       total = total + weight;
       store(wide_weights_[key] + lane, first, weight);
     } else {
-      const Ints even = rounded_bits(weight_of(key)), odd = rounded_bits(weight_of(key + 1));
-      total = total + low_values(even) + low_values(odd);
+      const Ints pair = rounded_pairs(weight_of(key), weight_of(key + 1));
+      total = total + low_values(pair) + high_values(pair);
       if (is_wide_) {
-        store(wide_weights_[key] + lane, first, low_values(even));
-        store(wide_weights_[key + 1] + lane, first, low_values(odd));
+        store(wide_weights_[key] + lane, first, low_values(pair));
+        store(wide_weights_[key + 1] + lane, first, high_values(pair));
       } else {
-        store_ints(weights_[key / 2] + lane, first, beside(even, odd));
+        store_ints(weights_[key / 2] + lane, first, pair);
       }
     }
   }
@@ -457,10 +481,16 @@ void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value
 }
 
 template <class Value>
-void Attention<Value>::finish(int64_t row, Value* out, int64_t count) const {
+void Attention<Value>::finish(int64_t row, Value* out) const {
   const float* sums = sums_.data() + row * value_room_;
   const Floats total = floats(peak_[row] == kMinusInfinity ? 1.0f : total_[row]);
-  for (int64_t c = 0; c < count; c += 16) store_rounded(out + c, lanes(count - c), load(sums + c) / total);
+  int64_t c = 0;
+  if constexpr (kWordValues<Value> == 2) {
+    for (; c + 32 <= value_dim_; c += 32) {
+      store_ints(out + c, rounded_pairs(load(sums + c) / total, load(sums + c + 16) / total));
+    }
+  }
+  for (; c < value_dim_; c += 16) store_rounded(out + c, lanes(value_dim_ - c), load(sums + c) / total);
 }
 
 template class Attention<bf16>;

@@ -13,9 +13,8 @@
 
 #pragma once
 
-#include <vector>
-
 #include "kernels.h"
+#include "scratch.h"
 
 namespace batchinfer {
 
@@ -41,8 +40,10 @@ class Attention {
   // The calling thread's own, made ready for rows of `width` values and `value_dim` results.
   static Attention& begin(int64_t width, int64_t value_dim, float scale, Lanes lanes);
 
-  // Row `row` (0 … 63) is the query `q` of a token at `position`; `q` must stay where it is.
-  void load_query(int64_t row, const Value* q, int64_t position);
+  // Rows [row, row + count), of 64, are these queries, which must stay where they are.
+  void load_queries(int64_t row, int64_t count, Rows<Value> q);
+  // Row `row` is of a token at `position`.
+  void set_position(int64_t row, int64_t position) { positions_[row] = static_cast<int32_t>(position); }
 
   // Rows [row_begin, row_end) meet `num_keys` keys of one page, which starts at position `start`. A whole page of keys
   // must be readable. `values` are the keys' values; a key that is not there has zeros where a step takes two.
@@ -58,12 +59,13 @@ class Attention {
   // The values of a page for add_page, in this thread's scratch memory where they cannot stay where they are.
   PageValues<Value> values_of(Rows<Value> values, int64_t num_keys);
 
-  // out = the first `count` of the weighted mean of the values that row `row` has seen; zeros when it has seen none.
-  void finish(int64_t row, Value* out, int64_t count) const;
+  // out = the weighted mean of the values that row `row` has seen; zeros when it has seen none.
+  void finish(int64_t row, Value* out) const;
 
  private:
   template <class Step, int K, int C>
   void score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
+  void turn_queries(int64_t row, int64_t count, Rows<Value> q);
   void score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys);
   void turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next);
@@ -88,16 +90,17 @@ class Attention {
   bool is_padded_;                // rows of keys and queries end within a word
   bool is_wide_;                  // rows of products are widened to float32, as pairs are slow here (pairs.cpp)
   float factor_;                  // scale / ln 2
-  std::vector<int32_t> queries_;  // [words of a row, kAttentionRows]; with lanes of keys the keys
+  Scratch<int32_t> queries_;  // [words of a row, kAttentionRows]; with lanes of keys the keys
   const Value* query_rows_[kAttentionRows];
-  std::vector<float> sums_;    // [kAttentionRows, value_room_]
-  std::vector<Value> values_;  // [kPageTokens, value_room_], in words
-  std::vector<Value> padded_keys_, padded_queries_;
-  std::vector<float> wide_rows_;  // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
+  Scratch<float> sums_;    // [kAttentionRows, value_room_]
+  Scratch<Value> values_;  // [kPageTokens, value_room_], in words
+  Scratch<Value> padded_keys_, padded_queries_;
+  Scratch<float> wide_rows_;  // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
 
-// Words of two keys: values[pair][c] = the values at c of keys 2 * pair and 2 * pair + 1 side by side. A key that is not
-// there and columns behind the last one, up to `room`, have zeros.
+// Words of two keys: the values at a column of keys 2 * pair and 2 * pair + 1 side by side. Of each whole 32 columns come the
+// first, third, … first, then the others, as shifts put them there; Attention::finish brings them into order again. A key
+// that is not there and columns behind the last one, up to `room`, have zeros.
 void interleave_values(Rows<bf16> values, int64_t value_dim, int64_t room, int64_t num_keys, bf16* out);
 
 }  // namespace batchinfer

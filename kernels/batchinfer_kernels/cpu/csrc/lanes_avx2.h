@@ -257,6 +257,8 @@ inline Ints beside(Ints low, Ints high) {
   return {_mm256_or_si256(low.low, _mm256_slli_epi32(high.low, 16)),
           _mm256_or_si256(low.high, _mm256_slli_epi32(high.high, 16))};
 }
+// beside(rounded_bits(low), rounded_bits(high)).
+inline Ints rounded_pairs(Floats low, Floats high) { return beside(rounded_bits(low), rounded_bits(high)); }
 inline __m256 low_values(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 high_values(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
@@ -369,11 +371,11 @@ inline void join_pairs(Floats first, Floats second, Floats& low, Floats& high) {
   join_pairs(first.high, second.high, high);
 }
 
-// 32 values of two rows side by side.
-inline void interleave_32(const bf16* even, const bf16* odd, bf16* out) {
-  store_ints(out, beside(load_bits(even), load_bits(odd)));
-  store_ints(out + 32, beside(load_bits(even + 16), load_bits(odd + 16)));
-}
+// The first, third, … values of two rows of 32 side by side, and the second, fourth, … ones.
+inline __m256i first_pairs(__m256i a, __m256i b) { return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xAA); }
+inline __m256i second_pairs(__m256i a, __m256i b) { return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA); }
+inline Ints first_pairs(Ints a, Ints b) { return {first_pairs(a.low, b.low), first_pairs(a.high, b.high)}; }
+inline Ints second_pairs(Ints a, Ints b) { return {second_pairs(a.low, b.low), second_pairs(a.high, b.high)}; }
 
 // Turns 8 x 8 values of 32 bits.
 inline void turn_8(const __m256i (&rows)[8], __m256i (&out)[8]) {

@@ -124,6 +124,16 @@ inline __m256i rounded_halves(Floats values) {
 #endif
 inline Ints rounded_bits(Floats values) { return _mm512_cvtepu16_epi32(rounded_halves(values)); }
 inline Ints beside(Ints low, Ints high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
+// beside(rounded_bits(low), rounded_bits(high)).
+inline Ints rounded_pairs(Floats low, Floats high) {
+#ifdef __AVX512BF16__
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  const Ints places = plus(ints(0x00100000), _mm512_mullo_epi32(ints(0x00010001), steps()));  // 0 16 1 17 …
+  return _mm512_permutexvar_epi16(places, halves);
+#else
+  return beside(rounded_bits(low), rounded_bits(high));
+#endif
+}
 inline Floats low_values(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline Floats high_values(Ints pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
@@ -214,13 +224,9 @@ inline void join_pairs(Floats first, Floats second, Floats& low, Floats& high) {
   high = _mm512_permutex2var_ps(first, plus(plus(half, odd), ints(8)), second);
 }
 
-// 32 values of two rows side by side.
-inline void interleave_32(const bf16* even, const bf16* odd, bf16* out) {
-  const Ints places = plus(ints(0x00200000), _mm512_mullo_epi32(ints(0x00010001), steps()));  // of even, then of odd
-  const Ints low = load_ints(even), high = load_ints(odd);
-  store_ints(out, _mm512_permutex2var_epi16(low, places, high));
-  store_ints(out + 32, _mm512_permutex2var_epi16(low, _mm512_add_epi16(places, _mm512_set1_epi16(16)), high));
-}
+// The first, third, … values of two rows of 32 side by side, and the second, fourth, … ones.
+inline Ints first_pairs(Ints a, Ints b) { return _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)); }
+inline Ints second_pairs(Ints a, Ints b) { return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a, 16), b); }
 
 // Turns 16 x 16 values of 32 bits: out[i][j] = rows[j][i] for `count` of the i; rows end after `count` values.
 inline void turn_16(const int32_t* rows, int64_t row_stride, int64_t count, int32_t* out, int64_t out_stride) {

@@ -93,14 +93,15 @@ void mla_decode(const DecodeShape& shape, const Value* q, const Value* pages, co
     const int64_t* requests = order.data() + group * together;
     const int64_t num_requests = std::min(together, shape.num_requests - group * together);
     Attention<Value>& attention = Attention<Value>::begin(shape.width, shape.latent_dim, shape.scale, lanes);
-    for (int64_t i = 0; i < num_requests * num_rows; ++i) {
-      const int64_t row = requests[i / num_rows] * request_rows + first_row + i % num_rows;
-      attention.load_query(i, q + row * shape.width, positions[row / shape.num_heads]);
+    for (int64_t i = 0; i < num_requests; ++i) {
+      const int64_t row = requests[i] * request_rows + first_row, place = i * num_rows;
+      attention.load_queries(place, num_rows, {q + row * shape.width, shape.width});
+      for (int64_t r = 0; r < num_rows; ++r) attention.set_position(place + r, positions[(row + r) / shape.num_heads]);
     }
     attend(attention, step, requests, num_requests, 0, num_rows, 0);
     for (int64_t i = 0; i < num_requests * num_rows; ++i) {
       const int64_t row = requests[i / num_rows] * request_rows + first_row + i % num_rows;
-      attention.finish(i, out + row * shape.latent_dim, shape.latent_dim);
+      attention.finish(i, out + row * shape.latent_dim);
     }
   });
 }

@@ -4,7 +4,6 @@
 // A task makes the keys and values of one page and head; then a task is one head and up to 64 queries of a chunk.
 
 #include <algorithm>
-#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -47,20 +46,20 @@ template <class Value>
 struct Expanded {
   const PrefillShape& shape;
   int64_t num_heads;
-  std::unique_ptr<Value[]> keys, values;
+  Scratch<Value> keys, values;
 
   Expanded(const PrefillShape& shape, int64_t num_heads, int64_t num_places)
       : shape(shape),
         num_heads(num_heads),
-        keys(new Value[num_places * num_heads * kPageTokens * width()]),
-        values(new Value[num_places * num_heads * kPageTokens * value_room()]) {}
+        keys(num_places * num_heads * kPageTokens * width()),
+        values(num_places * num_heads * kPageTokens * value_room()) {}
   int64_t width() const { return shape.nope_dim + shape.rotary_dim; }
   int64_t value_room() const { return (shape.value_dim + 15) / 16 * 16; }  // whole vectors
   Value* keys_at(int64_t place, int64_t head) const {
-    return keys.get() + (place * num_heads + head) * kPageTokens * width();
+    return keys.data() + (place * num_heads + head) * kPageTokens * width();
   }
   PageValues<Value> values_at(int64_t place, int64_t head) const {
-    return {values.get() + (place * num_heads + head) * kPageTokens * value_room(), kWordValues<Value> * value_room()};
+    return {values.data() + (place * num_heads + head) * kPageTokens * value_room(), kWordValues<Value> * value_room()};
   }
   Value* value_room_at(int64_t place, int64_t head) const { return const_cast<Value*>(values_at(place, head).data); }
 };
@@ -164,11 +163,12 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
       const Part& part = parts[task / num_heads];
       const int64_t head = task % num_heads;
       Attention<Value>& attention = Attention<Value>::begin(width, shape.value_dim, shape.scale, Lanes::kRows);
+      attention.load_queries(0, part.num_rows, {q + (part.first_row * shape.num_heads + first_head + head) * width,
+                                                shape.num_heads * width});
       int64_t last = 0;
       for (int64_t i = 0; i < part.num_rows; ++i) {
-        const int64_t row = part.first_row + i;
-        attention.load_query(i, q + (row * shape.num_heads + first_head + head) * width, positions[row]);
-        last = std::max(last, positions[row]);
+        attention.set_position(i, positions[part.first_row + i]);
+        last = std::max(last, positions[part.first_row + i]);
       }
       const int64_t num_tokens = std::min(last + 1, chunks[part.chunk].context_tokens);
       for (int64_t start = 0; start < num_tokens; start += kPageTokens) {
@@ -178,7 +178,7 @@ void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t 
       }
       for (int64_t i = 0; i < part.num_rows; ++i) {
         const int64_t row = part.first_row + i;
-        attention.finish(i, out + (row * shape.num_heads + first_head + head) * shape.value_dim, shape.value_dim);
+        attention.finish(i, out + (row * shape.num_heads + first_head + head) * shape.value_dim);
       }
     });
   }

@@ -77,9 +77,7 @@ struct Scorer {
     for (int64_t head = 0; head < shape.num_heads; head += kAttentionRows) {
       const int64_t num_heads = std::min(kAttentionRows, shape.num_heads - head);
       Attention<Value>& attention = Attention<Value>::begin(shape.width, 16, 1.0f, Lanes::kRows);
-      for (int64_t i = 0; i < num_heads; ++i) {
-        attention.load_query(i, q + (row * shape.num_heads + head + i) * shape.width, 0);
-      }
+      attention.load_queries(0, num_heads, {q + (row * shape.num_heads + head) * shape.width, shape.width});
       for (int64_t start = first * kPageTokens; start < last; start += kPageTokens) {
         const auto keys_of = [&](int64_t at) -> Rows<Value> {
           return {pages + page_ids[at / kPageTokens] * kPageTokens * shape.row_step, shape.row_step};
@@ -159,16 +157,14 @@ void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, co
       std::fill_n(out + (row * shape.num_heads + head) * shape.latent_dim, num_heads * shape.latent_dim, Value{});
       return;
     }
-    static thread_local std::vector<Value> keys;
+    static thread_local Scratch<Value> keys;
     static thread_local std::vector<int64_t> rows;  // with room for a whole page of keys to come
-    keys.resize(kPageTokens * shape.width);
+    keys.grow(kPageTokens * shape.width);
     rows.assign(own, own + shape.num_keys);
     rows.resize(shape.num_keys + kPageTokens, own[0]);
     Attention<Value>& attention = Attention<Value>::begin(shape.width, shape.latent_dim, shape.scale, lanes);
-    for (int64_t i = 0; i < num_heads; ++i) {
-      // it sees all of its keys
-      attention.load_query(i, q + (row * shape.num_heads + head + i) * shape.width, shape.num_keys);
-    }
+    attention.load_queries(0, num_heads, {q + (row * shape.num_heads + head) * shape.width, shape.width});
+    for (int64_t i = 0; i < num_heads; ++i) attention.set_position(i, shape.num_keys);  // it sees all of its keys
     for (int64_t start = 0; start < shape.num_keys; start += kPageTokens) {
       const int64_t num_keys = std::min(kPageTokens, shape.num_keys - start);
       for (int64_t key = 0; key < num_keys; ++key) {
@@ -179,7 +175,7 @@ void mla_sparse(const SparseShape& shape, const Value* q, const Value* pages, co
                          start + kPageTokens < shape.num_keys ? next : Rows<Value>{});
     }
     for (int64_t i = 0; i < num_heads; ++i) {
-      attention.finish(i, out + (row * shape.num_heads + head + i) * shape.latent_dim, shape.latent_dim);
+      attention.finish(i, out + (row * shape.num_heads + head + i) * shape.latent_dim);
     }
   });
 }
