@@ -35,17 +35,21 @@ class Ahead {
   int64_t bytes_a_turn_;
 };
 
-// Which of the strips of rows that pass a panel one after the other: the first one meets a panel that may still be in
-// memory, and while the last one passes, the next panel is asked for.
+// Which of the `count` strips of rows that pass a panel one after the other, and the panel that its thread takes `next`.
+// The first strip meets a panel that may still be in memory; each asks for its share of the next panel.
 struct Pass {
-  bool is_first = false, is_last = false;
+  int64_t number = 0, count = 0;
+  const void* next = nullptr;
 
-  static Pass of(int64_t begin, int64_t end, int64_t strip_begin, int64_t strip_end) {
-    return {strip_begin == begin, strip_end == end};
+  // The next part of the same panel.
+  Ahead next_part(const void* at, int64_t num_bytes, int64_t num_turns) const {
+    return count > 0 && number == 0 ? Ahead(at, num_bytes, std::max<int64_t>(1, num_turns)) : Ahead::nothing();
   }
-  // What stands behind a part of a panel: in the same panel, or the next one.
-  Ahead behind(bool is_same_panel, const void* at, int64_t num_bytes, int64_t num_turns) const {
-    return (is_same_panel ? is_first : is_last) ? Ahead(at, num_bytes, std::max<int64_t>(1, num_turns)) : Ahead::nothing();
+  // This strip's share of the first `num_bytes` of the next panel.
+  Ahead next_panel(int64_t num_bytes, int64_t num_turns) const {
+    if (count == 0 || !next) return Ahead::nothing();
+    const int64_t share = (num_bytes + count - 1) / count;
+    return Ahead(static_cast<const char*>(next) + number * share, share, std::max<int64_t>(1, num_turns));
   }
 };
 

@@ -3,9 +3,9 @@
 // Both steps are one list of tasks over all experts, so that threads stay busy when experts have few rows each. A panel
 // of the first product has 32 columns of the gate projection and the same 32 of the up projection.
 
-#include <memory>
 #include <vector>
 
+#include "scratch.h"
 #include "tile.h"
 #include "vector_math.h"
 
@@ -19,7 +19,9 @@ struct Part {
   int64_t expert, row_begin, row_end, panel_begin, panel_end;
 };
 
-std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight, int64_t row_bytes) {
+// `are_copied`: every task copies its rows first, so it takes as many panels as threads can do with.
+std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight, int64_t row_bytes,
+                           bool are_copied = false) {
   std::vector<Part> parts;
   int64_t num_busy = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) num_busy += experts[expert].num_rows > 0;
@@ -27,11 +29,11 @@ std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const
     const ExpertRows& rows = experts[expert];
     if (rows.num_rows == 0) continue;
     const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes);
-    const int64_t end = rows.first + rows.num_rows;
+    const int64_t end = rows.first + rows.num_rows, block_panels = are_copied ? cut.fair_panels : cut.block_panels;
     for (int64_t row = rows.first; row < end; row += cut.block_rows) {
-      for (int64_t panel = 0; panel < weight.num_panels(); panel += cut.block_panels) {
+      for (int64_t panel = 0; panel < weight.num_panels(); panel += block_panels) {
         parts.push_back({expert, row, std::min(row + cut.block_rows, end), panel,
-                         std::min(panel + cut.block_panels, weight.num_panels())});
+                         std::min(panel + block_panels, weight.num_panels())});
       }
     }
   }
@@ -42,19 +44,60 @@ const uint8_t* panel_of(const Weight& weights, int64_t expert, int64_t panel) {
   return weights.data + expert * weights.bytes() + panel * weights.panel_bytes();
 }
 
+// The panel that the task's thread takes after this one, or null.
+const uint8_t* next_panel_of(const Weight& weights, const std::vector<Part>& parts, int64_t task, int64_t panel) {
+  if (panel + 1 < parts[task].panel_end) return panel_of(weights, parts[task].expert, panel + 1);
+  const int64_t next = task_after(task);
+  if (next >= int64_t(parts.size())) return nullptr;
+  return panel_of(weights, parts[next].expert, parts[next].panel_begin);
+}
+
+// Rows that an index names, side by side in this thread's scratch memory: tiles take rows at equal distances.
+template <class Value>
+Rows<Value> copied(const Rows<Value>& x, int64_t first, int64_t num_rows, const Weight& weight) {
+  static thread_local Scratch<Value> values;
+  values.grow(num_rows * weight.depth);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    std::copy_n(x.at(first + row), weight.depth, values.data() + row * weight.depth);
+  }
+  return {values.data(), weight.depth};
+}
+ByteRows copied(const ByteRows& x, int64_t first, int64_t num_rows, const Weight&) {
+  static thread_local Scratch<uint8_t> values;
+  static thread_local Scratch<float> scales;
+  const int64_t width = x.num_blocks * kBlock;
+  values.grow(num_rows * width);
+  scales.grow(num_rows * x.num_blocks);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    std::copy_n(x.data + x.index[first + row] * width, width, values.data() + row * width);
+    std::copy_n(x.scales + x.index[first + row] * x.num_blocks, x.num_blocks, scales.data() + row * x.num_blocks);
+  }
+  return {values.data(), scales.data(), nullptr, x.num_blocks};
+}
+
+// Whether tasks copy their rows.
+template <class Source>
+bool are_copied(const Source& x, const Weight& weight) {
+  return kHasTiles && std::is_same_v<typename Source::Value, bf16> && x.index && weight.kind != WeightKind::kInt4;
+}
+
 // hidden [rows, stride] = silu(gate) * up, kept in float32 until the product is rounded; zeros behind them in a row.
 template <class Source, class Value>
 void activate(const Source& x, const std::vector<Part>& parts, const Weight& gate_up, Value* hidden, int64_t stride) {
   const int64_t intermediate = gate_up.num_columns / 2;
   run_tasks(parts.size(), [&](int64_t task) {
     const Part& part = parts[task];
+    const bool is_copied = are_copied(x, gate_up);
+    const Source own = is_copied ? copied(x, part.row_begin, part.row_end - part.row_begin, gate_up) : x;
+    const int64_t first = is_copied ? part.row_begin : 0;  // of its rows
     alignas(64) float sums[kStripRows * kPanelColumns];
     for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
       const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
+      const uint8_t* const next = next_panel_of(gate_up, parts, task, panel);
       for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
         const int64_t rows = std::min(kStripRows, part.row_end - row);
-        multiply_strip(x, row, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
-                       Pass::of(part.row_begin, part.row_end, row, row + rows));
+        multiply_strip(own, row - first, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
+                       pass_of(part.row_begin, part.row_end, row, next));
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < columns; c += 16) {
             const float* gate = sums + r * kPanelColumns + c;
@@ -78,10 +121,11 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
     alignas(64) float sums[kStripRows * kPanelColumns];
     for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
       const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
+      const uint8_t* const next = next_panel_of(down, parts, task, panel);
       for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
         const int64_t rows = std::min(kStripRows, part.row_end - row);
         multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel), num_chunks(down, panel), sums,
-                       Pass::of(part.row_begin, part.row_end, row, row + rows));
+                       pass_of(part.row_begin, part.row_end, row, next));
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t at = (row + r) * down.num_columns + column;
           for (int64_t c = 0; c < columns; c += 16) {
@@ -104,33 +148,6 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
   return total;
 }
 
-// Rows that an index names, one after the other: tiles take rows at equal distances.
-template <class Value>
-struct Gathered {
-  std::unique_ptr<Value[]> values;
-  Rows<Value> rows;
-
-  Gathered(const Rows<Value>& x, int64_t num_rows, const Weight& weight)
-      : values(new Value[num_rows * weight.depth]), rows{values.get(), weight.depth} {
-    gather_rows(x.data, x.stride * sizeof(Value), weight.depth * sizeof(Value), x.index, num_rows, values.get());
-  }
-};
-template <>
-struct Gathered<uint8_t> {
-  std::unique_ptr<uint8_t[]> values;
-  std::unique_ptr<float[]> scales;
-  ByteRows rows;
-
-  Gathered(const ByteRows& x, int64_t num_rows, const Weight&)
-      : values(new uint8_t[num_rows * x.num_blocks * kBlock]),
-        scales(new float[num_rows * x.num_blocks]),
-        rows{values.get(), scales.get(), nullptr, x.num_blocks} {
-    const int64_t width = x.num_blocks * kBlock, scale_bytes = x.num_blocks * sizeof(float);
-    gather_rows(x.data, width, width, x.index, num_rows, values.get());
-    gather_rows(x.scales, scale_bytes, scale_bytes, x.index, num_rows, scales.get());
-  }
-};
-
 }  // namespace
 
 template <class Source, class Value>
@@ -140,24 +157,19 @@ void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts,
   const int64_t bytes_each = kIsBytes ? 1 : sizeof(Value);
   const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
-  if constexpr (kHasTiles && std::is_same_v<Value, bf16>) {
-    if (x.index && gate_up.kind != WeightKind::kInt4) {
-      const Gathered<std::conditional_t<kIsBytes, uint8_t, Value>> gathered(x, num_rows, gate_up);
-      return expert_mlp(gathered.rows, experts, num_experts, gate_up, down, stream, out);
-    }
-  }
-  const std::unique_ptr<Value[]> hidden(new Value[num_rows * stride]);
-  activate(x, parts_of(experts, num_experts, gate_up, bytes_each * gate_up.depth), gate_up, hidden.get(), stride);
+  const Scratch<Value> hidden(num_rows * stride);
+  activate(x, parts_of(experts, num_experts, gate_up, bytes_each * gate_up.depth, are_copied(x, gate_up)), gate_up,
+           hidden.data(), stride);
   const std::vector<Part> parts = parts_of(experts, num_experts, down, bytes_each * down.depth);
   if constexpr (kIsBytes) {
-    const std::unique_ptr<uint8_t[]> bytes(new uint8_t[num_rows * down.num_blocks() * kBlock]);
-    const std::unique_ptr<float[]> scales(new float[num_rows * down.num_blocks()]);
-    std::unique_ptr<int32_t[]> starts;
-    if (down.kind == WeightKind::kInt4) starts.reset(new int32_t[num_rows * down.num_blocks() * (kBlock / kGroup)]);
-    to_bytes(Rows<bf16>{hidden.get(), stride}, bytes.get(), scales.get(), starts.get(), num_rows, intermediate);
-    project_down(ByteRows{bytes.get(), scales.get(), starts.get(), down.num_blocks()}, parts, down, stream, out);
+    const Scratch<uint8_t> bytes(num_rows * down.num_blocks() * kBlock);
+    const Scratch<float> scales(num_rows * down.num_blocks());
+    Scratch<int32_t> starts;
+    if (down.kind == WeightKind::kInt4) starts.grow(num_rows * down.num_blocks() * (kBlock / kGroup));
+    to_bytes(Rows<bf16>{hidden.data(), stride}, bytes.data(), scales.data(), starts.data(), num_rows, intermediate);
+    project_down(ByteRows{bytes.data(), scales.data(), starts.data(), down.num_blocks()}, parts, down, stream, out);
   } else {
-    project_down(Rows<Value>{hidden.get(), stride}, parts, down, stream, out);
+    project_down(Rows<Value>{hidden.data(), stride}, parts, down, stream, out);
   }
 }
 

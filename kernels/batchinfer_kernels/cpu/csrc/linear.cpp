@@ -17,16 +17,16 @@ void write_row(const float* sums, int64_t count, const Value* stream, Value* out
   }
 }
 
-// Rows [row_begin, row_end) of the product with one panel.
+// Rows [row_begin, row_end) of the product with one panel; `next` as in Pass.
 template <class Source, class Value>
 void panel_product(const Source& x, const Weight& weight, int64_t number, int64_t row_begin, int64_t row_end,
-                   const Value* stream, Value* out, int64_t out_stride) {
+                   const void* next, const Value* stream, Value* out, int64_t out_stride) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
     multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums,
-                   Pass::of(row_begin, row_end, row, row + rows));
+                   pass_of(row_begin, row_end, row, next));
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * out_stride + column;
       write_row(sums + r * kPanelColumns, columns, stream ? stream + at : nullptr, out + at);
@@ -53,9 +53,12 @@ void linear(const Source& x, const Weight& weight, const Value* stream, Value* o
   const int64_t panel_blocks = (weight.num_panels() + cut.block_panels - 1) / cut.block_panels;
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
   run_tasks(row_blocks * panel_blocks, nanoseconds_of(weight, num_rows), [&](int64_t task) {
-    const int64_t row = task / panel_blocks * cut.block_rows, first = task % panel_blocks * cut.block_panels;
-    for (int64_t panel = first; panel < std::min(first + cut.block_panels, weight.num_panels()); ++panel) {
-      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), stream, out,
+    const auto first_panel = [&](int64_t number) { return number % panel_blocks * cut.block_panels; };
+    const int64_t row = task / panel_blocks * cut.block_rows, first = first_panel(task);
+    const int64_t end = std::min(first + cut.block_panels, weight.num_panels());
+    for (int64_t panel = first; panel < end; ++panel) {
+      const int64_t next = panel + 1 < end ? panel + 1 : first_panel(task_after(task));
+      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), weight.panel(next), stream, out,
                     weight.num_columns);
     }
   });
@@ -70,12 +73,14 @@ void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
   run_tasks(num_batches * row_blocks, num_batches * nanoseconds_of(weights, num_rows), [&](int64_t task) {
     const int64_t batch = task / row_blocks, row = task % row_blocks * cut.block_rows;
+    const int64_t next_batch = std::min(task_after(task) / row_blocks, num_batches - 1);
     Weight weight = weights;
     weight.data += batch * weights.bytes();
     const Rows<Value> rows{x.data + batch * x_batch, x.stride};
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-      panel_product<Rows<Value>, Value>(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), nullptr,
-                                        out + batch * out_batch, out_stride);
+      const void* const next = panel + 1 < num_panels ? weight.panel(panel + 1) : weights.data + next_batch * weights.bytes();
+      panel_product<Rows<Value>, Value>(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), next,
+                                        nullptr, out + batch * out_batch, out_stride);
     }
   });
 }

@@ -27,8 +27,32 @@ namespace batchinfer {
 
 constexpr int64_t kTileSide = 16;  // rows, and words of a row
 
-// Tiles by number: sums of two tiles of rows with two tiles of columns, or of one with four.
+// Tiles by number: sums of two tiles of rows with two tiles of columns, of one with four, or of four with one, where
+// kColumns1 has rows.
 enum TileNumber { kSums0, kSums1, kSums2, kSums3, kRows0, kRows1, kColumns0, kColumns1, kNumTiles };
+
+// Rows of each tile, and words of a tile of rows.
+struct TileShapes {
+  int64_t num_rows[kNumTiles], num_words;
+  bool is_column = false;  // four tiles of rows with one of columns
+
+  int64_t words(int tile) const {
+    return tile == kRows0 || tile == kRows1 || (tile == kColumns1 && is_column) ? num_words : kTileSide;
+  }
+
+  static TileShapes two_by_two(int64_t rows1, int64_t num_words) {
+    return {{kTileSide, kTileSide, rows1, rows1, kTileSide, rows1, num_words, num_words}, num_words};
+  }
+  static TileShapes one_by_four(int64_t rows, int64_t num_words) {
+    return {{rows, rows, rows, rows, rows, 0, num_words, num_words}, num_words};
+  }
+  // The last of `count` tiles of rows has `last_rows`, the others are whole.
+  static TileShapes four_by_one(int64_t count, int64_t last_rows, int64_t num_words) {
+    TileShapes shapes{{0, 0, 0, 0, kTileSide, last_rows, num_words, kTileSide}, num_words, true};
+    for (int64_t i = 0; i < count; ++i) shapes.num_rows[kSums0 + i] = i + 1 < count ? kTileSide : last_rows;
+    return shapes;
+  }
+};
 
 #ifdef BATCHINFER_TILES_IN_PLAIN
 
@@ -41,14 +65,12 @@ inline PlainTiles& plain_tiles() {
   return tiles;
 }
 
-// rows0 and rows1 rows of x, num_words words each; all tiles are forgotten.
-inline void configure_tiles(int64_t rows0, int64_t rows1, int64_t num_words, bool is_wide) {
+// All tiles are forgotten.
+inline void configure_tiles(const TileShapes& shapes) {
   PlainTiles& tiles = plain_tiles();
-  const int64_t rows_of[kNumTiles] = {rows0, rows0, is_wide ? rows0 : rows1, is_wide ? rows0 : rows1,
-                                      rows0, rows1, num_words,               num_words};
   for (int tile = 0; tile < kNumTiles; ++tile) {
-    tiles.num_rows[tile] = rows_of[tile];
-    tiles.num_words[tile] = tile == kRows0 || tile == kRows1 ? num_words : kTileSide;
+    tiles.num_rows[tile] = shapes.num_rows[tile];
+    tiles.num_words[tile] = shapes.words(tile);
   }
   std::memset(tiles.words, 0, sizeof(tiles.words));
 }
@@ -106,22 +128,20 @@ void multiply_bytes() {
 
 #else
 
-struct alignas(64) TileShapes {  // as the instruction reads it
+struct alignas(64) TileConfiguration {  // as the instruction reads it
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t num_rows[16] = {};
 };
 
-inline void configure_tiles(int64_t rows0, int64_t rows1, int64_t num_words, bool is_wide) {
-  TileShapes shapes;
-  const int64_t rows_of[kNumTiles] = {rows0, rows0, is_wide ? rows0 : rows1, is_wide ? rows0 : rows1,
-                                      rows0, rows1, num_words,               num_words};
+inline void configure_tiles(const TileShapes& shapes) {
+  TileConfiguration configuration;
   for (int tile = 0; tile < kNumTiles; ++tile) {
-    if (rows_of[tile] == 0) continue;  // not used; shapes of nothing are refused unless both are 0
-    shapes.num_rows[tile] = static_cast<uint8_t>(rows_of[tile]);
-    shapes.row_bytes[tile] = static_cast<uint16_t>(4 * (tile == kRows0 || tile == kRows1 ? num_words : kTileSide));
+    if (shapes.num_rows[tile] == 0) continue;  // not used; shapes of nothing are refused unless both are 0
+    configuration.num_rows[tile] = static_cast<uint8_t>(shapes.num_rows[tile]);
+    configuration.row_bytes[tile] = static_cast<uint16_t>(4 * shapes.words(tile));
   }
-  asm volatile("ldtilecfg %0" ::"m"(shapes));
+  asm volatile("ldtilecfg %0" ::"m"(configuration));
 }
 inline void release_tiles() { asm volatile("tilerelease"); }
 

@@ -350,8 +350,8 @@ template <class Step>
 inline Ahead next_part(const typename Step::Column* part, int64_t num_rows, int64_t num_steps, bool is_last_part,
                        Pass pass) {
   const int64_t num_values = num_steps * Step::kValues * kPanelColumns;
-  return pass.behind(!is_last_part, part + num_values, num_values * int64_t{sizeof(*part)},
-                     num_turns(num_rows, num_steps));
+  const int64_t num_bytes = num_values * int64_t{sizeof(*part)}, turns = num_turns(num_rows, num_steps);
+  return is_last_part ? pass.next_panel(num_bytes, turns) : pass.next_part(part + num_values, num_bytes, turns);
 }
 
 // sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a
@@ -414,11 +414,13 @@ inline void multiply_strip_in_tiles(const Rows<bf16>& x, int64_t first, int64_t 
                                     const bf16* panel, int64_t chunks, float* sums, Pass pass) {
   for_parts(depth, kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)}), [&](int64_t start, int64_t num_values) {
     const int64_t num_words = (num_values + 1) / 2, num_bytes = 4 * num_words * kPanelColumns;
+    const int64_t turns = num_tile_turns(num_rows, chunks, num_words);
     const bf16* const part = panel + start * kPanelColumns;
     multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows}, {part, 4 * kPanelColumns},
                         chunks, num_words, start == 0, sums, kPanelColumns,
-                        pass.behind(start + num_values < depth, part + 2 * num_words * kPanelColumns, num_bytes,
-                                    num_tile_turns(num_rows, chunks, num_words)));
+                        start + num_values == depth
+                            ? pass.next_panel(num_bytes, turns)
+                            : pass.next_part(part + 2 * num_words * kPanelColumns, num_bytes, turns));
   });
 }
 #endif
@@ -467,8 +469,9 @@ inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t n
                                      const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
   for_parts(weight.num_groups(), kPartBlocks * (kBlock / kGroup), [&](int64_t group, int64_t num_groups) {
     const int64_t end = group + num_groups;
-    Ahead ahead = pass.behind(end < weight.num_groups(), panel + end * kGroupBytes, num_groups * kGroupBytes,
-                              num_turns(num_rows, num_groups * kGroupSteps));
+    const int64_t num_bytes = num_groups * kGroupBytes, turns = num_turns(num_rows, num_groups * kGroupSteps);
+    Ahead ahead = end == weight.num_groups() ? pass.next_panel(num_bytes, turns)
+                                             : pass.next_part(panel + end * kGroupBytes, num_bytes, turns);
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t rows = std::min(kTileRows, num_rows - row);
       int64_t at[kTileRows];
@@ -492,16 +495,16 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
   if (!x.index) {
     const int64_t num_blocks = weight.num_blocks();
     return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, num_blocks, sums,
-                                   pass.behind(false, panel + weight.panel_bytes(), weight.panel_bytes(),
-                                               num_tile_turns(num_rows, chunks, num_blocks * kBlock / 4)));
+                                   pass.next_panel(weight.panel_bytes(),
+                                                   num_tile_turns(num_rows, chunks, num_blocks * kBlock / 4)));
   }
 #endif
   for_parts(weight.num_blocks(), kPartBlocks, [&](int64_t block, int64_t num_blocks) {
     const int64_t end = block + num_blocks, num_bytes = num_blocks * kBlock * kPanelColumns;
-    const void* const next = end < weight.num_blocks() ? parts.values + end * kBlock * kPanelColumns
-                                                       : static_cast<const void*>(panel + weight.panel_bytes());
-    Ahead ahead = pass.behind(end < weight.num_blocks(), next, num_bytes,
-                              num_turns(num_rows, num_blocks * (kBlock / 4)));
+    const int64_t turns = num_turns(num_rows, num_blocks * (kBlock / 4));
+    Ahead ahead = end == weight.num_blocks()
+                      ? pass.next_panel(num_bytes, turns)
+                      : pass.next_part(parts.values + end * kBlock * kPanelColumns, num_bytes, turns);
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t rows = std::min(kTileRows, num_rows - row);
       const uint8_t* at[kTileRows];
@@ -520,21 +523,31 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
   });
 }
 
+// The strip that begins at `row`, of rows begin … end - 1.
+inline Pass pass_of(int64_t begin, int64_t end, int64_t row, const void* next) {
+  return {(row - begin) / kStripRows, (end - begin + kStripRows - 1) / kStripRows, next};
+}
+
+// Threads take tasks in turn, so each takes the one of this number after `task`, or none where that is not one.
+inline int64_t task_after(int64_t task) { return task + num_threads(); }
+
 // How a product is cut into tasks; the cut decides who computes a result, never its bits.
 struct Cut {
   int64_t block_rows, block_panels;
+  int64_t fair_panels;  // as many as leave tasks enough for all threads
 
   // Rows of x that stay in the second-level cache while panels pass, panels of 64 KiB or more, and tasks enough for
-  // all threads.
+  // all threads. Panels must pass faster for tiles, so more rows share one; processors with AMX have 2 MiB of that cache.
   static Cut of(int64_t num_rows, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes) {
-    const int64_t fitting = std::max<int64_t>(kTileRows, (int64_t{384} << 10) / std::max<int64_t>(1, row_bytes));
+    constexpr int64_t kRoom = (kHasTiles ? int64_t{1024} : int64_t{384}) << 10;
+    const int64_t fitting = std::max<int64_t>(kTileRows, kRoom / std::max<int64_t>(1, row_bytes));
     const int64_t wanted = 4 * num_threads();
     int64_t num_blocks = std::max<int64_t>(1, (num_rows + fitting - 1) / fitting);
     while (num_blocks * num_panels < wanted && num_rows / num_blocks >= 4 * kTileRows) ++num_blocks;
     const int64_t rows = (num_rows + num_blocks - 1) / num_blocks;
     const int64_t fair = std::max<int64_t>(1, num_panels * num_blocks / wanted);
     const int64_t panels = std::max<int64_t>(1, (int64_t{64} << 10) / std::max<int64_t>(1, panel_bytes));
-    return {(rows + kTileRows - 1) / kTileRows * kTileRows, std::min(panels, fair)};
+    return {(rows + kTileRows - 1) / kTileRows * kTileRows, std::min(panels, fair), fair};
   }
 };
 

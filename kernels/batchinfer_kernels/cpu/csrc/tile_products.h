@@ -1,8 +1,9 @@
 // Products of rows with a panel of columns in tiles of 16 x 16 results (matrix_tiles.h).
 //
 // Two tiles of rows meet two tiles of columns, so that each tile that is loaded is multiplied twice; up to 16 rows meet
-// four tiles of columns. Depth goes in steps of 16 words from the start on; what is left is a step of its own with
-// narrower tiles, so nothing behind a row or panel is read. How many rows there are changes no bit.
+// four tiles of columns, and four tiles of rows meet a tile of columns that is alone. Depth goes in steps of 16 words from
+// the start on; what is left is a step of its own with narrower tiles, so nothing behind a row or panel is read. How many
+// rows there are changes no bit.
 
 #pragma once
 
@@ -65,10 +66,10 @@ struct ByteProduct {
 
 // Words [word, word + num_steps * step_words) of rows row … row + 31, as many as there are, with two tiles of columns from
 // `column` on; `out` is where the sums of that row and column go.
-template <class Product, class Sum>
+template <class Product, class Sum, class Turns>
 inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
                                 int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride,
-                                Ahead& ahead) {
+                                Turns& turns) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const low = out;
   Sum* const high = low + kTileSide * out_stride;
@@ -77,7 +78,7 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
   product.template open<kSums2>(high, bytes, column);
   product.template open<kSums3>(high + kTileSide, bytes, column + kTileSide);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
-    ahead.turn();
+    turns.turn();
     load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
     load_tile<kRows0>(rows.at(row, word), rows.stride_bytes);
     Product::template multiply<kSums0, kRows0, kColumns0>();
@@ -93,11 +94,41 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
   store_tile<kSums3>(high + kTileSide, bytes);
 }
 
+// The same for N tiles of rows with one tile of columns.
+template <int N, class Product, class Sum, class Turns>
+inline void multiply_column_by(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
+                               int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride,
+                               Turns& turns) {
+  const int64_t bytes = out_stride * int64_t{sizeof(Sum)}, tile_values = kTileSide * out_stride;
+  Sum* const at = out;
+  product.template open<kSums0>(at, bytes, column);
+  if constexpr (N > 1) product.template open<kSums1>(at + tile_values, bytes, column);
+  if constexpr (N > 2) product.template open<kSums2>(at + 2 * tile_values, bytes, column);
+  if constexpr (N > 3) product.template open<kSums3>(at + 3 * tile_values, bytes, column);
+  const auto multiply = [&]<int Sums, int Rows>() {
+    load_tile<Rows>(rows.at(row + Sums * kTileSide, word), rows.stride_bytes);
+    Product::template multiply<Sums, Rows, kColumns0>();
+  };
+  // the last tile of rows may have fewer, and is in kRows1
+  for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
+    turns.turn();
+    load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
+    if constexpr (N > 1) multiply.template operator()<kSums0, kRows0>();
+    if constexpr (N > 2) multiply.template operator()<kSums1, kColumns1>();
+    if constexpr (N > 3) multiply.template operator()<kSums2, kRows0>();
+    multiply.template operator()<kSums0 + N - 1, kRows1>();
+  }
+  store_tile<kSums0>(at, bytes);
+  if constexpr (N > 1) store_tile<kSums1>(at + tile_values, bytes);
+  if constexpr (N > 2) store_tile<kSums2>(at + 2 * tile_values, bytes);
+  if constexpr (N > 3) store_tile<kSums3>(at + 3 * tile_values, bytes);
+}
+
 // The same for up to 16 rows with up to four tiles of columns.
-template <int N, class Product, class Sum>
+template <int N, class Product, class Sum, class Turns>
 inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, TileColumns columns, int64_t column,
                             int64_t word, int64_t step_words, int64_t num_steps, Sum* out, int64_t out_stride,
-                            Ahead& ahead) {
+                            Turns& turns) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const at = out;
   product.template open<kSums0>(at, bytes, column);
@@ -105,7 +136,7 @@ inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, 
   if constexpr (N > 2) product.template open<kSums2>(at + 2 * kTileSide, bytes, column + 2 * kTileSide);
   if constexpr (N > 3) product.template open<kSums3>(at + 3 * kTileSide, bytes, column + 3 * kTileSide);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
-    ahead.turn();
+    turns.turn();
     load_tile<kRows0>(rows.at(row, word), rows.stride_bytes);
     load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
     Product::template multiply<kSums0, kRows0, kColumns0>();
@@ -128,40 +159,50 @@ inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, 
   if constexpr (N > 3) store_tile<kSums3>(at + 3 * kTileSide, bytes);
 }
 
-// Calls two(row, tile) or one(row, tile, number) for parts that cover all rows and tiles of columns, with the tiles' shapes
-// set: 17 to 32 rows and two tiles of columns, or up to 16 rows and a number of them up to four, a constant.
-template <class Two, class One>
-void for_tiles(int64_t num_rows, int64_t num_tiles, int64_t step_words, Two two, One one) {
-  const auto rows_alone = [&](int64_t row, int64_t first_tile) {
-    configure_tiles(std::min(kTileSide, num_rows - row), 0, step_words, true);
-    for (int64_t tile = first_tile; tile < num_tiles; tile += 4) {
-      switch (num_tiles - tile) {
-        case 1: one(row, tile, std::integral_constant<int, 1>{}); break;
-        case 2: one(row, tile, std::integral_constant<int, 2>{}); break;
-        case 3: one(row, tile, std::integral_constant<int, 3>{}); break;
-        default: one(row, tile, std::integral_constant<int, 4>{});
+// Calls call(number) with a constant of 1 … 4, the last for all that is more.
+template <class Call>
+void up_to_four(int64_t number, Call call) {
+  switch (number) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    default: return call(std::integral_constant<int, 4>{});
+  }
+}
+
+// Calls two(row, tile), one(row, tile, number) or column(row, tile, number) for parts that cover all rows and tiles of
+// columns, with the tiles' shapes set: 17 to 32 rows and two tiles of columns; up to 16 rows and `number` of them, up to
+// four; or `number` tiles of rows, up to four, and one of columns. The number is a constant.
+template <class Two, class One, class Column>
+void for_tiles(int64_t num_rows, int64_t num_tiles, int64_t step_words, Two two, One one, Column column) {
+  const int64_t paired_tiles = num_tiles / 2 * 2;
+  for (int64_t row = 0; row < num_rows; row += 2 * kTileSide) {
+    const int64_t rows = std::min(2 * kTileSide, num_rows - row);
+    if (rows > kTileSide && paired_tiles > 0) {
+      configure_tiles(TileShapes::two_by_two(rows - kTileSide, step_words));
+      for (int64_t tile = 0; tile < paired_tiles; tile += 2) two(row, tile);
+    } else if (rows <= kTileSide && paired_tiles > 0) {
+      configure_tiles(TileShapes::one_by_four(rows, step_words));
+      for (int64_t tile = 0; tile < num_tiles; tile += 4) {
+        up_to_four(num_tiles - tile, [&](auto number) { one(row, tile, number); });
       }
     }
-  };
-  for (int64_t row = 0; row < num_rows; row += 2 * kTileSide) {
-    if (num_rows - row <= kTileSide) {
-      rows_alone(row, 0);
-      break;
-    }
-    const int64_t paired_tiles = num_tiles / 2 * 2;
-    configure_tiles(kTileSide, std::min(kTileSide, num_rows - row - kTileSide), step_words, false);
-    for (int64_t tile = 0; tile < paired_tiles; tile += 2) two(row, tile);
-    if (paired_tiles == num_tiles) continue;
-    // the last tile of columns has no other beside it
-    rows_alone(row, paired_tiles);
-    rows_alone(row + kTileSide, paired_tiles);
+  }
+  if (paired_tiles == num_tiles) return;
+  // the last tile of columns has no other beside it; a last tile of rows that is alone has met it above
+  const int64_t tile = num_tiles - 1, left = (num_rows - 1) % (2 * kTileSide) + 1;
+  const int64_t end = paired_tiles > 0 && left <= kTileSide ? num_rows - left : num_rows;
+  for (int64_t row = 0; row < end; row += 4 * kTileSide) {
+    const int64_t rows = std::min(4 * kTileSide, end - row), number = (rows + kTileSide - 1) / kTileSide;
+    configure_tiles(TileShapes::four_by_one(number, rows - (number - 1) * kTileSide, step_words));
+    up_to_four(number, [&](auto count) { column(row, tile, count); });
   }
 }
 
 // How often it is the turn of what comes next (ahead.h), roughly.
 inline int64_t num_tile_turns(int64_t num_rows, int64_t num_tiles, int64_t num_words) {
-  const int64_t tiles_each = num_rows <= kTileSide ? 4 : 2;
-  return (num_rows + 2 * kTileSide - 1) / (2 * kTileSide) * ((num_tiles + tiles_each - 1) / tiles_each) *
+  const int64_t tiles_each = num_rows <= kTileSide ? 4 : 2, rows_each = (num_tiles == 1 ? 4 : 2) * kTileSide;
+  return (num_rows + rows_each - 1) / rows_each * ((num_tiles + tiles_each - 1) / tiles_each) *
          ((num_words + kTileSide - 1) / kTileSide);
 }
 
@@ -179,6 +220,10 @@ inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_
         [&](int64_t row, int64_t tile, auto number) {
           multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
                                   out + row * out_stride + kTileSide * tile, out_stride, ahead);
+        },
+        [&](int64_t row, int64_t tile, auto number) {
+          multiply_column_by<number>(product, rows, row, columns, kTileSide * tile, word, step_words, num_steps,
+                                     out + row * out_stride + kTileSide * tile, out_stride, ahead);
         });
   };
   const int64_t whole = num_words / kTileSide, left = num_words % kTileSide;
@@ -187,31 +232,72 @@ inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_
   release_tiles();
 }
 
-constexpr int64_t kScratchColumns = 4 * kTileSide;
+constexpr int64_t kScratchRows = 4 * kTileSide, kScratchColumns = 4 * kTileSide;
 
 // Exact sums of each block of `block_words` words (a multiple of 16) of four 8-bit values. Calls finish(row, count, tile,
 // number, block, sums) with those of rows row … row + count - 1 and some tiles of columns, sums [count][64]; blocks of a
-// part come in ascending order. They begin at starts [blocks][starts_stride].
+// part come in ascending order. They begin at starts [blocks][starts_stride]. While a block is multiplied, the one before
+// is finished, little by little: the two take different parts of the processor.
 template <class Finish>
 void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t block_words, int64_t num_blocks,
                          const int32_t* starts, int64_t starts_stride, Ahead ahead, Finish finish) {
-  alignas(64) int32_t sums[2 * kTileSide * kScratchColumns];
+  alignas(64) int32_t sums[2][kScratchRows * kScratchColumns];
   const int64_t num_steps = block_words / kTileSide;
+
+  struct Turns {  // between the steps of a block, from its first one on
+    Ahead& ahead;
+    Finish& finish;
+    int64_t row, count, tile, number, num_steps;
+    int64_t block = -1, done = 0;  // that is to be finished, and how many of its rows are
+    const int32_t* sums = nullptr;
+
+    void turn() {
+      ahead.turn();
+      finish_until(std::min(count, done + (count + num_steps - 1) / num_steps));
+    }
+    void finish_until(int64_t end) {
+      if (block >= 0 && done < end) finish(row + done, end - done, tile, number, block, sums + done * kScratchColumns);
+      done = end;
+    }
+    void go_on(const int32_t* next_sums) {
+      finish_until(count);
+      ++block;
+      done = 0;
+      sums = next_sums;
+    }
+  };
+  // multiply(product, word, sums, turns) for all blocks of some rows and tiles
+  const auto run = [&](int64_t row, int64_t count, int64_t tile, int64_t number, auto multiply) {
+    Turns turns{ahead, finish, row, count, tile, number, num_steps};
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      int32_t* const own = sums[block % 2];
+      multiply(ByteProduct{starts + block * starts_stride}, block * block_words, own, turns);
+      turns.go_on(own);
+    }
+    turns.finish_until(count);
+  };
   for_tiles(
       rows.count, num_tiles, kTileSide,
       [&](int64_t row, int64_t tile) {
-        for (int64_t block = 0; block < num_blocks; ++block) {
-          multiply_two_by_two(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
-                              block * block_words, kTileSide, num_steps, sums, kScratchColumns, ahead);
-          finish(row, std::min(2 * kTileSide, rows.count - row), tile, 2, block, sums);
-        }
+        run(row, std::min(2 * kTileSide, rows.count - row), tile, 2,
+            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
+              multiply_two_by_two(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
+                                  kScratchColumns, turns);
+            });
       },
       [&](int64_t row, int64_t tile, auto number) {
-        for (int64_t block = 0; block < num_blocks; ++block) {
-          multiply_one_by<number>(ByteProduct{starts + block * starts_stride}, rows, row, columns, kTileSide * tile,
-                                  block * block_words, kTileSide, num_steps, sums, kScratchColumns, ahead);
-          finish(row, std::min(kTileSide, rows.count - row), tile, number, block, sums);
-        }
+        run(row, std::min(kTileSide, rows.count - row), tile, number,
+            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
+              multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
+                                      kScratchColumns, turns);
+            });
+      },
+      [&](int64_t row, int64_t tile, auto number) {
+        run(row, std::min(number * kTileSide, rows.count - row), tile, 1,
+            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
+              multiply_column_by<number>(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
+                                         kScratchColumns, turns);
+            });
       });
   release_tiles();
 }
