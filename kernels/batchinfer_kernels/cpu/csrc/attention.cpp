@@ -136,14 +136,13 @@ void Attention<Value>::load_queries(int64_t row, int64_t count, Rows<Value> q) {
 template <class Value>
 void Attention<Value>::turn_queries(int64_t row, int64_t count, Rows<Value> q) {
   const int64_t num_words = width_ / kWordValues<Value>;
+  const int64_t stride = q.stride / kWordValues<Value>;  // rows are whole words
   int64_t i = 0;
-  if (q.stride % kWordValues<Value> == 0) {
-    for (; i + 16 <= count; i += 16) {
-      const int32_t* const words = reinterpret_cast<const int32_t*>(q.at(i));
-      for (int64_t word = 0; word < num_words; word += 16) {
-        turn_16(words + word, q.stride / kWordValues<Value>, std::min<int64_t>(16, num_words - word),
-                queries_.data() + word * kAttentionRows + row + i, kAttentionRows);
-      }
+  for (; i + 16 <= count; i += 16) {
+    const int32_t* const words = reinterpret_cast<const int32_t*>(q.at(i));
+    for (int64_t word = 0; word < num_words; word += 16) {
+      turn_16(words + word, stride, std::min<int64_t>(16, num_words - word),
+              queries_.data() + word * kAttentionRows + row + i, kAttentionRows);
     }
   }
   for (; i < count; ++i) {

@@ -90,12 +90,12 @@ class Attention {
   bool is_padded_;                // rows of keys and queries end within a word
   bool is_wide_;                  // rows of products are widened to float32, as pairs are slow here (pairs.cpp)
   float factor_;                  // scale / ln 2
-  Scratch<int32_t> queries_;  // [words of a row, kAttentionRows]; with lanes of keys the keys
+  Scratch<int32_t> queries_;      // [words of a row, kAttentionRows]; with lanes of keys the keys
   const Value* query_rows_[kAttentionRows];
-  Scratch<float> sums_;    // [kAttentionRows, value_room_]
-  Scratch<Value> values_;  // [kPageTokens, value_room_], in words
+  Scratch<float> sums_;        // [kAttentionRows, value_room_]
+  Scratch<Value> values_;      // [kPageTokens, value_room_], in words
   Scratch<Value> padded_keys_, padded_queries_;
-  Scratch<float> wide_rows_;  // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
+  Scratch<float> wide_rows_;   // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
 
 // Words of two keys: the values at a column of keys 2 * pair and 2 * pair + 1 side by side. Of each whole 32 columns come the

@@ -19,9 +19,9 @@ struct Part {
   int64_t expert, row_begin, row_end, panel_begin, panel_end;
 };
 
-// `are_copied`: every task copies its rows first, so it takes as many panels as threads can do with.
+// `copies_rows`: every task copies its rows first, so it takes as many panels as leave others enough to do.
 std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight, int64_t row_bytes,
-                           bool are_copied = false) {
+                           bool copies_rows = false) {
   std::vector<Part> parts;
   int64_t num_busy = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) num_busy += experts[expert].num_rows > 0;
@@ -29,7 +29,7 @@ std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const
     const ExpertRows& rows = experts[expert];
     if (rows.num_rows == 0) continue;
     const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes);
-    const int64_t end = rows.first + rows.num_rows, block_panels = are_copied ? cut.fair_panels : cut.block_panels;
+    const int64_t end = rows.first + rows.num_rows, block_panels = copies_rows ? cut.fair_panels : cut.block_panels;
     for (int64_t row = rows.first; row < end; row += cut.block_rows) {
       for (int64_t panel = 0; panel < weight.num_panels(); panel += block_panels) {
         parts.push_back({expert, row, std::min(row + cut.block_rows, end), panel,

@@ -528,7 +528,7 @@ inline Pass pass_of(int64_t begin, int64_t end, int64_t row, const void* next) {
   return {(row - begin) / kStripRows, (end - begin + kStripRows - 1) / kStripRows, next};
 }
 
-// Threads take tasks in turn, so each takes the one of this number after `task`, or none where that is not one.
+// Threads take tasks in turn, so the thread of `task` mostly takes this one next; there may be no task of that number.
 inline int64_t task_after(int64_t task) { return task + num_threads(); }
 
 // How a product is cut into tasks; the cut decides who computes a result, never its bits.
