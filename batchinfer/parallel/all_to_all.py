@@ -101,10 +101,10 @@ class AllToAllDispatcher:
         placement, num_values = self._placement, x.shape[1]
         slot_M = placement.slots_for(topk_ids.flatten(), self._exchange.rank, self._turn)
         self._turn += 1
-        order_M, place_M, num_rows_S = sort_by_expert(slot_M, placement.num_slots, x.dtype)
+        tokens_M, place_M, num_rows_S = sort_by_expert(slot_M.view(topk_ids.shape), placement.num_slots, x.dtype)
         counts = num_rows_S.view(placement.num_ranks, -1)
-        rows = self._exchange.buffer(len(order_M), self._row_format.row_bytes(num_values))
-        torch.index_select(self._row_format.pack(x), 0, order_M // topk_ids.shape[1], out=rows)
+        rows = self._exchange.buffer(len(tokens_M), self._row_format.row_bytes(num_values))
+        torch.index_select(self._row_format.pack(x), 0, tokens_M, out=rows)
         pending = self._exchange.start(rows, counts if rows.is_cuda else counts.tolist())
         return AllToAllHandle(pending, self._row_format, num_values, place_M, topk_weights)
 

@@ -155,11 +155,11 @@ class LocalDispatcher:
             dtype = x.dtype
             if self.row_format is not None:
                 x, scales = self.row_format.rounded(x)
-        order_M, place_M, num_rows_E = sort_by_expert(topk_ids.flatten(), self.num_experts, dtype)
-        tokens_M: torch.Tensor | None = order_M // topk_ids.shape[1]
+        tokens_M, place_M, num_rows_E = sort_by_expert(topk_ids, self.num_experts, dtype)
         if self._gathers:
-            x, scales, tokens_M = x[tokens_M], None if scales is None else scales[tokens_M], None
-        return LocalHandle(ExpertInput(x, scales, "contiguous", num_rows_E, tokens_M), place_M, topk_weights)
+            x, scales = x[tokens_M], None if scales is None else scales[tokens_M]
+        rows = ExpertInput(x, scales, "contiguous", num_rows_E, None if self._gathers else tokens_M)
+        return LocalHandle(rows, place_M, topk_weights)
 
     def combine(self, y: ExpertRows, handle: LocalHandle) -> Finished:
         """Undo the sort and sum; see Dispatcher."""
@@ -170,10 +170,10 @@ class LocalDispatcher:
 
 
 def sort_by_expert(
-    expert_M: torch.Tensor, num_experts: int, dtype: torch.dtype
+    ids_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort (token, k) entries: the entry behind each row [M], the row of each entry [M], rows per expert [E]."""
-    return registry.select("sort_by_expert", dtype=dtype, device=expert_M.device)(expert_M, num_experts)
+    """Sort (token, k) entries: the token behind each row [M], the row of each entry [M], rows per expert [E]."""
+    return registry.select("sort_by_expert", dtype=dtype, device=ids_TK.device)(ids_TK, num_experts)
 
 
 def sum_per_token(sorted_MD: ExpertRows, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

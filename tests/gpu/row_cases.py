@@ -134,30 +134,30 @@ def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
 
 
 def _ids(dims: Dims, num_rows: int, device: torch.device) -> torch.Tensor:
-    """[M] experts of the tokens, all different within one."""
+    """[T, K] experts of the tokens, all different within one."""
     scores = normal(num_rows, dims.experts, device=device, dtype=torch.float32)
-    return scores.topk(dims.topk, dim=-1).indices.flatten()
+    return scores.topk(dims.topk, dim=-1).indices
 
 
 def _sort(dims: Dims, num_rows: int, device: torch.device) -> Work:
-    ids_M = _ids(dims, num_rows, device)
+    ids_TK = _ids(dims, num_rows, device)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
-        return torch.cat(function(ids_M[rows], dims.experts))
+        return torch.cat(function(ids_TK[rows], dims.experts))
 
     return Work(
         run=run,
-        expected=lambda: torch.cat(reference_rows.sort_by_expert(ids_M.cpu(), dims.experts)),
+        expected=lambda: torch.cat(reference_rows.sort_by_expert(ids_TK.cpu(), dims.experts)),
         measure="unequal",
         parts=(ALL,),  # what comes out depends on all entries; a second run must give the same
         flops=0,
-        num_bytes=3 * bytes_of(ids_M),
-        timed=lambda function: function(ids_M, dims.experts),
+        num_bytes=3 * bytes_of(ids_TK),
+        timed=lambda function: function(ids_TK, dims.experts),
     )
 
 
 def _counts(dims: Dims, num_rows: int, device: torch.device) -> Work:
-    ids_TK = _ids(dims, num_rows, device).view(num_rows, dims.topk)
+    ids_TK = _ids(dims, num_rows, device)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         counts_E = torch.zeros(dims.experts, dtype=torch.int64, device=device)
@@ -175,9 +175,8 @@ def _counts(dims: Dims, num_rows: int, device: torch.device) -> Work:
 
 
 def _places(dims: Dims, num_rows: int, device: torch.device) -> Work:
-    ids_M = _ids(dims, num_rows, device)
-    counts_E = torch.bincount(ids_M.cpu(), minlength=dims.experts)
-    tokens_M = ids_M.argsort(stable=True) // dims.topk
+    tokens_M, _, counts_E = reference_rows.sort_by_expert(_ids(dims, num_rows, torch.device("cpu")), dims.experts)
+    tokens_M = tokens_M.to(device)
 
     def run(function: Function, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.long() for part in function(counts, len(tokens), 128, tokens)])

@@ -63,7 +63,7 @@ def compile_all():
     ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
     for method in ("noaux_tc", "group_limited_greedy", "group_top2", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
-    ops.sort_by_expert(of(8 * T, dtype=INT), E)
+    ops.sort_by_expert(of(T, 8, dtype=INT), E)
     ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
     ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
     lying = PlacedRows(of(8 * T, D), of(8 * T, dtype=INT))

@@ -247,8 +247,8 @@ def masked_mlp(
 
 
 @refusing(_foreign)
-def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return library().sort_by_expert(ids_M.contiguous(), num_experts)
+def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return library().sort_by_expert(ids_TK.contiguous(), num_experts)
 
 
 @refusing(_summed)

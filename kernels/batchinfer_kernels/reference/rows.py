@@ -57,21 +57,22 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     return torch.cat([plain, rope(rotated, cos, sin, interleaved=interleaved)], dim=-1)
 
 
-def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, expert) entries by expert, tokens in order within one.
 
     Args:
-        ids_M: [M] int64, the expert of each entry.
+        ids_TK: [T, K] int64, the expert of each entry.
 
     Returns:
-        The entry behind each sorted row [M]; the sorted row of each entry [M]; entries per expert [E]; all int64.
+        The token behind each sorted row [M]; the sorted row of each entry [M]; entries per expert [E]; all int64.
     """
+    ids_M = ids_TK.flatten()
     order_M = torch.argsort(ids_M, stable=True)
     inverse_M = torch.empty_like(order_M)
     inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_M.device)
     # bincount would read its result on the host
-    return order_M, inverse_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
+    return order_M // ids_TK.shape[1], inverse_M, counts_E.scatter_add_(0, ids_M, torch.ones_like(ids_M))
 
 
 def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

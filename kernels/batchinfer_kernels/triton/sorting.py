@@ -15,17 +15,17 @@ _BLOCK = 128
 _FEW = 4096  # entries: 512 tokens with 8 experts each
 
 
-def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids_M = ids_M.contiguous()
+def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids_M, topk = ids_TK.contiguous().view(-1), ids_TK.shape[1]
     num_blocks = triton.cdiv(len(ids_M), _BLOCK)
-    order_M, inverse_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
+    tokens_M, inverse_M = torch.empty_like(ids_M), torch.empty_like(ids_M)
     if 0 < len(ids_M) <= _FEW:
         counts_E = torch.empty(num_experts, dtype=torch.int64, device=ids_M.device)
         _sort_few[(num_blocks,)](
-            ids_M, order_M, inverse_M, counts_E, len(ids_M), num_experts,
-            BLOCK=_BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
+            ids_M, tokens_M, inverse_M, counts_E, len(ids_M), num_experts,
+            TOPK=topk, BLOCK=_BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
         )  # fmt: skip
-        return order_M, inverse_M, counts_E
+        return tokens_M, inverse_M, counts_E
     counts_EB = torch.zeros(num_experts, num_blocks, dtype=torch.int64, device=ids_M.device)
     if num_blocks:
         _count[(num_blocks,)](
@@ -34,8 +34,8 @@ def sort_by_expert(ids_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
         )  # fmt: skip
         behind = counts_EB.flatten().cumsum(0)
         starts = behind - counts_EB.flatten()
-        _place[(num_blocks,)](ids_M, starts, inverse_M, order_M, len(ids_M), num_blocks, BLOCK=_BLOCK)
-    return order_M, inverse_M, counts_EB.sum(1)
+        _place[(num_blocks,)](ids_M, starts, inverse_M, tokens_M, len(ids_M), num_blocks, TOPK=topk, BLOCK=_BLOCK)
+    return tokens_M, inverse_M, counts_EB.sum(1)
 
 
 @triton.jit
@@ -58,7 +58,9 @@ def _count(
 
 
 @triton.jit
-def _place(ids_ptr, starts_ptr, ranks_ptr, order_ptr, num_entries, num_blocks, BLOCK: tl.constexpr):
+def _place(
+    ids_ptr, starts_ptr, ranks_ptr, tokens_ptr, num_entries, num_blocks, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Ranks within the block become rows, in place."""
     block = tl.program_id(0)
     entries = block * BLOCK + tl.arange(0, BLOCK)
@@ -67,12 +69,13 @@ def _place(ids_ptr, starts_ptr, ranks_ptr, order_ptr, num_entries, num_blocks, B
     rows = tl.load(starts_ptr + ids * num_blocks + block, mask=is_entry, other=0)
     rows += tl.load(ranks_ptr + entries, mask=is_entry, other=0)
     tl.store(ranks_ptr + entries, rows, mask=is_entry)
-    tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)
+    tl.store(tokens_ptr + rows, (entries // TOPK).to(tl.int64), mask=is_entry)
 
 
 @triton.jit
 def _sort_few(
-    ids_ptr, order_ptr, inverse_ptr, counts_ptr, num_entries, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
+    ids_ptr, tokens_ptr, inverse_ptr, counts_ptr, num_entries, num_experts,
+    TOPK: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Before an entry come those of smaller experts, and of its own one those of earlier blocks and earlier here."""
     first = tl.program_id(0) * BLOCK
@@ -92,6 +95,6 @@ def _sort_few(
     rows = tl.sum(is_before.to(tl.int32), 1)
     rows += tl.sum(tl.where(experts[None, :] == ids[:, None], starts[None, :], 0), 1)
     tl.store(inverse_ptr + entries, rows.to(tl.int64), mask=is_entry)
-    tl.store(order_ptr + rows, entries.to(tl.int64), mask=is_entry)
+    tl.store(tokens_ptr + rows, (entries // TOPK).to(tl.int64), mask=is_entry)
     if first == 0:
         tl.store(counts_ptr + experts, totals.to(tl.int64), mask=experts < num_experts)

@@ -383,11 +383,12 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
 std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& ids, int64_t num_experts) {
   check_indices(ids, "ids");
   check_range(ids, num_experts, "expert");
-  Tensor order = at::empty({ids.numel()}, ids.options()), place = at::empty({ids.numel()}, ids.options());
+  TORCH_CHECK(ids.dim() == 2, "one row of ids per token");
+  Tensor tokens = at::empty({ids.numel()}, ids.options()), place = at::empty({ids.numel()}, ids.options());
   Tensor counts = at::empty({num_experts}, ids.options());
-  batchinfer::sort_by_expert(read<int64_t>(ids), ids.numel(), num_experts, write<int64_t>(order), write<int64_t>(place),
-                             write<int64_t>(counts));
-  return {order, place, counts};
+  batchinfer::sort_by_expert(read<int64_t>(ids), ids.size(0), ids.size(1), num_experts, write<int64_t>(tokens),
+                             write<int64_t>(place), write<int64_t>(counts));
+  return {tokens, place, counts};
 }
 
 Tensor sum_per_token(const Tensor& rows, const Tensor& place, const Tensor& weights) {

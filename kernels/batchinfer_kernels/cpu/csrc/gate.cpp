@@ -107,15 +107,18 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
   });
 }
 
-void sort_by_expert(const int64_t* ids, int64_t num_entries, int64_t num_experts, int64_t* order, int64_t* place,
-                    int64_t* counts) {
+void sort_by_expert(const int64_t* ids, int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t* tokens,
+                    int64_t* place, int64_t* counts) {
+  const int64_t num_entries = num_tokens * topk;
   std::fill_n(counts, num_experts, 0);
   for (int64_t entry = 0; entry < num_entries; ++entry) ++counts[ids[entry]];
   std::vector<int64_t> next(num_experts, 0);
   for (int64_t expert = 1; expert < num_experts; ++expert) next[expert] = next[expert - 1] + counts[expert - 1];
-  for (int64_t entry = 0; entry < num_entries; ++entry) {
-    place[entry] = next[ids[entry]]++;
-    order[place[entry]] = entry;
+  for (int64_t token = 0, entry = 0; token < num_tokens; ++token) {
+    for (int64_t k = 0; k < topk; ++k, ++entry) {
+      place[entry] = next[ids[entry]]++;
+      tokens[place[entry]] = token;
+    }
   }
 }
 

@@ -179,9 +179,9 @@ struct GateShape {
   float scale;
 };
 void gate(const GateShape& shape, const float* logits, const float* bias, int64_t* ids, float* weights);
-// order: the (token, k) entries sorted by expert, tokens in order within one; place: its inverse.
-void sort_by_expert(const int64_t* ids, int64_t num_entries, int64_t num_experts, int64_t* order, int64_t* place,
-                    int64_t* counts);
+// tokens: those of the (token, k) entries, sorted by expert, tokens in order within one; place: where each entry is there.
+void sort_by_expert(const int64_t* ids, int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t* tokens,
+                    int64_t* place, int64_t* counts);
 
 // sampling.cpp: the largest value of each row, the first among equals, and whether all values are finite.
 void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t* tokens, bool* is_finite);

@@ -228,9 +228,8 @@ class Mixture : public torch::CustomClassHolder {
     TORCH_CHECK(hidden.sizes() == x.sizes() && num_entries == num_tokens * topk_ && weights.sizes() == ids.sizes() &&
                     weights.scalar_type() == at::kFloat && weights.is_contiguous(),
                 "one row of ids and weights per token");
-    std::vector<int64_t> order(num_entries), place(num_entries), counts(num_experts_);
-    sort_by_expert(read<int64_t>(ids), num_entries, num_experts_, order.data(), place.data(), counts.data());
-    for (int64_t& entry : order) entry /= topk_;
+    std::vector<int64_t> tokens(num_entries), place(num_entries), counts(num_experts_);
+    sort_by_expert(read<int64_t>(ids), num_tokens, topk_, num_experts_, tokens.data(), place.data(), counts.data());
     std::vector<ExpertRows> experts;
     int64_t first = 0;
     for (const int64_t count : counts) {
@@ -238,7 +237,7 @@ class Mixture : public torch::CustomClassHolder {
       first += count;
     }
     const Tensor rows = at::empty({num_entries, width}, x.options());
-    run_experts(x, experts, gate_up_.weight, down_.weight, order.data(), nullptr, rows);
+    run_experts(x, experts, gate_up_.weight, down_.weight, tokens.data(), nullptr, rows);
     Tensor shared;
     if (shared_down_) {
       shared = at::empty({num_tokens, width}, x.options());
