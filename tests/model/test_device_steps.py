@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 
 import numpy as np
@@ -20,6 +21,7 @@ from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.logit_rules import LogitRules
 from support.checkpoints import make_checkpoint
+from support.compile_triton import RECORDED
 from support.triton_device import needs_triton
 
 pytestmark = needs_triton
@@ -87,6 +89,13 @@ def test_the_host_waits_for_nothing_inside_a_step(folder, with_hopper, eight_bit
             assert calls.waits == []
             assert calls.kernels["_product"], "kernels for GPUs have not been counted"
             assert output.logits.device == META
+        assert calls.in_triton <= watched_kernels()
+
+
+def watched_kernels():
+    """Those of which is written down what they are compiled to."""
+    tables = json.loads(RECORDED.read_text()).values()
+    return {key.partition("(")[0] for table in tables for key in table}
 
 
 # kernels of a MoE layer of decode; the router's parts are summed by one more where the model is wider than 1,024

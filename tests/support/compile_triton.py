@@ -45,6 +45,7 @@ def compile_all():
     ops.batched_linear(of(128, H, 128).transpose(0, 1), of(H, 512, 128))
     for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
+        ops.grouped_mlp(of(8 * T, D), counts, gate_up, down, tile_rows=128)
         ops.masked_mlp(of(HELD, 4096, D), counts, gate_up, down)
     rows, scales = of(2, 18432, D, dtype=FP8), of(2, 56, 18432, dtype=FLOAT).mT  # decode's, as DeepEP gives them
     ops.masked_mlp(rows, of(2, dtype=torch.int32), blocks(2, 2 * F, D), blocks(2, D, F), scales)
@@ -63,7 +64,8 @@ def compile_all():
     ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
     for method in ("noaux_tc", "group_limited_greedy", "group_top2", "greedy"):
         ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
-    ops.sort_by_expert(of(T, 8, dtype=INT), E)
+    for tokens in (T, 128):
+        ops.sort_by_expert(of(tokens, 8, dtype=INT), E)
     ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
     ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
     lying = PlacedRows(of(8 * T, D), of(8 * T, dtype=INT))

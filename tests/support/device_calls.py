@@ -55,9 +55,10 @@ _SEVERAL = {"constant_pad_nd": 2}  # room filled, then a part of it copied
 
 @dataclass
 class DeviceCalls:
-    """kernels: by name, how often one was started; waits: what the host waited in, with the line."""
+    """kernels: by name, how often one was started, in_triton those; waits: what the host waited in, with the line."""
 
     kernels: Counter[str] = field(default_factory=Counter)
+    in_triton: set[str] = field(default_factory=set)
     waits: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -137,6 +138,7 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
 
     def run(function: Any, *args: Any, grid: Any, warmup: Any, **options: Any) -> None:
         calls.kernels[function.__name__] += 1
+        calls.in_triton.add(function.__name__)
 
     def gemm(names: tuple[str, ...]) -> Callable[..., None]:
         def product(*args: Any, **options: Any) -> None:

@@ -62,10 +62,10 @@ def _expert_places(
 
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     expert = tl.sum((behind[None, :] <= places[:, None]).to(tl.int32), 1)
-    is_mine = experts[None, :] == expert[:, None]
-    in_expert = places - tl.sum(tl.where(is_mine, (behind - padded)[None, :], 0), 1)
-    is_row = (expert < num_experts) & (in_expert < tl.sum(tl.where(is_mine, num_rows[None, :], 0), 1))
-    row = tl.sum(tl.where(is_mine, first_row[None, :], 0), 1) + in_expert
+    mine = tl.minimum(expert, EXPERTS - 1)
+    in_expert = places - tl.gather(behind - padded, mine, 0)
+    is_row = (expert < num_experts) & (in_expert < tl.gather(num_rows, mine, 0))
+    row = tl.gather(first_row, mine, 0) + in_expert
     source = row.to(tl.int64)
     if tokens_ptr is not None:
         source = tl.load(tokens_ptr + row, mask=is_row, other=0)

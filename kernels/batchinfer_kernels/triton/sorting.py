@@ -46,13 +46,14 @@ def _count(
     block = tl.program_id(0)
     here = tl.arange(0, BLOCK)
     entries = block * BLOCK + here
-    ids = tl.load(ids_ptr + entries, mask=entries < num_entries, other=-1).to(tl.int32)
-    others = tl.load(ids_ptr + entries, mask=entries < num_entries, other=-1).to(tl.int32)
+    is_entry = entries < num_entries
+    ids = tl.load(ids_ptr + entries, mask=is_entry, other=0).to(tl.int32)
+    others = tl.load(ids_ptr + entries, mask=is_entry, other=-1).to(tl.int32)
     is_before = (others[None, :] == ids[:, None]) & (here[None, :] < here[:, None])
     ranks = tl.sum(is_before.to(tl.int32), 1)
-    tl.store(ranks_ptr + entries, ranks.to(tl.int64), mask=entries < num_entries)
+    tl.store(ranks_ptr + entries, ranks.to(tl.int64), mask=is_entry)
     experts = tl.arange(0, EXPERTS)
-    counts = tl.sum((ids[None, :] == experts[:, None]).to(tl.int32), 1)
+    counts = tl.histogram(ids, EXPERTS, is_entry)
     at = experts.to(tl.int64) * num_blocks + block
     tl.store(counts_ptr + at, counts.to(tl.int64), mask=experts < num_experts)
 
@@ -82,18 +83,18 @@ def _sort_few(
     here, experts = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     totals, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_entries, BLOCK):
-        others = tl.load(ids_ptr + start + here, mask=start + here < num_entries, other=-1).to(tl.int32)
-        counts = tl.sum((others[None, :] == experts[:, None]).to(tl.int32), 1)
+        is_other = start + here < num_entries
+        others = tl.load(ids_ptr + start + here, mask=is_other, other=0).to(tl.int32)
+        counts = tl.histogram(others, EXPERTS, is_other)
         totals += counts
         before += tl.where(start < first, counts, 0)
     starts = tl.cumsum(totals, 0) - totals + before
     entries = first + here
     is_entry = entries < num_entries
-    ids = tl.load(ids_ptr + entries, mask=is_entry, other=-1).to(tl.int32)
+    ids = tl.load(ids_ptr + entries, mask=is_entry, other=0).to(tl.int32)
     others = tl.load(ids_ptr + entries, mask=is_entry, other=-1).to(tl.int32)
     is_before = (others[None, :] == ids[:, None]) & (here[None, :] < here[:, None])
-    rows = tl.sum(is_before.to(tl.int32), 1)
-    rows += tl.sum(tl.where(experts[None, :] == ids[:, None], starts[None, :], 0), 1)
+    rows = tl.gather(starts, ids, 0) + tl.sum(is_before.to(tl.int32), 1)
     tl.store(inverse_ptr + entries, rows.to(tl.int64), mask=is_entry)
     tl.store(tokens_ptr + rows, (entries // TOPK).to(tl.int64), mask=is_entry)
     if first == 0:
