@@ -155,15 +155,22 @@ class MoeMlp:
         """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
         x, weights, scales = received.x, self.weights, received.scales
         # adding up on the device, and reading the sum when somebody asks (after the step), does not make the host wait
-        self.counts_on_device |= received.layout == "masked"
+        has_gaps = received.layout == "masked" or received.tile_rows > 1
+        self.counts_on_device |= has_gaps
         num_rows = len(x) if received.tokens_M is None else len(received.tokens_M)
         if self.counts_on_device:
-            self.num_device_rows += received.num_rows_E.sum() if received.layout == "masked" else num_rows
+            self.num_device_rows += received.num_rows_E.sum() if has_gaps else num_rows
         else:
             self.num_local_rows += num_rows
         if received.layout == "contiguous":
             return self.ops.grouped_mlp(
-                x, received.num_rows_E, weights.gate_up_EFD, weights.down_EDF, received.tokens_M, scales=scales
+                x,
+                received.num_rows_E,
+                weights.gate_up_EFD,
+                weights.down_EDF,
+                received.tokens_M,
+                scales=scales,
+                tile_rows=received.tile_rows,
             )
         return self.ops.masked_mlp(
             x,

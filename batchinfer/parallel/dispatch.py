@@ -29,10 +29,11 @@ from batchinfer_kernels.reference.places import ExpertRows
 class ExpertInput:
     """Rows for the experts of this rank.
 
-    x: [M, D], sorted by expert, no gaps ("contiguous"), or [E, capacity, D] with a count of filled rows ("masked").
+    x: [M, D], sorted by expert ("contiguous"), or [E, capacity, D] with a count of filled rows ("masked").
     scales: for FP8 rows one float32 per 128 values, [..., D / 128]; None for wider rows.
     num_rows_E: [E] int64 on the device of x, rows of each expert slot of this rank.
     tokens_M: where the rows have not moved: the row of x, [T, D] then, behind each row sorted by expert; contiguous.
+    tile_rows: contiguous: each expert's rows begin at a multiple of this; those between are nobody's. 1: no gaps.
     """
 
     x: torch.Tensor
@@ -40,6 +41,7 @@ class ExpertInput:
     layout: Literal["contiguous", "masked"]
     num_rows_E: torch.Tensor
     tokens_M: torch.Tensor | None = None
+    tile_rows: int = 1
 
 
 # rows on their way to the experts; also what `combine` needs to bring them back

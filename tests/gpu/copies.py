@@ -6,10 +6,11 @@ have been copied together. So the experts get the right number of rows of the ri
 instead of the others'.
 
     decode    blocks [slots, ranks × tokens, D] as DeepEP's low-latency mode has them, partly filled ("masked")
-    prefill   rows in the order of arrival, and which of them each expert takes ("contiguous")
+    prefill   rows sorted by slot, each slot's from a whole tile on, as DeepEP's version 2 hands them out ("contiguous")
 """
 
-# T tokens, K experts per token, S slots of this GPU, C room of a slot, M = T * K rows, D hidden, J scales of a row
+# T tokens, K experts per token, S slots of this GPU, C room of a slot, M = T * K rows, P rows with those between slots,
+# D hidden, J scales of a row
 
 from __future__ import annotations
 
@@ -23,35 +24,32 @@ from batchinfer.parallel.placement import Placement
 from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
 from batchinfer_kernels.reference.places import ExpertRows
 
+_TILE_ROWS = 128  # of deep_gemm's grouped product
+
 
 @dataclass(frozen=True)
 class Rows:
     """Where T tokens' rows go: entry j = (token, k) to slot j % S, behind the entries before it."""
 
     token_SM: list[torch.Tensor]  # per slot the token of each of its rows
-    tokens_M: torch.Tensor  # the token of each entry
-    arrived_M: torch.Tensor  # the entry behind each row sorted by slot
-    place_M: torch.Tensor  # the sorted row of each entry
+    source_P: torch.Tensor  # the token of each row when each slot's begin at a whole tile; of nobody's any
+    place_M: torch.Tensor  # the row of each entry: of those, or of the filled rows of all slots together
     counts: list[int]
     counts_S: torch.Tensor
 
     @classmethod
-    def of(cls, num_tokens: int, topk: int, num_slots: int, device: torch.device) -> Rows:
+    def of(cls, num_tokens: int, topk: int, num_slots: int, device: torch.device, *, tile_rows: int) -> Rows:
         """Made once per number of tokens."""
         entries = torch.arange(num_tokens * topk, device=device)
         of_slot = [entries[slot::num_slots] for slot in range(num_slots)]
-        arrived_M = torch.cat(of_slot)
-        place_M = torch.empty_like(arrived_M)
-        place_M[arrived_M] = entries
+        place_M, starts = torch.empty_like(entries), [0]
+        for rows in of_slot:
+            place_M[rows] = starts[-1] + torch.arange(len(rows), device=device)
+            starts.append(starts[-1] + -(-len(rows) // tile_rows) * tile_rows)
+        source_P = torch.zeros(starts[-1], dtype=torch.int64, device=device)
+        source_P[place_M] = entries // topk
         counts = [len(rows) for rows in of_slot]
-        return cls(
-            [rows // topk for rows in of_slot],
-            entries // topk,
-            arrived_M,
-            place_M,
-            counts,
-            torch.tensor(counts, device=device),
-        )
+        return cls([rows // topk for rows in of_slot], source_P, place_M, counts, torch.tensor(counts, device=device))
 
 
 @dataclass(slots=True)
@@ -121,16 +119,12 @@ class CopyDispatcher:
         """Round the tokens to FP8 and copy one row per entry; see Dispatcher."""
         num_tokens, topk = topk_ids.shape
         if num_tokens not in self._rows:
-            self._rows[num_tokens] = Rows.of(num_tokens, topk, self.num_slots, x.device)
+            tile_rows = 1 if self.is_masked else _TILE_ROWS
+            self._rows[num_tokens] = Rows.of(num_tokens, topk, self.num_slots, x.device, tile_rows=tile_rows)
         rows = self._rows[num_tokens]
         values, scales = self._quantize(x, ROW_BLOCK)
-        received = self._blocks(values.view(torch.uint8), scales, rows) if self.is_masked else None
-        if received is None:
-            x_MD = values.view(torch.uint8).index_select(0, rows.tokens_M).view(FP8)
-            received = ExpertInput(
-                x_MD, scales.index_select(0, rows.tokens_M), "contiguous", rows.counts_S, rows.arrived_M
-            )
-        return CopyHandle(received, rows, topk_weights)
+        make = self._blocks if self.is_masked else self._tiles
+        return CopyHandle(make(values.view(torch.uint8), scales, rows), rows, topk_weights)
 
     def combine(self, y: ExpertRows, handle: CopyHandle) -> CopiedSums:
         """Take each filled row back; see Dispatcher."""
@@ -144,6 +138,12 @@ class CopyDispatcher:
     def place(self, placement: Placement) -> None:
         """See Dispatcher; the slots of a slice stay as they are."""
         raise AssertionError("a slice has no other ranks to exchange experts with")
+
+    def _tiles(self, bytes_TD: torch.Tensor, scales_TJ: torch.Tensor, rows: Rows) -> ExpertInput:
+        """Rows of each slot from a whole tile on; scales lie column by column, as DeepEP has them when asked."""
+        x_PD = bytes_TD.index_select(0, rows.source_P).view(FP8)
+        scales_PJ = scales_TJ.t().index_select(1, rows.source_P).t()
+        return ExpertInput(x_PD, scales_PJ, "contiguous", rows.counts_S, tile_rows=_TILE_ROWS)
 
     def _blocks(self, bytes_TD: torch.Tensor, scales_TJ: torch.Tensor, rows: Rows) -> ExpertInput:
         """Blocks with room for all tokens of all ranks; scales of a block lie column by column, as DeepEP has them."""

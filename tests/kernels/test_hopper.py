@@ -34,6 +34,7 @@ from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
 from support.paged_steps import PagedRequests
 from support.paths import ROOT
+from support.placed_rows import in_tiles
 from support.triton_device import needs_triton
 
 TOLERANCE = {"bfloat16": 2**-7}  # of the largest value
@@ -129,7 +130,27 @@ def test_experts_in_fp8_are_those_of_the_reference(gpu, library, counts):
     assert torch.equal(moved, expected)
     assert torch.equal(grouped_mlp(values.clone().view(torch.uint8).flip(0).view(values.dtype), num_rows,
                                           *weights, tokens, scales.flip(0)), expected)  # fmt: skip
+    # rows in whole tiles stay there
+    lying, places = in_tiles(x, counts, 128)
+    values, scales = reference.quantize_fp8_rows(lying)
+    for result in (
+        hopper.grouped_mlp(lying, num_rows, *weights, tile_rows=128),
+        hopper.grouped_mlp(values, num_rows, *weights, scales=scales, tile_rows=128),
+    ):
+        assert result.shape == lying.shape
+        assert torch.equal(result[places], expected)
     assert not stand_ins.COPIED, "the library had to put scales into its own order"
+
+
+def test_experts_whose_rows_begin_elsewhere_go_to_the_implementation_behind(gpu):
+    gpu(stand_ins.deep_gemm_upstream())
+    weights, counts = tuple(to_blocks(weight) for weight in experts()), [3, 0, 4, 0, 1]
+    lying, places = in_tiles(random(8, 256), counts, 64)
+    y = with_reference("grouped_mlp")(lying, torch.tensor(counts), *weights, tile_rows=64)
+    assert torch.equal(y[places], reference.grouped_mlp(lying[places], torch.tensor(counts), *weights))
+    assert not y[torch.arange(len(y))[~torch.isin(torch.arange(len(y)), places)]].any()
+    reason = "experts' rows do not begin at multiples of 128"
+    assert registry.fallbacks()["grouped_mlp", "hopper", "reference", reason] > 0
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -140,6 +161,8 @@ def test_experts_in_bfloat16_are_near_those_of_the_reference(gpu, library, count
     y, expected = grouped_mlp(x, num_rows, *weights), reference.grouped_mlp(x, num_rows, *weights)
     assert y.shape == expected.shape
     assert len(x) == 0 or close(y, expected)
+    lying, places = in_tiles(x, counts, 128)
+    assert torch.equal(hopper.grouped_mlp(lying, num_rows, *weights, tile_rows=128)[places], y)
     values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
     y = grouped_mlp(values, num_rows, *weights, scales=scales)
     assert len(x) == 0 or close(y, reference.grouped_mlp(values, num_rows, *weights, scales=scales))

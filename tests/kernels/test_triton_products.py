@@ -9,6 +9,7 @@ from batchinfer_kernels import reference, registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.triton import ops
+from support.placed_rows import in_tiles
 from support.triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -150,6 +151,9 @@ def test_experts_are_close_to_float64_and_both_layouts_give_the_same_bits(num_ro
         assert calc_diff(y, exact) < TOLERANCE["fp8"]
     tokens = torch.arange(len(x), device=DEVICE).flip(0)
     assert torch.equal(ops.grouped_mlp(x.flip(0), counts, *weights, tokens), y)
+    for tile_rows in (4, 128):
+        lying, places = in_tiles(x, num_rows, tile_rows)
+        assert torch.equal(ops.grouped_mlp(lying, counts, *weights, tile_rows=tile_rows)[places], y)
 
     is_row = torch.arange(room, device=DEVICE) < counts[:, None]
     blocks = torch.full((5, room, hidden), torch.nan, dtype=torch.bfloat16, device=DEVICE)  # rows that are not there

@@ -148,12 +148,16 @@ def test_counts_and_places_of_experts_rows_are_those_of_the_reference(seed):
         assert torch.equal(ours, theirs)
     num_rows = torch.randint(0, 3, (5,), generator=generator) * torch.randint(0, 140, (5,), generator=generator)
     total, num_rows = int(num_rows.sum()), num_rows.to(DEVICE)
-    tokens = torch.randint(0, 50, (total,), generator=generator).to(DEVICE)
-    for tile_rows, sources in ((128, None), (128, tokens), (16, tokens)):
-        ours = ops.expert_places(num_rows, total, tile_rows, sources)
-        for result, expected in zip(ours, reference.expert_places(num_rows, total, tile_rows, sources), strict=True):
-            assert result.dtype == expected.dtype
-            assert torch.equal(result, expected)
+    for more in (0, 150):  # than there are
+        tokens = torch.randint(0, 50, (total + more,), generator=generator).to(DEVICE)
+        for tile_rows, sources in ((128, None), (128, tokens), (16, tokens)):
+            given = num_rows, total + more, tile_rows, sources
+            places, *ours = ops.expert_places(*given)
+            expected_places, *expected = reference.expert_places(*given)
+            pairs = [(places[:total], expected_places[:total]), *zip(ours, expected, strict=True)]
+            for result, theirs in pairs:
+                assert result.dtype == theirs.dtype
+                assert torch.equal(result, theirs)
 
 
 @pytest.mark.parametrize("width", [1, 33, 9000])

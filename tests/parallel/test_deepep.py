@@ -54,6 +54,12 @@ def opened(kind, group, placements, dtype="bfloat16", **changes):
     return open_dispatchers(kind, group, placements, RowFormat(dtype), **options)
 
 
+def in_tiles(dispatcher, tile_rows=8):
+    """As on a GPU."""
+    dispatcher.tile_rows = tile_rows
+    return dispatcher
+
+
 def random_tokens(seed, num_tokens=MAX_TOKENS):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
@@ -73,8 +79,15 @@ def answer(received, experts):
     if received.layout == "masked":
         is_row = torch.arange(x.shape[1]) < received.num_rows_E[:, None]
         return torch.where(is_row[:, :, None], factors[:, None, None] * x, torch.nan).bfloat16()
-    assert received.num_rows_E.sum() == len(x)
-    return (factors.repeat_interleave(received.num_rows_E)[:, None] * x).bfloat16()
+    if received.tokens_M is not None:
+        x = x[received.tokens_M]
+    y, start = torch.full_like(x, torch.nan), 0
+    for factor, num_rows in zip(factors, received.num_rows_E.tolist(), strict=True):
+        start += -start % received.tile_rows
+        y[start : start + num_rows] = factor * x[start : start + num_rows]
+        start += num_rows
+    assert len(x) == start + -start % received.tile_rows
+    return y.bfloat16()
 
 
 def exchanged(dispatcher, tokens, experts, lying=lambda y: y):
@@ -136,6 +149,31 @@ def test_sums_equal_those_of_the_local_exchange(kind, dtype, num_ranks, seed):
             assert_close(sums, tokens[rank], dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_in_whole_tiles_have_the_same_sums(seed, dtype):
+    world, placement = World(2), Placement.in_order(NUM_EXPERTS, 2)
+    tokens = [random_tokens(10 * seed + rank, MAX_TOKENS - 5 * rank) for rank in range(2)]
+
+    def run(rank):
+        (dispatcher,) = opened("deepep", Group(world, rank), [placement], dtype)
+        return exchanged(in_tiles(dispatcher), tokens[rank], placement.experts_of_rank(rank))
+
+    with ThreadPoolExecutor(2) as threads:
+        for rank, sums in enumerate(threads.map(run, range(2))):
+            assert_close(sums, tokens[rank], dtype)
+
+
+def test_tiles_are_those_of_the_grouped_product_and_scales_lie_as_it_reads_them():
+    (dispatcher,) = opened("deepep", Group(World(1), 0), [Placement.in_order(NUM_EXPERTS, 1)], "fp8")
+    received = in_tiles(dispatcher).dispatch(*random_tokens(0)).wait()
+    assert received.scales.stride(0) == 1
+    assert received.scales.stride(1) % 4 == 0
+    # nothing runs on "meta" but the choice of a form
+    (on_gpu,) = opened("deepep", Group(World(1), 0), [Placement.in_order(NUM_EXPERTS, 1)], device=torch.device("meta"))
+    assert (dispatcher.tile_rows, on_gpu.tile_rows) == (8, 128)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "deepep-low-latency"])
 def test_results_are_sent_from_where_they_lie(kind):
     placement, tokens = Placement.in_order(NUM_EXPERTS, 2), [random_tokens(rank) for rank in range(2)]
@@ -184,6 +222,8 @@ def test_rows_arrive_sorted_by_slot_in_the_form_that_was_asked_for(kind, dtype):
     for slot, (start, num_rows) in enumerate(zip(starts.tolist(), expected.num_rows_E.tolist(), strict=True)):
         rows = slice(start, start + num_rows)
         block = (slot, slice(num_rows)) if received.layout == "masked" else rows
+        if received.tokens_M is not None:
+            block = received.tokens_M[rows]
         got = wide(received.x[block], None if received.scales is None else received.scales[block])
         want = wide(expected.x[rows], None if expected.scales is None else expected.scales[rows])
         assert sorted(got.tolist()) == sorted(want.tolist())  # DeepEP promises no order within a slot
@@ -396,7 +436,7 @@ def test_the_low_latency_mode_serves_decode_with_room_for_its_rows_alone(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8, experts too"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepep, in tiles"])
 def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     generator = torch.Generator().manual_seed(0)
     gate_up = 0.05 * torch.randn(NUM_EXPERTS, 64, HIDDEN, generator=generator)
@@ -425,8 +465,12 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
         assert mlp.num_expert_rows == ids.numel()
         return end.value.value
 
+    kind, _, has_tiles = kind.partition(",")
     (dispatcher,) = opened(kind, Group(World(1), 0), [Placement.in_order(NUM_EXPERTS, 1)], dtype)
-    got, expected = run(dispatcher), run(LocalDispatcher(NUM_EXPERTS, row_format))
+    got, expected = (
+        run(in_tiles(dispatcher) if has_tiles else dispatcher),
+        run(LocalDispatcher(NUM_EXPERTS, row_format)),
+    )
     assert got.dtype == torch.bfloat16
     assert (got - expected).abs().max() < 2**-6 * expected.abs().max()
 

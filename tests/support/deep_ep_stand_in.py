@@ -124,7 +124,7 @@ class Handle:
     entries: list[Entry]
     num_tokens: int
     psum_num_recv_tokens_per_expert: torch.Tensor | None = None
-    tokens: list[tuple[int, int]] = field(default_factory=list)
+    tokens: list[tuple[int, int] | None] = field(default_factory=list)
 
 
 def unknown(*shape, dtype=torch.bfloat16):
@@ -180,7 +180,8 @@ class _Ranks:
         step, rank = self._step(), self.group.rank()
         partial = {}
         for place, row in zip(handle.tokens, x.float(), strict=True):
-            partial[place] = partial.get(place, 0) + row
+            if place is not None:  # a row between those of two slots
+                partial[place] = partial.get(place, 0) + row
         self.group.world.post(step, rank, {place: row.bfloat16() for place, row in partial.items()})
         sums = unknown(num_tokens, x.shape[1])
 
@@ -242,7 +243,6 @@ class ElasticBuffer(_Ranks):
         use_tma_aligned_col_major_sf=False,
     ):
         assert do_expand
-        assert expert_alignment in (None, 1)
         assert async_with_compute_stream
         check_rows(x, topk_idx, topk_weights)
         assert len(topk_idx) <= (num_max_tokens_per_rank or self.num_max_tokens_per_rank)
@@ -252,21 +252,32 @@ class ElasticBuffer(_Ranks):
         entries = self._entries(all_ids, num_experts)
         random.shuffle(entries)  # rows of a slot come in any order
         entries.sort(key=lambda entry: entry.slot)
-        tokens = [(entry.source, entry.token) for entry in entries]
-        rows = gather(list(all_x), tokens)
-        is_pair = isinstance(rows, tuple)
-        received = [unknown(*part.shape, dtype=part.dtype) for part in (rows if is_pair else (rows,))]
-        weights, psum = (
-            unknown(len(entries), dtype=torch.float32),
-            unknown(num_experts // self.group.size(), dtype=torch.int32),
-        )
+        rows = gather(list(all_x), [(entry.source, entry.token) for entry in entries])
+        is_pair, num_local = isinstance(rows, tuple), num_experts // self.group.size()
+        # each slot's rows begin at a multiple of the alignment
+        step, places, ends, start = expert_alignment or 1, [], [], 0
+        for slot in range(num_local):
+            count = sum(entry.slot == slot for entry in entries)
+            places += range(start, start + count)
+            ends.append(start + count)
+            start += -(-count // step) * step
+        received = [unknown(start, part.shape[1], dtype=part.dtype) for part in (rows if is_pair else (rows,))]
+        if is_pair and use_tma_aligned_col_major_sf:  # each column of scales by itself, from a multiple of 4 on
+            by_column = unknown(received[1].shape[1], -(-start // 4) * 4, dtype=received[1].dtype)
+            received[1] = by_column[:, :start].t()
+        weights, psum = unknown(start, dtype=torch.float32), unknown(num_local, dtype=torch.int32)
 
         def fill():
             for part, values in zip(received, rows if is_pair else (rows,), strict=True):
-                part.copy_(values)
-            weights.copy_(torch.tensor([float(all_weights[e.source][e.token, e.k]) for e in entries]))
-            psum.copy_(torch.tensor([sum(e.slot <= slot for e in entries) for slot in range(len(psum))]))
+                for place, row in zip(places, values, strict=True):
+                    part[place] = row
+            for place, entry in zip(places, entries, strict=True):
+                weights[place] = all_weights[entry.source][entry.token, entry.k]
+            psum.copy_(torch.tensor(ends))
 
+        tokens = [None] * start
+        for place, entry in zip(places, entries, strict=True):
+            tokens[place] = entry.source, entry.token
         handle = Handle(entries, len(topk_idx), psum, tokens)
         return tuple(received) if is_pair else received[0], None, weights, handle, Arrival(self.group, fill)
 

@@ -1,6 +1,6 @@
 """Expert exchange through DeepEP, a library for GPUs joined by NVLink and RDMA; mesh.py opens it here.
 
-    deepep               normal.py        version 2, ElasticBuffer: rows arrive sorted by slot
+    deepep               normal.py        version 2, ElasticBuffer: rows arrive sorted by slot, on a GPU in whole tiles
     deepep-v1            normal.py        version 1, normal mode: tokens arrive once per rank, sorted here
     deepep-low-latency   low_latency.py   version 1, low-latency mode: one block of fixed size per slot
 
@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,10 @@ def open_dispatchers(
                 _open_low_latency(library.Buffer, group, max_tokens, hidden, num_slots), max_tokens
             )
     ids_dtype = getattr(library, "topk_idx_t", torch.int64)
-    return [_DISPATCHERS[kind](buffer, placement, group.rank(), ids_dtype, use_fp8) for placement in placements]
+    make = _DISPATCHERS[kind]
+    if kind == "deepep" and device.type != "cpu":
+        make = partial(ElasticDispatcher, tile_rows=_BLOCK_ROWS)
+    return [make(buffer, placement, group.rank(), ids_dtype, use_fp8) for placement in placements]
 
 
 def why_not(kind: str) -> str | None:

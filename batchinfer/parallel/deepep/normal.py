@@ -3,23 +3,25 @@
 Both run on a stream of their own beside the computation; `wait` makes the current stream wait for them, not the host.
 Only `dispatch` holds the host up, until the other ranks have said how many rows will come.
 
-    version 2   sends a token once per rank, hands out one row per (token, slot), and adds those up again
-    version 1   hands out the token; copying it for each slot, weighting and adding up are left to us
+    version 2   sends a token once per rank, hands out one row per (token, slot), and adds those up again; a slot's rows
+                may begin at a whole tile of the grouped product, which then need not move them
+    version 1   hands out the token; which of them a slot takes, weighting and adding up are left to us
 """
 
-# T tokens of this rank, K experts per token, N tokens received, M received (token, slot) rows, S slots of this rank,
-# D hidden
+# T tokens of this rank, K experts per token, N tokens received, M received (token, slot) rows (gaps among them),
+# S slots of this rank, D hidden
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from batchinfer.parallel.dispatch import ExpertInput, count_rows, sum_per_token
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import SCALE_VALUES
 from batchinfer_kernels import registry
-from batchinfer_kernels.reference.places import ExpertRows
+from batchinfer_kernels.reference.places import ExpertRows, in_order
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bfloat16, or FP8 with its scales
 
@@ -45,6 +47,7 @@ class ElasticHandle:
 
     rows: Rows
     weights_M: torch.Tensor
+    tile_rows: int
     ep_handle: Any
     event: Any
     ready_s: None = None
@@ -53,11 +56,11 @@ class ElasticHandle:
     def wait(self) -> ExpertInput:
         """Rows by slot, in no particular order within one."""
         self.event.current_stream_wait()
-        # where each slot's rows end; with an alignment of 1 the next slot's begin there
+        # where each slot's rows end; the next slot's begin at the next whole tile
         ends_S = self.ep_handle.psum_num_recv_tokens_per_expert.long()
-        num_rows_S = torch.diff(ends_S, prepend=ends_S.new_zeros(1))
+        starts_S = F.pad((ends_S[:-1] + self.tile_rows - 1) // self.tile_rows * self.tile_rows, (1, 0))
         x_MD, scales = self.rows if isinstance(self.rows, tuple) else (self.rows, None)
-        return ExpertInput(x_MD, scales, "contiguous", num_rows_S)
+        return ExpertInput(x_MD, scales, "contiguous", ends_S - starts_S, tile_rows=self.tile_rows)
 
 
 @dataclass(slots=True)
@@ -106,8 +109,15 @@ class SlotDispatcher:
         return slots_M.view(topk_ids.shape).to(self.ids_dtype)
 
 
+@dataclass(slots=True)
 class ElasticDispatcher(SlotDispatcher):
-    """Over version 2's ElasticBuffer."""
+    """Over version 2's ElasticBuffer.
+
+    Args:
+        tile_rows: each slot's rows begin at a multiple of this.
+    """
+
+    tile_rows: int = 1
 
     def dispatch(
         self,
@@ -122,17 +132,21 @@ class ElasticDispatcher(SlotDispatcher):
             topk_idx=self.slots(topk_ids),
             topk_weights=topk_weights.contiguous(),
             num_experts=self.placement.num_slots,
-            # no padding between the slots' rows: grouped_mlp takes rows without gaps
-            expert_alignment=1,
+            expert_alignment=self.tile_rows,
             async_with_compute_stream=True,
             do_expand=True,
+            use_tma_aligned_col_major_sf=self.use_fp8,  # as deep_gemm reads scales
         )
-        return ElasticHandle(rows, weights_M, ep_handle, event)
+        return ElasticHandle(rows, weights_M, self.tile_rows, ep_handle, event)
 
     def combine(self, y: ExpertRows, handle: ElasticHandle) -> Sums:
-        """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are."""
-        row_M = torch.arange(len(y), device=handle.weights_M.device)
-        weighted_MD = sum_per_token(y, row_M, handle.weights_M[:, None]).to(torch.bfloat16)
+        """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are.
+
+        What stands in gaps between slots' rows, and their weights, may be anything; nobody takes them.
+        """
+        y_MD = in_order(y)
+        weighted_MD = torch.empty(y_MD.shape, dtype=torch.bfloat16, device=y_MD.device)
+        torch.mul(y_MD, handle.weights_M[:, None], out=weighted_MD)  # in float32, rounded once
         sums_TD, _, event = self.buffer.combine(weighted_MD, handle.ep_handle, async_with_compute_stream=True)
         return Sums(sums_TD, event)
 
@@ -185,11 +199,8 @@ class NormalHandle:
         self.token_rows = TokenRows(rows.view(k_NK.shape), weights_NK, self.num_rows, self.num_local_slots)
         token_M = entries[: self.num_rows] // k_NK.shape[1]
         num_rows_S = count_rows(slots_NK.flatten(), elsewhere + 1)[:elsewhere]
-        if isinstance(self.tokens, tuple):
-            values, scales = self.tokens
-            x_MD = values.view(torch.uint8)[token_M].view(values.dtype)  # not every device indexes FP8
-            return ExpertInput(x_MD, scales[token_M], "contiguous", num_rows_S)
-        return ExpertInput(self.tokens[token_M], None, "contiguous", num_rows_S)
+        x_ND, scales = self.tokens if isinstance(self.tokens, tuple) else (self.tokens, None)
+        return ExpertInput(x_ND, scales, "contiguous", num_rows_S, token_M)
 
 
 class NormalDispatcher(SlotDispatcher):

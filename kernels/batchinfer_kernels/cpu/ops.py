@@ -95,8 +95,12 @@ def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
     return reason or (None if q_THA.is_contiguous() else "queries are not contiguous")
 
 
-def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
+def _grouped(
+    x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, *, tile_rows: int = 1
+) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
+    if tile_rows > 1:
+        return "there are gaps between experts' rows"
     if scales is None or not isinstance(gate_up, Packed):
         return _mismatch(x, gate_up, down)
     return None if x.is_cpu and gate_up.kind is not WeightKind.FLOAT32 else "FP8 rows for a weight in float32"
@@ -216,7 +220,10 @@ def grouped_mlp(
     down_EDF: Weight,
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    *,
+    tile_rows: int = 1,
 ) -> torch.Tensor:
+    assert tile_rows == 1, "refused"
     if scales is not None:
         x = dequantize_fp8_rows(x, scales, torch.bfloat16)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)

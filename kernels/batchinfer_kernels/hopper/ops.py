@@ -58,8 +58,20 @@ def _product(x: torch.Tensor | ScaledRows, weight: Weight, *_: Any, **__: Any) -
     return _no_tiles(x, weight)
 
 
-def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
+def _grouped(
+    x: torch.Tensor,
+    _: Any,
+    gate_up: Any,
+    down: Any,
+    tokens_M: Any = None,
+    scales: Any = None,
+    *,
+    tile_rows: int = 1,
+    **__: Any,
+) -> str | None:
     """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    if tile_rows not in (1, _TILE_ROWS):
+        return f"experts' rows do not begin at multiples of {_TILE_ROWS}"
     return _no_experts(x, scales, gate_up, down, libraries.BF16_CONTIGUOUS)
 
 
@@ -142,11 +154,12 @@ def grouped_mlp(
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     *,
+    tile_rows: int = 1,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
     expert_places: Callable[..., ExpertPlaces] = reference.expert_places,
 ) -> ExpertRows:
-    """Rows are moved so that each expert starts at a whole tile, and stay there.
+    """Rows are moved so that each expert starts at a whole tile, unless they came so, and stay there.
 
     How many tiles that takes is known on the device only, so there is room for the most there can be; places of nobody
     are marked, and tiles without rows are skipped.
@@ -156,14 +169,16 @@ def grouped_mlp(
         return torch.empty(0, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     x, scales = _rows_for(gate_up_EFD, x, scales, quantize_fp8_rows)
     place_M, expert_S, source_S = expert_places(num_rows_E, num_rows, _TILE_ROWS, tokens_M)
-    x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
-    # column by column, as the library reads them
-    scales = None if scales is None else scales.t().index_select(1, source_S).t()
+    if tile_rows == 1:
+        x = _bytes(_bytes(x).index_select(0, source_S), x.dtype)
+        # column by column, as the library reads them
+        scales = None if scales is None else scales.t().index_select(1, source_S).t()
+    expert_S = expert_S[: len(x)]
     product = partial(_product_by_expert, libraries.FP8_CONTIGUOUS, libraries.BF16_CONTIGUOUS, (expert_S,))
     gate_up_SF = product(x, scales, gate_up_EFD)
     active, active_scales = silu_mul_blocks(gate_up_SF[None], fp8=isinstance(down_EDF, BlockScaled))
     y_SD = product(active[0], None if active_scales is None else active_scales[0], down_EDF)
-    return PlacedRows(y_SD, place_M)
+    return PlacedRows(y_SD, place_M) if tile_rows == 1 else y_SD
 
 
 @refusing(_masked, uses=("quantize_fp8_rows", "silu_mul_blocks"))

@@ -38,6 +38,8 @@ def grouped_mlp(
     down_EDF: Weight,
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    *,
+    tile_rows: int = 1,
 ) -> torch.Tensor:
     """SwiGLU of several experts over rows sorted by expert (contiguous layout).
 
@@ -51,18 +53,22 @@ def grouped_mlp(
         tokens_M: [rows] int64, the row of x behind each row.
         scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks meet these rows as
             they are, with the result of the same rows rounded here; for others they are dequantized.
+        tile_rows: without `tokens_M`: each expert's rows begin at a multiple of this, so that `rows` is more than their
+            sum; rows between are nobody's and may be anything. 1: no gaps.
 
     Returns:
         [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
-        Faster versions may give PlacedRows.
+        Nobody's rows are zero here and may be anything in faster versions, which may also give PlacedRows of rows
+        without gaps.
     """
     x, scales = _rows_for(gate_up_EFD, x, scales)
     if tokens_M is not None:
         x, scales = x[tokens_M], None if scales is None else scales[tokens_M]
-    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.bfloat16)
+    out = torch.zeros_like(x, dtype=x.dtype if scales is None else torch.bfloat16)
     start = 0
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
+            start += -start % tile_rows
             rows = slice(start, start + num_rows)
             row_scales = None if scales is None else scales[rows]
             out[rows] = _swiglu(x[rows], row_scales, gate_up_EFD[expert], down_EDF[expert])

@@ -80,21 +80,23 @@ def expert_places(
     """Room for the most tiles that so many rows may need, since only the device knows how many it is.
 
     Args:
-        num_rows_E: [E] integer, rows of each expert, adding up to `num_rows`.
+        num_rows_E: [E] integer, rows of each expert.
+        num_rows: M, their sum or more; what `place_M` has behind the last row may be anything.
         tokens_M: [M] int64, the source of each row; None: the row itself.
     """
     num_experts, device = len(num_rows_E), num_rows_E.device
     padded_E = (num_rows_E + tile_rows - 1) // tile_rows * tile_rows
-    moved_E = (padded_E.cumsum(0) - padded_E) - (num_rows_E.cumsum(0) - num_rows_E)
-    # with the size of its result given, this does not wait for the device
-    expert_M = torch.arange(num_experts, device=device).repeat_interleave(num_rows_E, output_size=num_rows)
+    ends_E = num_rows_E.cumsum(0)
+    moved_E = (padded_E.cumsum(0) - padded_E) - (ends_E - num_rows_E)
     row_M = torch.arange(num_rows, device=device)
+    expert_M = torch.searchsorted(ends_E, row_M, right=True).clamp(max=num_experts - 1)
     place_M = row_M + moved_E[expert_M]
+    is_row_M = row_M < ends_E[-1]
     num_places = most_places(num_experts, num_rows, tile_rows)
     expert_S = torch.full((num_places,), -1, dtype=torch.int32, device=device)
-    expert_S[place_M] = expert_M.to(torch.int32)
+    expert_S[place_M] = torch.where(is_row_M, expert_M, -1).to(torch.int32)
     source_S = torch.zeros(num_places, dtype=torch.int64, device=device)
-    source_S[place_M] = row_M if tokens_M is None else tokens_M
+    source_S[place_M] = torch.where(is_row_M, row_M if tokens_M is None else tokens_M, 0)
     return ExpertPlaces(place_M, expert_S, source_S)
 
 

@@ -26,13 +26,15 @@ def grouped_mlp(
     down_EDF: Weight,
     tokens_M: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    *,
+    tile_rows: int = 1,
 ) -> torch.Tensor:
     """[rows, D] bfloat16; reads nothing on the host."""
     num_rows = len(x) if tokens_M is None else len(tokens_M)
     out = torch.empty(num_rows, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     if num_rows == 0:
         return out
-    tiles = contiguous_tiles(num_rows_E, num_rows)
+    tiles = contiguous_tiles(num_rows_E, num_rows, tile_rows)
     return _swiglu(dense(x), scales, gate_up_EFD, down_EDF, tiles, tokens_M, out)
 
 

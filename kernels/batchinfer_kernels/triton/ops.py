@@ -33,7 +33,9 @@ def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return None if _runs_on(x) else "tensors are on the CPU"
 
 
-def _grouped(x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None) -> str | None:
+def _grouped(
+    x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **__: Any
+) -> str | None:
     """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
     return _mismatch(gate_up, down) if scales is not None else _mismatch(x, gate_up, down)
 

@@ -60,9 +60,9 @@ def num_warps(tile_rows: int) -> int:
     return 4 * max(1, tile_rows // 64)
 
 
-def contiguous_tiles(num_rows_E: torch.Tensor, num_rows: int) -> RowTiles:
-    """Tiles of rows sorted by expert, `num_rows` together."""
-    return _row_tiles(num_rows_E, num_rows // _MANY_ROWS + min(len(num_rows_E), num_rows), 0, _MANY_ROWS)
+def contiguous_tiles(num_rows_E: torch.Tensor, num_rows: int, step: int = 1) -> RowTiles:
+    """Tiles of rows sorted by expert, `num_rows` together; each expert's begin at a multiple of `step`."""
+    return _row_tiles(num_rows_E, num_rows // _MANY_ROWS + min(len(num_rows_E), num_rows), 0, _MANY_ROWS, step)
 
 
 def masked_tiles(num_rows_E: torch.Tensor, room: int) -> RowTiles:
@@ -70,7 +70,7 @@ def masked_tiles(num_rows_E: torch.Tensor, room: int) -> RowTiles:
     return _row_tiles(num_rows_E, len(num_rows_E) * triton.cdiv(room, _FEW_ROWS), room, _FEW_ROWS)
 
 
-def _row_tiles(num_rows_E: torch.Tensor, most: int, room: int, rows: int) -> RowTiles:
+def _row_tiles(num_rows_E: torch.Tensor, most: int, room: int, rows: int, step: int = 1) -> RowTiles:
     experts, starts, ends = torch.empty(3, most, dtype=torch.int32, device=num_rows_E.device)
     count = torch.empty(1, dtype=torch.int32, device=num_rows_E.device)
     _map_tiles[(triton.cdiv(most, _MAP_TILES),)](
@@ -82,6 +82,7 @@ def _row_tiles(num_rows_E: torch.Tensor, most: int, room: int, rows: int) -> Row
         len(num_rows_E),
         most,
         room,
+        STEP=step,
         ROWS=rows,
         EXPERTS=triton.next_power_of_2(len(num_rows_E)),
         TILES=_MAP_TILES,
@@ -92,15 +93,16 @@ def _row_tiles(num_rows_E: torch.Tensor, most: int, room: int, rows: int) -> Row
 @triton.jit
 def _map_tiles(
     num_rows_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr, num_experts, most, room,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The expert and the rows of each tile; `room` 0: experts' rows follow each other."""
+    """The expert and the rows of each tile; `room` 0: experts' rows follow each other, from multiples of STEP on."""
     experts = tl.arange(0, EXPERTS)
     num_rows = tl.load(num_rows_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     num_tiles = (num_rows + ROWS - 1) // ROWS
     behind = tl.cumsum(num_tiles, 0)  # the tile behind the expert's last one
     total = tl.sum(num_tiles, 0)
-    first_row = tl.cumsum(num_rows, 0) - num_rows
+    taken = (num_rows + STEP - 1) // STEP * STEP
+    first_row = tl.cumsum(taken, 0) - taken
     first_row = tl.where(room > 0, experts * room, first_row)
 
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
