@@ -146,6 +146,20 @@ def test_rows_for_experts_may_stay_where_they_are(dtype):
         ops.grouped_mlp(x, num_rows, gate_up, down, tokens + 1)
 
 
+@pytest.mark.parametrize("hidden", [1024, 1000])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_results_that_no_cache_keeps_are_those_of_fewer_rows(hidden, eight_bit, dtype):
+    if eight_bit and dtype is torch.float32:
+        pytest.skip("8 bits are rounded from bfloat16")
+    gate_up, down = random(2, 4, hidden, seed=1, dtype=dtype), random(2, hidden, 2, seed=2, dtype=dtype)
+    weights = ops.pack(gate_up, eight_bit=eight_bit, is_paired=True), ops.pack(down, eight_bit=eight_bit)
+    x = random(9000, hidden, dtype=dtype)
+    y = ops.grouped_mlp(x, torch.tensor([5000, 4000]), *weights)
+    for start, stop in ((0, 1000), (4400, 5000), (5000, 6000), (8990, 9000)):
+        counts = torch.tensor([0, stop - start] if start >= 5000 else [stop - start, 0])
+        assert torch.equal(ops.grouped_mlp(x[start:stop], counts, *weights), y[start:stop])
+
+
 @pytest.mark.parametrize("width", [1, 16, 33, 1000])
 def test_the_largest_logit_is_the_first_among_equals(width):
     logits = torch.randint(-3, 3, (50, width), generator=torch.Generator().manual_seed(0)).float()

@@ -13,6 +13,7 @@ namespace batchinfer {
 namespace {
 
 constexpr int64_t kPairs = kPanelColumns / 2;
+constexpr int64_t kPastCaches = int64_t{16} << 20;  // bytes of results that caches do not keep until they are summed
 
 // One task: some rows and panels of one expert's product.
 struct Part {
@@ -113,9 +114,25 @@ void activate(const Source& x, const std::vector<Part>& parts, const Weight& gat
   });
 }
 
+// Whether results are whole lines, and more than caches keep.
+template <class Value>
+bool goes_past_caches(const std::vector<Part>& parts, const Weight& down, const Value* out) {
+  int64_t num_sums = 0;  // of a row with a panel
+  for (const Part& part : parts) num_sums += (part.row_end - part.row_begin) * (part.panel_end - part.panel_begin);
+  return num_sums * kPanelColumns * int64_t{sizeof(Value)} > kPastCaches && down.num_columns % kPanelColumns == 0 &&
+         reinterpret_cast<uintptr_t>(out) % 64 == 0;
+}
+
+// The sums of a row with a panel, rounded.
+template <class Value>
+void write_past(const float* sums, Value* out) {
+  for (int64_t c = 0; c < kPanelColumns; c += 32) store_past(out + c, load(sums + c), load(sums + c + 16));
+}
+
 template <class Source, class Value>
 void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down, const Value* stream,
                   Value* out) {
+  const bool goes_past = !stream && goes_past_caches(parts, down, out);
   run_tasks(parts.size(), [&](int64_t task) {
     const Part& part = parts[task];
     alignas(64) float sums[kStripRows * kPanelColumns];
@@ -128,6 +145,10 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
                        pass_of(part.row_begin, part.row_end, row, next));
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t at = (row + r) * down.num_columns + column;
+          if (goes_past) {
+            write_past(sums + r * kPanelColumns, out + at);
+            continue;
+          }
           for (int64_t c = 0; c < columns; c += 16) {
             const First first = lanes(columns - c);
             Floats values = load(sums + r * kPanelColumns + c);
@@ -137,6 +158,7 @@ void project_down(const Source& hidden, const std::vector<Part>& parts, const We
         }
       }
     }
+    if (goes_past) finish_past();
   });
 }
 

@@ -16,25 +16,22 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = std::numeric_limits<float>::lowest() / 2;  // so that two of them can be added
 constexpr float kTaken = std::numeric_limits<float>::quiet_NaN();
 
-// Takes the largest value that is left, the first among equals; returns its index.
+// Takes the largest value that is left, the first among equals; returns its index. One must be left.
 int64_t take_best(float* values, int64_t count) {
-  int64_t best = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    if (best < 0 ? !std::isnan(values[i]) : values[i] > values[best]) best = i;
-  }
-  values[best] = kTaken;
-  return best;
+  const Floats best = floats(largest_value(values, count));  // of those that are numbers
+  int64_t i = 0;
+  Mask is_best;
+  while (!any(is_best = both(lanes(count - i), is_equal(load(lanes(count - i), values + i), best)))) i += 16;
+  i += smallest_of(is_best, steps());
+  values[i] = kTaken;
+  return i;
 }
 
 float best_two(const float* values, int64_t count) {
   float first = kMinusInfinity, second = kMinusInfinity;
   for (int64_t i = 0; i < count; ++i) {
-    if (values[i] > first) {
-      second = first;
-      first = values[i];
-    } else if (values[i] > second) {
-      second = values[i];
-    }
+    second = std::max(second, std::min(first, values[i]));
+    first = std::max(first, values[i]);
   }
   return first + second;
 }

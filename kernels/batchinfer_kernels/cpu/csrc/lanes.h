@@ -35,6 +35,9 @@ namespace batchinfer {
 // Groups of 16 columns whose sums stay in registers beside those of other rows.
 constexpr int chunks_beside(int rows) { return 4 * rows <= kMostSums ? 4 : 2 * rows <= kMostSums ? 2 : 1; }
 
+// Others see what was stored past the caches.
+inline void finish_past() { _mm_sfence(); }
+
 // Values of float32 rows in the words for those of bfloat16.
 inline Floats load_wide(First first, const float* at) { return load(first, at); }
 inline void store_rounded(float* at, First first, Floats values) { store(at, first, values); }

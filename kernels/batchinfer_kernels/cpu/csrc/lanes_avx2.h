@@ -277,6 +277,19 @@ inline void store_rounded(bf16* at, First first, Floats values) {
   std::memcpy(at, &bits, first.count * sizeof(bf16));
 }
 
+// 32 values, whole lines, past the caches: what stood there is not read first.
+inline void store_past(bf16* at, Floats low, Floats high) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(at), lower_halves(rounded_bits(low)));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(at + 16), lower_halves(rounded_bits(high)));
+}
+inline void store_past(float* at, Floats low, Floats high) {
+  for (const Floats& values : {low, high}) {
+    _mm256_stream_ps(at, values.low);
+    _mm256_stream_ps(at + 8, values.high);
+    at += 16;
+  }
+}
+
 // Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). The values
 // of a lane are multiplied in parts: of a pair the second value, then the first; of a four the second and last, then the
 // others, as 16 bits each, so that sums are exact, or all at once where there is an instruction for it (AVX-VNNI).

@@ -145,6 +145,20 @@ inline void store_rounded(bf16* at, First first, Floats values) {
   _mm256_mask_storeu_epi16(at, first, rounded_halves(values));
 }
 
+// 32 values, whole lines, past the caches: what stood there is not read first.
+inline void store_past(bf16* at, Floats low, Floats high) {
+#ifdef __AVX512BF16__
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+  const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(rounded_halves(low)), rounded_halves(high), 1);
+#endif
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(at), halves);
+}
+inline void store_past(float* at, Floats low, Floats high) {
+  _mm512_stream_ps(at, low);
+  _mm512_stream_ps(at + 16, high);
+}
+
 // Products of 16 columns with one row: pairs of bfloat16, or fours of bytes (columns signed, rows unsigned). Without
 // instructions for them (or with slow ones, pairs.cpp) the values of a lane are multiplied in two parts: of a pair the
 // second value, then the first, as the instruction does; of a four the second and last, then the others, as 16 bits each,
