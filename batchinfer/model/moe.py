@@ -16,7 +16,7 @@ import torch
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops, meets_fp8, normed
 from batchinfer.model.weights import MlpWeights, MoeWeights
-from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatcher, add_counts
+from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
@@ -130,8 +130,8 @@ class MoeMlp:
         """
         x_TD, rounded = self._normed(hidden_TD)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
-        ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config))
-        add_counts(ids_TK, expert_counts_E, is_counted_T, x_TD.dtype)
+        counted = expert_counts_E, is_counted_T
+        ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config), *counted)
         return Routing(x_TD, ids_TK, weights_TK, rounded, is_counted_T)
 
     def _sent(self, routing: Routing) -> Any:

@@ -194,15 +194,3 @@ def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
         return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)
     return counts_E.scatter_add_(0, expert_M, torch.ones_like(expert_M))
-
-
-def add_counts(
-    ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None, dtype: torch.dtype
-) -> None:
-    """Add to `counts_E` how many of these tokens each expert gets; nothing is read on the host.
-
-    Args:
-        is_counted_T: [T] int64, 0 for tokens that are left out; None: all count.
-        dtype: of the model.
-    """
-    registry.select("count_experts", dtype=dtype, device=ids_TK.device)(ids_TK, counts_E, is_counted_T)

@@ -28,7 +28,6 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             Case("silu_mul", f"{num_rows} x {dims.dense}", partial(_silu, num_rows, dims.dense)),
             Case("gate", f"{num_rows} x {dims.experts}", partial(_gate, dims, num_rows)),
             Case("sort_by_expert", f"{num_rows * dims.topk} entries", partial(_sort, dims, num_rows)),
-            Case("count_experts", f"{num_rows * dims.topk} entries", partial(_counts, dims, num_rows)),
             Case("expert_places", f"{num_rows * dims.topk} entries", partial(_places, dims, num_rows)),
             *(
                 Case(
@@ -110,11 +109,14 @@ def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
     logits = 2 * normal(num_rows, dims.experts, device=device, dtype=torch.float32)
     bias = 0.1 * normal(dims.experts, device=device, seed=1, dtype=torch.float32)
     rule = GateRule("noaux_tc", dims.topk, dims.groups, dims.topk_groups, normalize=True, scale=2.5)
+    counted = torch.zeros(dims.experts, dtype=torch.int64, device=device)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
         """[T, E] weights, zero where an expert is not chosen; [T, E + 1]: how many are."""
-        ids, weights = function(logits[rows], bias.to(logits.device), rule)
+        counts = torch.zeros(dims.experts, dtype=torch.int64, device=device)
+        ids, weights = function(logits[rows], bias.to(logits.device), rule, counts)
         dense = torch.zeros(len(ids), dims.experts, device=ids.device).scatter_(1, ids, weights)
+        assert torch.equal(counts, (dense != 0).sum(0)), "experts are not counted as they are chosen"
         return torch.cat([dense, (dense != 0).sum(1, keepdim=True)], dim=1)
 
     def expected() -> torch.Tensor:
@@ -129,7 +131,7 @@ def _gate(dims: Dims, num_rows: int, device: torch.device) -> Work:
         parts=parts_of(num_rows),
         flops=0,
         num_bytes=bytes_of(logits) + 12 * num_rows * dims.topk,
-        timed=lambda function: function(logits, bias, rule),
+        timed=lambda function: function(logits, bias, rule, counted),
     )
 
 
@@ -153,24 +155,6 @@ def _sort(dims: Dims, num_rows: int, device: torch.device) -> Work:
         flops=0,
         num_bytes=3 * bytes_of(ids_TK),
         timed=lambda function: function(ids_TK, dims.experts),
-    )
-
-
-def _counts(dims: Dims, num_rows: int, device: torch.device) -> Work:
-    ids_TK = _ids(dims, num_rows, device)
-
-    def run(function: Function, rows: slice) -> torch.Tensor:
-        counts_E = torch.zeros(dims.experts, dtype=torch.int64, device=device)
-        function(ids_TK[rows], counts_E)
-        return counts_E
-
-    return Work(
-        run=run,
-        expected=lambda: torch.bincount(ids_TK.cpu().flatten(), minlength=dims.experts),
-        measure="unequal",
-        parts=(ALL,),  # a second run must give the same
-        flops=0,
-        num_bytes=bytes_of(ids_TK),
     )
 
 

@@ -104,6 +104,12 @@ def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_group
             part_ids, part_weights = ops.gate(logits[start:stop], added, rule)
             assert torch.equal(part_ids, ids[start:stop])
             assert torch.equal(part_weights, weights[start:stop])
+    is_counted = torch.randint(2, (37,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for counted in (None, is_counted):
+        ours, theirs = (torch.arange(experts, device=DEVICE) for _ in range(2))  # added to what is there
+        assert torch.equal(ops.gate(logits, None, rule, ours, counted)[0], ids)
+        reference.gate(logits, None, rule, theirs, counted)
+        assert torch.equal(ours, theirs)
 
 
 def test_the_gate_takes_different_experts_of_nonsense():
@@ -137,15 +143,8 @@ def test_the_order_of_experts_rows_and_their_sums_are_those_of_the_reference(num
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_counts_and_places_of_experts_rows_are_those_of_the_reference(seed):
+def test_places_of_experts_rows_are_those_of_the_reference(seed):
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(90, 9, generator=generator).argsort(1)[:, :3].to(DEVICE)
-    is_counted = torch.randint(2, (90,), generator=generator).to(DEVICE)
-    for counted in (None, is_counted):
-        ours, theirs = (torch.arange(9, device=DEVICE) for _ in range(2))  # added to what is there
-        ops.count_experts(ids, ours, counted)
-        reference.count_experts(ids, theirs, counted)
-        assert torch.equal(ours, theirs)
     num_rows = torch.randint(0, 3, (5,), generator=generator) * torch.randint(0, 140, (5,), generator=generator)
     total, num_rows = int(num_rows.sum()), num_rows.to(DEVICE)
     for more in (0, 150):  # than there are

@@ -17,12 +17,13 @@ from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
-from batchinfer.parallel.dispatch import add_counts
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.rank.batch import prefill_step
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.load import _numerics as numerics
 from batchinfer.records import ConfigError
+from batchinfer_kernels import registry
+from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.transfer import in_one_copy, put_pages, take_pages
 from support.checkpoints import make_checkpoint
 from support.paths import RANDOM_MODEL
@@ -30,7 +31,7 @@ from support.paths import RANDOM_MODEL
 META = torch.device("meta")
 
 
-def mlp_that_reads_nothing(x, num_rows_E, gate_up, down, tokens_M=None, scales=None):
+def mlp_that_reads_nothing(x, num_rows_E, gate_up, down, tokens_M=None, scales=None, tile_rows=1):
     """The shape of a grouped MLP's result; the reference looks at the counts, the versions for GPUs do not."""
     return x.new_empty(len(x) if tokens_M is None else len(tokens_M), x.shape[-1])
 
@@ -146,10 +147,11 @@ def test_pages_come_back_from_the_host_as_they_were():
 
 
 def test_rows_that_fill_a_batch_up_are_not_counted():
-    ids, counts = torch.tensor([[0, 2], [1, 2], [0, 1]]), torch.zeros(4, dtype=torch.int64)
-    add_counts(ids, counts, torch.tensor([1, 1, 0]), torch.bfloat16)
+    logits, counts = torch.tensor([[3.0, 0, 2, 0], [0, 3, 2, 0], [3, 2, 0, 0]]), torch.zeros(4, dtype=torch.int64)
+    gate, rule = registry.select("gate"), GateRule("greedy", 2, 1, 1, normalize=True, scale=1.0)
+    gate(logits, None, rule, counts, torch.tensor([1, 1, 0]))
     assert counts.tolist() == [1, 1, 2, 0]
-    add_counts(ids, counts, None, torch.bfloat16)
+    gate(logits, None, rule, counts)
     assert counts.tolist() == [3, 3, 4, 0]
 
 

@@ -63,10 +63,10 @@ def compile_all():
     pages, slots = of(1000, 64, 576), of(T, dtype=INT)
     ops.rope_and_cache(of(T, H, 192), NewKeys(of(T, 576), of(512), 1e-6, angles, angles, pages, slots, True))
     for method in ("noaux_tc", "group_limited_greedy", "group_top2", "greedy"):
-        ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5))
+        counted = of(E, dtype=INT), of(T, dtype=INT)
+        ops.gate(of(T, E, dtype=FLOAT), of(E, dtype=FLOAT), GateRule(method, 8, 8, 4, True, 2.5), *counted)
     for tokens in (T, 128):
         ops.sort_by_expert(of(tokens, 8, dtype=INT), E)
-    ops.count_experts(of(T, 8, dtype=INT), of(E, dtype=INT), of(T, dtype=INT))
     ops.expert_places(of(E, dtype=INT), 8 * 128, 128, of(8 * 128, dtype=INT))
     lying = PlacedRows(of(8 * T, D), of(8 * T, dtype=INT))
     for sorted_rows in (lying.values_SD, lying):

@@ -20,7 +20,7 @@ from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, libr
 from batchinfer_kernels.implementation import at, refusing
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
-from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.gating import GateRule, count_experts
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
@@ -186,9 +186,18 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @refusing(_foreign)
-def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    rule: GateRule,
+    counts_E: torch.Tensor | None = None,
+    is_counted_T: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     bias_E = bias_E if rule.method == "noaux_tc" else None
-    return library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
+    ids_TK, weights_TK = library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
+    if counts_E is not None:
+        count_experts(ids_TK, counts_E, is_counted_T)
+    return ids_TK, weights_TK
 
 
 @refusing(_rotation)

@@ -19,7 +19,7 @@ from batchinfer_kernels.reference.fp8_pages import mla_decode_fp8, mla_prefill_f
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
-from batchinfer_kernels.reference.places import count_experts, expert_places
+from batchinfer_kernels.reference.places import expert_places
 from batchinfer_kernels.reference.pointwise import rms_norm, rms_norm_fp8, silu_mul
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
 from batchinfer_kernels.reference.rows import (
@@ -49,7 +49,6 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     grouped_mlp,
     masked_mlp,
     sort_by_expert,
-    count_experts,
     expert_places,
     sum_per_token,
     add_sums,

@@ -29,7 +29,13 @@ class GateRule(NamedTuple):
         return self.method in ("noaux_tc", "group_top2")
 
 
-def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    rule: GateRule,
+    counts_E: torch.Tensor | None = None,
+    is_counted_T: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token and their weights. Equal scores: the lower index goes first.
 
     "noaux_tc" (DeepSeek-V3 report section 2.1.2): sigmoid scores; the bias is added for choosing only; groups rank by
@@ -43,6 +49,8 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
     Args:
         logits_TE: [T, E] float32.
         bias_E: [E] float32, for "noaux_tc".
+        counts_E: [E] int64, to which is added how many of these tokens each expert gets; None: nobody counts.
+        is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
 
     Returns:
         ids [T, topk] int64 by descending score, weights [T, topk] float32.
@@ -65,7 +73,15 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     if rule.always_scales or not rule.normalize:
         weights_TK = weights_TK * rule.scale
+    if counts_E is not None:
+        count_experts(ids_TK, counts_E, is_counted_T)
     return ids_TK, weights_TK.float()
+
+
+def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None) -> None:
+    """Count as `gate` does, without waiting for the device."""
+    counted_TK = torch.ones_like(ids_TK) if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK)
+    counts_E.scatter_add_(0, ids_TK.flatten(), counted_TK.flatten())
 
 
 def _top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Rows of experts in plain PyTorch: how many each expert gets, and where they go in tiles that no two experts share."""
+"""Rows of experts in plain PyTorch: where they go in tiles that no two experts share."""
 
-# T tokens, K experts per token, E experts, M rows sorted by expert, S places, D hidden
+# E experts, M rows sorted by expert, S places, D hidden
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,18 +60,6 @@ def in_order(rows: ExpertRows) -> torch.Tensor:
 def where_they_lie(rows: ExpertRows, index_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor that has the rows, and where in it those with these numbers are."""
     return (rows.values_SD, rows.place_M[index_M]) if isinstance(rows, PlacedRows) else (rows, index_M)
-
-
-def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None) -> None:
-    """Add to `counts_E`, int64, how many of these tokens each expert gets.
-
-    Args:
-        ids_TK: int64.
-        is_counted_T: [T] int64, 0 for tokens that are left out; None: all count.
-    """
-    ids_M = ids_TK.flatten()
-    counted_M = torch.ones_like(ids_M) if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK).flatten()
-    counts_E.scatter_add_(0, ids_M, counted_M)
 
 
 def expert_places(

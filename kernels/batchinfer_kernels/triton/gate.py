@@ -14,7 +14,14 @@ from batchinfer_kernels.reference.gating import GateRule
 _PROGRAM_VALUES = 1024
 
 
-def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    rule: GateRule,
+    counts_E: torch.Tensor | None = None,
+    is_counted_T: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel."""
     num_tokens, num_experts = logits_TE.shape
     is_v3 = rule.method == "noaux_tc"
     is_limited = rule.topk_groups < rule.num_groups and rule.method != "greedy"
@@ -31,6 +38,8 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
             bias_E if is_v3 else None,
             ids_TK,
             weights_TK,
+            counts_E,
+            is_counted_T,
             rule.scale if rule.always_scales or not rule.normalize else 1.0,
             num_tokens,
             num_groups,
@@ -49,8 +58,26 @@ def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule) -
 
 
 @triton.jit
+def _allowed(choice, is_group, groups, places, token, TOPK_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr):
+    """Which groups a token may use: those whose best ones, or best two together, are the largest."""
+    low = -float("inf")
+    far: tl.constexpr = 2**30
+    best = tl.max(choice, 2)
+    if SUMS_TWO:
+        first = tl.min(tl.where(choice == best[:, :, None], places, far), 2)
+        best += tl.max(tl.where(places == first[:, :, None], low, choice), 2)
+    is_left, is_allowed = is_group & (token >= 0)[:, None], is_group & (token < 0)[:, None]  # all, none
+    for _ in range(TOPK_GROUPS):
+        top = tl.max(tl.where(is_left, best, low), 1)
+        group = tl.min(tl.where(is_left & (best == top[:, None]), groups, far), 1)
+        is_allowed = is_allowed | (groups == group[:, None])
+        is_left = is_left & (groups != group[:, None])
+    return is_allowed
+
+
+@triton.jit
 def _gate(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale, num_tokens, num_groups, group_size,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, is_counted_ptr, scale, num_tokens, num_groups, group_size,
     TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_LIMITED: tl.constexpr,
     SUMS_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
@@ -79,16 +106,7 @@ def _gate(
     choice = tl.where(is_expert & (choice == choice), choice, low)  # nonsense is chosen last
 
     if IS_LIMITED:
-        best = tl.max(choice, 2)
-        if SUMS_TWO:
-            first = tl.min(tl.where(choice == best[:, :, None], places, far), 2)
-            best += tl.max(tl.where(places == first[:, :, None], low, choice), 2)
-        group_left, is_allowed = is_group & (token >= 0)[:, None], is_group & (token < 0)[:, None]  # all, none
-        for _ in range(TOPK_GROUPS):
-            top = tl.max(tl.where(group_left, best, low), 1)
-            group = tl.min(tl.where(group_left & (best == top[:, None]), groups, far), 1)
-            is_allowed = is_allowed | (groups == group[:, None])
-            group_left = group_left & (groups != group[:, None])
+        is_allowed = _allowed(choice, is_group, groups, places, token, TOPK_GROUPS, SUMS_TWO)
         choice = tl.where(is_allowed[:, :, None] | ~is_expert, choice, low if IS_SIGMOID else 0.0)
 
     is_left = is_expert & (token >= 0)[:, None, None]
@@ -109,3 +127,8 @@ def _gate(
     is_stored = is_token[:, None] & (slots < TOPK)
     tl.store(ids_ptr + at, chosen.to(tl.int64), mask=is_stored)
     tl.store(weights_ptr + at, (weights * scale).to(tl.float32), mask=is_stored)
+    if counts_ptr is not None:  # whole numbers are added up in any order
+        counted = tl.full((ROWS,), 1, tl.int64)
+        if is_counted_ptr is not None:
+            counted = tl.load(is_counted_ptr + token, mask=is_token, other=0)
+        tl.atomic_add(counts_ptr + chosen, counted[:, None] + tl.zeros_like(at), mask=is_stored, sem="relaxed")

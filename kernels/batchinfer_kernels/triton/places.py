@@ -1,6 +1,6 @@
-"""How many rows each expert gets, and where they go in tiles that no two experts share: one kernel each, in Triton."""
+"""Where rows of experts go in tiles that no two experts share: one kernel, in Triton."""
 
-# T tokens, K experts per token, E experts, M rows sorted by expert, S places
+# E experts, M rows sorted by expert, S places
 
 import torch
 import triton
@@ -8,16 +8,7 @@ import triton.language as tl
 
 from batchinfer_kernels.reference.places import ExpertPlaces, most_places
 
-_ENTRIES = 128
 _PLACES = 128
-
-
-def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None) -> None:
-    """Whole numbers are added up in any order."""
-    if ids_TK.numel():
-        _count_experts[(triton.cdiv(ids_TK.numel(), _ENTRIES),)](
-            ids_TK.contiguous(), is_counted_T, counts_E, ids_TK.numel(), TOPK=ids_TK.shape[1], TILE=_ENTRIES
-        )
 
 
 def expert_places(
@@ -34,18 +25,6 @@ def expert_places(
             EXPERTS=triton.next_power_of_2(num_experts), TILE=_PLACES, num_warps=8,
         )  # fmt: skip
     return ExpertPlaces(place_M, expert_S, source_S)
-
-
-@triton.jit
-def _count_experts(ids_ptr, is_counted_ptr, counts_ptr, num_entries, TOPK: tl.constexpr, TILE: tl.constexpr):
-    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_entry = entries < num_entries
-    ids = tl.load(ids_ptr + entries, mask=is_entry, other=0)
-    if is_counted_ptr is not None:
-        counted = tl.load(is_counted_ptr + entries // TOPK, mask=is_entry, other=0)
-    else:
-        counted = tl.full((TILE,), 1, tl.int64)
-    tl.atomic_add(counts_ptr + ids, counted, mask=is_entry, sem="relaxed")
 
 
 @triton.jit
