@@ -147,10 +147,9 @@ def test_rows_for_experts_may_stay_where_they_are(dtype):
 
 
 @pytest.mark.parametrize("hidden", [1024, 1000])
-@pytest.mark.parametrize("eight_bit", [False, True])
-def test_results_that_no_cache_keeps_are_those_of_fewer_rows(hidden, eight_bit, dtype):
-    if eight_bit and dtype is torch.float32:
-        pytest.skip("8 bits are rounded from bfloat16")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8 bits"])
+def test_results_that_no_cache_keeps_are_those_of_fewer_rows(hidden, kind):
+    eight_bit, dtype = kind == "8 bits", torch.float32 if kind == "float32" else torch.bfloat16
     gate_up, down = random(2, 4, hidden, seed=1, dtype=dtype), random(2, hidden, 2, seed=2, dtype=dtype)
     weights = ops.pack(gate_up, eight_bit=eight_bit, is_paired=True), ops.pack(down, eight_bit=eight_bit)
     x = random(9000, hidden, dtype=dtype)

@@ -13,8 +13,10 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "lanes.h"
 
@@ -31,26 +33,42 @@ constexpr int64_t kTileSide = 16;  // rows, and words of a row
 // kColumns1 has rows.
 enum TileNumber { kSums0, kSums1, kSums2, kSums3, kRows0, kRows1, kColumns0, kColumns1, kNumTiles };
 
-// Rows of each tile, and words of a tile of rows.
+// Rows of each tile, and words of a row. Tiles that are not used are whole, so that the three forms are one where all are.
 struct TileShapes {
-  int64_t num_rows[kNumTiles], num_words;
-  bool is_column = false;  // four tiles of rows with one of columns
+  uint8_t num_rows[kNumTiles], num_words[kNumTiles];
 
-  int64_t words(int tile) const {
-    return tile == kRows0 || tile == kRows1 || (tile == kColumns1 && is_column) ? num_words : kTileSide;
+  bool operator==(const TileShapes&) const = default;
+
+  static TileShapes whole() {
+    TileShapes shapes;
+    std::fill_n(shapes.num_rows, int{kNumTiles}, uint8_t{kTileSide});
+    std::fill_n(shapes.num_words, int{kNumTiles}, uint8_t{kTileSide});
+    return shapes;
   }
-
   static TileShapes two_by_two(int64_t rows1, int64_t num_words) {
-    return {{kTileSide, kTileSide, rows1, rows1, kTileSide, rows1, num_words, num_words}, num_words};
+    TileShapes shapes = whole();
+    for (const int tile : {kSums2, kSums3, kRows1}) shapes.num_rows[tile] = rows1;
+    shapes.set_words({kRows0, kRows1}, {kColumns0, kColumns1}, num_words);
+    return shapes;
   }
   static TileShapes one_by_four(int64_t rows, int64_t num_words) {
-    return {{rows, rows, rows, rows, rows, 0, num_words, num_words}, num_words};
+    TileShapes shapes = whole();
+    for (const int tile : {kSums0, kSums1, kSums2, kSums3, kRows0}) shapes.num_rows[tile] = rows;
+    shapes.set_words({kRows0}, {kColumns0, kColumns1}, num_words);
+    return shapes;
   }
   // The last of `count` tiles of rows has `last_rows`, the others are whole.
   static TileShapes four_by_one(int64_t count, int64_t last_rows, int64_t num_words) {
-    TileShapes shapes{{0, 0, 0, 0, kTileSide, last_rows, num_words, kTileSide}, num_words, true};
-    for (int64_t i = 0; i < count; ++i) shapes.num_rows[kSums0 + i] = i + 1 < count ? kTileSide : last_rows;
+    TileShapes shapes = whole();
+    shapes.num_rows[kSums0 + count - 1] = shapes.num_rows[kRows1] = last_rows;
+    shapes.set_words({kRows0, kRows1, kColumns1}, {kColumns0}, num_words);
     return shapes;
+  }
+
+ private:
+  void set_words(std::initializer_list<int> tiles_of_rows, std::initializer_list<int> tiles_of_columns, int64_t number) {
+    for (const int tile : tiles_of_rows) num_words[tile] = number;
+    for (const int tile : tiles_of_columns) num_rows[tile] = number;
   }
 };
 
@@ -58,23 +76,19 @@ struct TileShapes {
 
 struct PlainTiles {
   uint32_t words[kNumTiles][kTileSide][kTileSide];
-  int64_t num_rows[kNumTiles], num_words[kNumTiles];
+  TileShapes shapes;
 };
 inline PlainTiles& plain_tiles() {
   static thread_local PlainTiles tiles;
   return tiles;
 }
 
-// All tiles are forgotten.
-inline void configure_tiles(const TileShapes& shapes) {
-  PlainTiles& tiles = plain_tiles();
-  for (int tile = 0; tile < kNumTiles; ++tile) {
-    tiles.num_rows[tile] = shapes.num_rows[tile];
-    tiles.num_words[tile] = shapes.words(tile);
-  }
-  std::memset(tiles.words, 0, sizeof(tiles.words));
+// What stood in the tiles is lost.
+inline void load_shapes(const TileShapes& shapes) {
+  plain_tiles().shapes = shapes;
+  std::memset(plain_tiles().words, 0xFF, sizeof(plain_tiles().words));
 }
-inline void release_tiles() {}
+inline void release_shapes() {}
 
 template <int Tile>
 void clear_tile() {
@@ -83,24 +97,24 @@ void clear_tile() {
 template <int Tile>
 void load_tile(const void* from, int64_t stride_bytes) {
   PlainTiles& tiles = plain_tiles();
-  for (int64_t row = 0; row < tiles.num_rows[Tile]; ++row) {
-    std::memcpy(tiles.words[Tile][row], static_cast<const char*>(from) + row * stride_bytes, 4 * tiles.num_words[Tile]);
+  for (int64_t row = 0; row < tiles.shapes.num_rows[Tile]; ++row) {
+    std::memcpy(tiles.words[Tile][row], static_cast<const char*>(from) + row * stride_bytes, 4 * tiles.shapes.num_words[Tile]);
   }
 }
 template <int Tile>
 void store_tile(void* to, int64_t stride_bytes) {
   PlainTiles& tiles = plain_tiles();
-  for (int64_t row = 0; row < tiles.num_rows[Tile]; ++row) {
-    std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles.words[Tile][row], 4 * tiles.num_words[Tile]);
+  for (int64_t row = 0; row < tiles.shapes.num_rows[Tile]; ++row) {
+    std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles.words[Tile][row], 4 * tiles.shapes.num_words[Tile]);
   }
 }
 
 template <int Sums, int Rows, int Columns>
 void multiply_pairs() {
   PlainTiles& tiles = plain_tiles();
-  for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
+  for (int64_t row = 0; row < tiles.shapes.num_rows[Sums]; ++row) {
     Floats even = floats(0.0f), odd = floats(0.0f);
-    for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+    for (int64_t word = 0; word < tiles.shapes.num_words[Rows]; ++word) {
       const Ints x = ints(static_cast<int32_t>(tiles.words[Rows][row][word])), w = load_ints(tiles.words[Columns][word]);
       even = multiply_add(low_values(x), low_values(w), even);
       odd = multiply_add(high_values(x), high_values(w), odd);
@@ -112,10 +126,10 @@ void multiply_pairs() {
 template <int Sums, int Rows, int Columns>
 void multiply_bytes() {
   PlainTiles& tiles = plain_tiles();
-  for (int64_t row = 0; row < tiles.num_rows[Sums]; ++row) {
+  for (int64_t row = 0; row < tiles.shapes.num_rows[Sums]; ++row) {
     alignas(64) int32_t sums[kTileSide];
     std::memcpy(sums, tiles.words[Sums][row], sizeof(sums));
-    for (int64_t word = 0; word < tiles.num_words[Rows]; ++word) {
+    for (int64_t word = 0; word < tiles.shapes.num_words[Rows]; ++word) {
       for (int64_t byte = 0; byte < 4; ++byte) {
         const int32_t x = reinterpret_cast<const uint8_t*>(&tiles.words[Rows][row][word])[byte];
         const int8_t* const w = reinterpret_cast<const int8_t*>(tiles.words[Columns][word]) + byte;
@@ -134,16 +148,15 @@ struct alignas(64) TileConfiguration {  // as the instruction reads it
   uint8_t num_rows[16] = {};
 };
 
-inline void configure_tiles(const TileShapes& shapes) {
+inline void load_shapes(const TileShapes& shapes) {
   TileConfiguration configuration;
   for (int tile = 0; tile < kNumTiles; ++tile) {
-    if (shapes.num_rows[tile] == 0) continue;  // not used; shapes of nothing are refused unless both are 0
-    configuration.num_rows[tile] = static_cast<uint8_t>(shapes.num_rows[tile]);
-    configuration.row_bytes[tile] = static_cast<uint16_t>(4 * shapes.words(tile));
+    configuration.num_rows[tile] = shapes.num_rows[tile];
+    configuration.row_bytes[tile] = static_cast<uint16_t>(4 * shapes.num_words[tile]);
   }
   asm volatile("ldtilecfg %0" ::"m"(configuration));
 }
-inline void release_tiles() { asm volatile("tilerelease"); }
+inline void release_shapes() { asm volatile("tilerelease"); }
 
 // Written as instructions: the intrinsics of some compilers take literal numbers of tiles only.
 template <int Tile>
@@ -169,6 +182,45 @@ inline __attribute__((always_inline)) void multiply_bytes() {
 }
 
 #endif
+
+// The shapes of this thread's tiles as long as somebody uses them, and who does.
+struct OwnTiles {
+  TileShapes shapes;
+  bool are_set;
+  int num_users;
+};
+inline thread_local constinit OwnTiles own_tiles{};
+
+// Shapes that the tiles have are not loaded again, which would take as long as a dozen products; what stands in the tiles
+// is lost if they are.
+inline void configure_tiles(const TileShapes& shapes) {
+  OwnTiles& own = own_tiles;
+  if (own.are_set && own.shapes == shapes) return;
+  load_shapes(shapes);
+  own.shapes = shapes;
+  own.are_set = own.num_users > 0;
+}
+
+// While it lives, nobody but products here uses this thread's tiles.
+class UsesTiles {
+ public:
+  UsesTiles() { ++own_tiles.num_users; }
+  ~UsesTiles() {
+    if (--own_tiles.num_users > 0 || !own_tiles.are_set) return;
+    release_shapes();
+    own_tiles.are_set = false;
+  }
+  UsesTiles(const UsesTiles&) = delete;
+  UsesTiles& operator=(const UsesTiles&) = delete;
+};
+
+}  // namespace batchinfer
+#else
+namespace batchinfer {
+
+struct UsesTiles {
+  UsesTiles() {}  // not trivial, so that nobody is told of a variable without use
+};
 
 }  // namespace batchinfer
 #endif

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "kernels.h"
+#include "matrix_tiles.h"
 #include "threads.h"
 
 namespace batchinfer {
@@ -54,6 +55,7 @@ class TakenTeam {
 };
 
 void run_here(int64_t num_tasks, const std::function<void(int64_t)>& task) {
+  const UsesTiles in_all_tasks;
   for (int64_t index = 0; index < num_tasks; ++index) task(index);
 }
 

@@ -17,6 +17,8 @@
 #include <thread>
 #include <utility>
 
+#include "matrix_tiles.h"
+
 namespace batchinfer {
 namespace {
 
@@ -108,6 +110,7 @@ void Team::run(int64_t num_tasks, const std::function<void(int64_t)>& task) {
 
 // Takes tasks until none is left to take; how many that were.
 uint32_t Team::run_open_tasks() {
+  const UsesTiles in_all_tasks;
   for (uint32_t num_done = 0;; ++num_done) {
     uint64_t open = open_.load();
     const std::function<void(int64_t)>* task = nullptr;

@@ -104,6 +104,7 @@ bool bytes_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int6
 }  // namespace
 
 bool tiles_agree(bool is_one_chain) {
+  const UsesTiles here;
   std::mt19937 random(1);
   for (const int64_t num_rows : {1, 2, 15, 16, 17, 31, 32, 33, 49, 64, 67}) {
     for (int64_t num_tiles = 1; num_tiles <= 4; ++num_tiles) {

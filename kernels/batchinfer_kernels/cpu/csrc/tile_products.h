@@ -229,7 +229,6 @@ inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_
   const int64_t whole = num_words / kTileSide, left = num_words % kTileSide;
   if (whole > 0 || left == 0) run({begins_at_zero}, 0, kTileSide, whole);
   if (left > 0) run({begins_at_zero && whole == 0}, whole * kTileSide, left, 1);
-  release_tiles();
 }
 
 constexpr int64_t kScratchRows = 4 * kTileSide, kScratchColumns = 4 * kTileSide;
@@ -299,7 +298,6 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
                                          kScratchColumns, turns);
             });
       });
-  release_tiles();
 }
 
 }  // namespace batchinfer
