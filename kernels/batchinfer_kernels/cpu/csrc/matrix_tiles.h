@@ -191,8 +191,8 @@ struct OwnTiles {
 };
 inline thread_local constinit OwnTiles own_tiles{};
 
-// Shapes that the tiles have are not loaded again, which would take as long as a dozen products; what stands in the tiles
-// is lost if they are.
+// Shapes that the tiles have are not loaded again: that takes as long as several products. What stands in the tiles is lost
+// if they are loaded.
 inline void configure_tiles(const TileShapes& shapes) {
   OwnTiles& own = own_tiles;
   if (own.are_set && own.shapes == shapes) return;
