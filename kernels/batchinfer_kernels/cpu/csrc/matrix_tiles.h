@@ -98,14 +98,16 @@ template <int Tile>
 void load_tile(const void* from, int64_t stride_bytes) {
   PlainTiles& tiles = plain_tiles();
   for (int64_t row = 0; row < tiles.shapes.num_rows[Tile]; ++row) {
-    std::memcpy(tiles.words[Tile][row], static_cast<const char*>(from) + row * stride_bytes, 4 * tiles.shapes.num_words[Tile]);
+    const char* const at = static_cast<const char*>(from) + row * stride_bytes;
+    std::memcpy(tiles.words[Tile][row], at, 4 * tiles.shapes.num_words[Tile]);
   }
 }
 template <int Tile>
 void store_tile(void* to, int64_t stride_bytes) {
   PlainTiles& tiles = plain_tiles();
   for (int64_t row = 0; row < tiles.shapes.num_rows[Tile]; ++row) {
-    std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles.words[Tile][row], 4 * tiles.shapes.num_words[Tile]);
+    char* const at = static_cast<char*>(to) + row * stride_bytes;
+    std::memcpy(at, tiles.words[Tile][row], 4 * tiles.shapes.num_words[Tile]);
   }
 }
 
