@@ -365,8 +365,8 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
     }
     for (int64_t column = 0; column < value_room_; column += 64) {
       const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
-      for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-        with_rows(std::min(kTileRows, row_end - row), [&](auto count) {
+      for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
+        with_rows(rows, [&](auto count) {
           for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
             const int64_t from = column + 16 * chunk;
             sum_tile<Step, count, groups>(sums_.data() + row * value_room_ + from, value_room_, shrink_ + row,
@@ -374,7 +374,7 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
                                           {values.data + kWordValues<Value> * from, values.stride}, num_steps);
           });
         });
-      }
+      });
     }
   };
   if (lanes_ == Lanes::kRows) {
@@ -412,8 +412,7 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
     with_step<Value>(is_wide_, [&](auto step) {
       using Step = decltype(step);
       Ahead nothing = Ahead::nothing();
-      for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-        const int64_t rows = std::min(kTileRows, row_end - row);
+      for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
         const typename Step::Row* at[kTileRows];
         for (int64_t r = 0; r < rows; ++r) {
           if constexpr (std::is_same_v<Value, typename Step::Row>) {
@@ -428,7 +427,7 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
                                       scores_[row] + 16 * chunk, true, nothing);
           });
         });
-      }
+      });
     });
     for (int64_t row = row_begin; row < row_end; ++row) weigh_row(row, start, num_keys);
     sum(row_begin, row_end, values, num_keys);

@@ -321,13 +321,25 @@ inline void with_rows(int64_t rows, Call call) {
   }
 }
 
+// Calls call(row, rows) for tiles of as even a number of rows as there is: 7 rows as 4 and 3. One of 6 and one of 1 would
+// take longer, since a tile of a row or two waits for its columns.
+template <class Call>
+inline void for_tiles(int64_t begin, int64_t end, Call call) {
+  const int64_t num_tiles = (end - begin + kTileRows - 1) / kTileRows;
+  if (num_tiles == 1) return call(begin, end - begin);  // division takes as long as a few rows
+  for (int64_t tile = 0, row = begin; tile < num_tiles; ++tile) {
+    const int64_t rows = (end - begin) / num_tiles + (tile < (end - begin) % num_tiles);
+    call(row, rows);
+    row += rows;
+  }
+}
+
 // sums [num_rows, 64] = (or, unless it is the first part of a sum, +=) products of rows over num_steps steps with the first
 // `chunks` groups of a panel's columns; at(row, place) is where a row begins, the place-th of those that go together.
 template <class Step, class RowAt>
 inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Column* panel, int64_t num_steps,
                           int64_t chunks, float* sums, bool is_first, Ahead ahead) {
-  for (int64_t row = 0; row < num_rows; row += kTileRows) {
-    const int64_t rows = std::min(kTileRows, num_rows - row);
+  for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
     const typename Step::Row* rows_at[kTileRows];
     for (int64_t r = 0; r < rows; ++r) rows_at[r] = at(row + r, r);
     with_rows(rows, [&](auto count) {
@@ -336,7 +348,7 @@ inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Colum
                                   sums + row * kPanelColumns + 16 * chunk, is_first, ahead);
       });
     });
-  }
+  });
 }
 
 // Calls call(start, num_values) for parts of `depth`, all but the last of `most` values; once if it is 0.
@@ -345,10 +357,13 @@ inline void for_parts(int64_t depth, int64_t most, Call call) {
   for (int64_t start = 0; start < depth || start == 0; start += most) call(start, std::min(most, depth - start));
 }
 
-// Behind num_steps steps of a panel: as many of its next ones, or of the next panel's.
+// Behind num_steps steps of a panel: as many of its next ones, or of the next panel's. Rows that are one tile with all
+// columns ask for nothing: they read a panel once from start to end, and processors look ahead of that with more reads under
+// way than a thread can ask for.
 template <class Step>
 inline Ahead next_part(const typename Step::Column* part, int64_t num_rows, int64_t num_steps, bool is_last_part,
                        Pass pass) {
+  if (pass.count == 1 && num_rows <= kTileRows && chunks_beside(num_rows) == kChunks) return Ahead::nothing();
   const int64_t num_values = num_steps * Step::kValues * kPanelColumns;
   const int64_t num_bytes = num_values * int64_t{sizeof(*part)}, turns = num_turns(num_rows, num_steps);
   return is_last_part ? pass.next_panel(num_bytes, turns) : pass.next_part(part + num_values, num_bytes, turns);
@@ -472,8 +487,7 @@ inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t n
     const int64_t num_bytes = num_groups * kGroupBytes, turns = num_turns(num_rows, num_groups * kGroupSteps);
     Ahead ahead = end == weight.num_groups() ? pass.next_panel(num_bytes, turns)
                                              : pass.next_part(panel + end * kGroupBytes, num_bytes, turns);
-    for (int64_t row = 0; row < num_rows; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, num_rows - row);
+    for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
       int64_t at[kTileRows];
       for (int64_t r = 0; r < rows; ++r) at[r] = x.index ? x.index[first + row + r] : first + row + r;
       with_rows(rows, [&](auto count) {
@@ -481,7 +495,7 @@ inline void multiply_strip_in_groups(const ByteRows& x, int64_t first, int64_t n
           int4_tile<count, groups>(x, at, panel, chunk, group, end, sums + row * kPanelColumns + 16 * chunk, ahead);
         });
       });
-    }
+    });
   });
 }
 
@@ -505,8 +519,7 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
     Ahead ahead = end == weight.num_blocks()
                       ? pass.next_panel(num_bytes, turns)
                       : pass.next_part(parts.values + end * kBlock * kPanelColumns, num_bytes, turns);
-    for (int64_t row = 0; row < num_rows; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, num_rows - row);
+    for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
       const uint8_t* at[kTileRows];
       const float* scales[kTileRows];
       for (int64_t r = 0; r < rows; ++r) {
@@ -519,7 +532,7 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
           int8_tile<count, groups>(at, scales, parts, chunk, block, end, sums + row * kPanelColumns + 16 * chunk, ahead);
         });
       });
-    }
+    });
   });
 }
 
