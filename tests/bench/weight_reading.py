@@ -1,9 +1,9 @@
 """How quickly weights are read by products with few rows, as in decode, beside what memory gives and the arithmetic.
 
-A weight larger than most caches meets 1 to 64 rows: in bfloat16 by the instruction for pairs and in float32 (the bits
+A weight larger than most caches meets some rows: in bfloat16 by the instruction for pairs and in float32 (the bits
 are the same; the operations measure which to take), in 8 and in 4 bits. GB/s count each weight once.
 
-    python tests/bench/weight_reading.py [--depth 1024] [--threads 2 1] [--bytes 268435456]
+    python tests/bench/weight_reading.py [--rows 1 8 64] [--depth 1024] [--threads 2 1] [--bytes 268435456]
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def shortest_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--depth", type=int, default=1024)
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads(), 1])
     parser.add_argument("--bytes", type=int, default=1 << 28, help="of the weight in bfloat16")
@@ -60,7 +61,7 @@ def main() -> None:
         torch.set_num_threads(num_threads)
         print(f"\n{num_threads} threads, memory read {read_bytes_per_s() / 1e9:.1f} GB/s; GB/s and GFLOP/s\n")
         print(f"{'rows':>5}" + "".join(f"{name:>16}" for name in weights), flush=True)
-        for num_rows in ROWS:
+        for num_rows in options.rows:
             x = torch.randn(num_rows, options.depth).bfloat16()
             line = f"{num_rows:>5}"
             for weight, bytes_each, pairs in weights.values():
