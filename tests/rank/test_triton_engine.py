@@ -186,6 +186,13 @@ def test_it_says_which_numpy_an_old_interpreter_needs(monkeypatch):
 
 
 @needs_triton
+def test_no_kernel_is_refused_because_a_number_is_one(compiled):
+    """One row, one expert, one page: the interpreter takes what the compiler does not."""
+    for kernel in compiled:
+        assert not kernel["refused_ones"], kernel
+
+
+@needs_triton
 def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
     assert len({kernel["name"] for kernel in compiled}) >= 20
     for kernel in compiled:

@@ -153,6 +153,36 @@ def all_compiled():
     return named
 
 
+def refused_ones(kernel):
+    """Whole-number arguments with which the kernel is no program any more when they are 1, and what Triton says.
+
+    Triton makes an argument that is 1 a constant of the program, without the methods of a tensor; its interpreter does
+    not. Each argument alone, and all at once.
+    """
+    source, target = kernel.src, driver.active.get_current_target()
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": kernel.metadata.num_warps})
+    numbers = [name for name, word in source.signature.items() if re.fullmatch(r"[iu]\d+", word)]
+    refused = {}
+    for ones in [numbers, *([name] for name in numbers)]:
+        places = {(source.fn.arg_names.index(name),) for name in ones}
+        changed = ASTSource(
+            source.fn,
+            source.signature | dict.fromkeys(ones, "constexpr"),
+            source.constants | dict.fromkeys(places, 1),
+            {place: words for place, words in source.attrs.items() if place not in places},
+        )
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        try:
+            changed.make_ir(target, options, functions, modules, context)
+        except CompilationError as error:
+            refused[" ".join(ones)] = str(error)
+    return refused
+
+
 def variant(kernel):
     """What tells a kernel from others of its function: types behind its pointers, its constants."""
     source = kernel.src
@@ -181,6 +211,7 @@ def measured(named):
                 "shared_bytes": kernel.metadata.shared,
                 "instructions": code_bytes(path.read_bytes()) // INSTRUCTION_BYTES,
                 "matrix_instructions": sorted(words),
+                "refused_ones": refused_ones(kernel),
             }
     return found
 
@@ -240,7 +271,9 @@ def main(arguments):
 if __name__ == "__main__":
     import torch
     import triton
+    from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, CompilationError, make_backend
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

@@ -69,7 +69,7 @@ def _part_of_logits(
         for term in tl.static_range(TERMS):
             w_at = terms_at + term * num_experts * depth + steps[None, :]
             total = dot(x, tl.trans(tl.load(w_at, mask=is_inside, other=0.0)), total)
-    at = (part * num_rows.to(tl.int64) + row)[:, None] * num_experts + column[None, :]
+    at = (part.to(tl.int64) * num_rows + row)[:, None] * num_experts + column[None, :]
     tl.store(parts_ptr + at, total, mask=is_row[:, None] & is_column[None, :])
 
 
@@ -79,5 +79,5 @@ def _sum_parts(parts_ptr, out_ptr, count, num_parts, TILE: tl.constexpr):
     is_inside = at < count
     total = tl.load(parts_ptr + at, mask=is_inside, other=0.0)
     for part in range(1, num_parts):
-        total += tl.load(parts_ptr + part * count.to(tl.int64) + at, mask=is_inside, other=0.0)
+        total += tl.load(parts_ptr + tl.cast(part, tl.int64) * count + at, mask=is_inside, other=0.0)
     tl.store(out_ptr + at, total, mask=is_inside)
