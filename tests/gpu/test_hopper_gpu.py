@@ -1,7 +1,12 @@
-"""The operations for Hopper GPUs on a Hopper GPU, against plain PyTorch on the CPU: `pytest -m gpu tests/gpu`."""
+"""The operations for Hopper GPUs on a Hopper GPU, against plain PyTorch on the CPU: `pytest -m gpu tests/gpu`.
+
+flash_mla comes first: nothing of it has to be compiled. With GPU_TESTS=rehearse in the environment stand-ins take the
+libraries' places, on the CPU: so the tests themselves are tried.
+"""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +16,7 @@ from batchinfer_kernels import reference, registry
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference import mla as reference_mla
-from batchinfer_kernels.reference.block_scaled import to_blocks
+from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import in_order
@@ -21,12 +26,22 @@ TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
 OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode", "mla_decode_fp8")
 hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
 pytestmark = pytest.mark.gpu
-needs_deep_gemm = pytest.mark.skipif(
-    libraries.why_not_deep_gemm() is not None, reason=f"no deep_gemm here: {libraries.why_not_deep_gemm()}"
-)
-needs_flash_mla = pytest.mark.skipif(
-    libraries.why_not_flash_mla() is not None, reason=f"no flash_mla here: {libraries.why_not_flash_mla()}"
-)
+REHEARSES = os.environ.get("GPU_TESTS") == "rehearse"
+DEVICE = torch.device("cpu" if REHEARSES else "cuda")
+
+
+def needs(library, why_not):
+    return pytest.mark.skipif(why_not is not None, reason=f"no {library} here: {why_not}")
+
+
+if REHEARSES:
+    from support.cuda_stand_ins import hopper_on_the_cpu
+
+    hopper_on_the_cpu(pytest.MonkeyPatch())
+    needs_deep_gemm, needs_flash_mla = needs("deep_gemm", None), needs("flash_mla", None)
+else:
+    needs_deep_gemm = needs("deep_gemm", libraries.why_not_deep_gemm())
+    needs_flash_mla = needs("flash_mla", libraries.why_not_flash_mla())
 
 
 def random(*shape, seed=0):
@@ -34,57 +49,14 @@ def random(*shape, seed=0):
 
 
 def gpu(value):
-    return value.to(torch.device("cuda"))
+    if isinstance(value, BlockScaled):
+        return BlockScaled(gpu(value.values), gpu(value.scales))
+    return value.to(DEVICE)
 
 
 def assert_close(y, expected, dtype):
     off, largest = (y.cpu().float() - expected.float()).abs().max(), expected.float().abs().max()
     assert off <= TOLERANCE[dtype] * largest, f"{off} of {largest}"
-
-
-@needs_deep_gemm
-@pytest.mark.parametrize(("num_rows", "num_in", "num_out"), [(1, 128, 64), (77, 7168, 576), (300, 1536, 24576)])
-def test_a_product_in_fp8(num_rows, num_in, num_out):
-    x, weight = random(num_rows, num_in), to_blocks(random(num_out, num_in, seed=1))
-    # rows are rounded alike, sums are in another order of float32
-    assert_close(hopper.linear(gpu(x), gpu(weight)), reference.linear(x, weight), "bfloat16")
-
-
-@needs_deep_gemm
-@pytest.mark.parametrize("counts", [[3, 0, 130, 128, 1], [0, 0, 0, 0, 7], [129, 127, 256, 0, 0]])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_experts_of_both_layouts(dtype, counts):
-    gate_up, down = random(5, 512, 1024, seed=1) / 32, random(5, 1024, 256, seed=2) / 16
-    weights = (gate_up, down) if dtype == "bfloat16" else (to_blocks(gate_up), to_blocks(down))
-    on_gpu, num_rows = tuple(map(gpu, weights)), torch.tensor(counts)
-    x = random(sum(counts), 1024)
-    expected = reference.grouped_mlp(x, num_rows, *weights)
-    assert_close(in_order(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu)), expected, dtype)
-    values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
-    received = in_order(hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales)))
-    assert_close(received, reference.grouped_mlp(values, num_rows, *weights, scales=scales), dtype)
-
-    blocks, is_row = random(5, 256, 1024, seed=3), torch.arange(256) < num_rows[:, None]
-    blocks[is_row], blocks[~is_row] = x, torch.nan
-    masked = hopper.masked_mlp(gpu(blocks), gpu(num_rows), *on_gpu, expected_rows=64)
-    assert_close(masked.cpu()[is_row], expected, dtype)
-
-
-@needs_deep_gemm
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_a_captured_graph_stays_good_when_counts_change(dtype):
-    gate_up, down = random(4, 256, 512, seed=1) / 22, random(4, 512, 128, seed=2) / 11
-    weights = (gate_up, down) if dtype == "bfloat16" else (to_blocks(gate_up), to_blocks(down))
-    on_gpu, x = tuple(map(gpu, weights)), random(64, 512)
-    rows, num_rows = gpu(x), gpu(torch.tensor([64, 0, 0, 0]))
-    hopper.grouped_mlp(rows, num_rows, *on_gpu)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = in_order(hopper.grouped_mlp(rows, num_rows, *on_gpu))
-    for counts in ([1, 2, 3, 58], [0, 60, 4, 0]):
-        num_rows.copy_(torch.tensor(counts))
-        graph.replay()
-        assert_close(y, reference.grouped_mlp(x, torch.tensor(counts), *weights), dtype)
 
 
 @needs_flash_mla
@@ -121,3 +93,49 @@ def test_decode_attention_over_fp8_pages(heads, num_queries):
         y = hopper.mla_decode_fp8(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
         expected = fp8_pages.mla_decode_fp8(q, keys, latent_dim=512, scale=0.1352)
         assert_close(y, expected, "bfloat16")
+
+
+@needs_deep_gemm
+@pytest.mark.parametrize(("num_rows", "num_in", "num_out"), [(1, 128, 64), (77, 7168, 576), (300, 1536, 24576)])
+def test_a_product_in_fp8(num_rows, num_in, num_out):
+    x, weight = random(num_rows, num_in), to_blocks(random(num_out, num_in, seed=1))
+    # rows are rounded alike, sums are in another order of float32
+    assert_close(hopper.linear(gpu(x), gpu(weight)), reference.linear(x, weight), "bfloat16")
+
+
+@needs_deep_gemm
+@pytest.mark.parametrize("counts", [[3, 0, 130, 128, 1], [0, 0, 0, 0, 7], [129, 127, 256, 0, 0]])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_experts_of_both_layouts(dtype, counts):
+    gate_up, down = random(5, 512, 1024, seed=1) / 32, random(5, 1024, 256, seed=2) / 16
+    weights = (gate_up, down) if dtype == "bfloat16" else (to_blocks(gate_up), to_blocks(down))
+    on_gpu, num_rows = tuple(map(gpu, weights)), torch.tensor(counts)
+    x = random(sum(counts), 1024)
+    expected = reference.grouped_mlp(x, num_rows, *weights)
+    assert_close(in_order(hopper.grouped_mlp(gpu(x), gpu(num_rows), *on_gpu)), expected, dtype)
+    values, scales = reference.quantize_fp8_block(x, ROW_BLOCK)
+    received = in_order(hopper.grouped_mlp(gpu(values), gpu(num_rows), *on_gpu, scales=gpu(scales)))
+    assert_close(received, reference.grouped_mlp(values, num_rows, *weights, scales=scales), dtype)
+
+    blocks, is_row = random(5, 256, 1024, seed=3), torch.arange(256) < num_rows[:, None]
+    blocks[is_row], blocks[~is_row] = x, torch.nan
+    masked = hopper.masked_mlp(gpu(blocks), gpu(num_rows), *on_gpu, expected_rows=64)
+    assert_close(masked.cpu()[is_row], expected, dtype)
+
+
+@needs_deep_gemm
+@pytest.mark.skipif(REHEARSES, reason="NO GPU: a graph has not been captured")
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_a_captured_graph_stays_good_when_counts_change(dtype):
+    gate_up, down = random(4, 256, 512, seed=1) / 22, random(4, 512, 128, seed=2) / 11
+    weights = (gate_up, down) if dtype == "bfloat16" else (to_blocks(gate_up), to_blocks(down))
+    on_gpu, x = tuple(map(gpu, weights)), random(64, 512)
+    rows, num_rows = gpu(x), gpu(torch.tensor([64, 0, 0, 0]))
+    hopper.grouped_mlp(rows, num_rows, *on_gpu)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = in_order(hopper.grouped_mlp(rows, num_rows, *on_gpu))
+    for counts in ([1, 2, 3, 58], [0, 60, 4, 0]):
+        num_rows.copy_(torch.tensor(counts))
+        graph.replay()
+        assert_close(y, reference.grouped_mlp(x, torch.tensor(counts), *weights), dtype)

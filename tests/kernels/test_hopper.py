@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -85,6 +87,17 @@ def with_reference(op):
 
 def close(y, expected):
     return (y.float() - expected.float()).abs().max() <= TOLERANCE["bfloat16"] * expected.float().abs().max()
+
+
+def test_the_tests_for_a_gpu_are_right_themselves():
+    """With stand-ins for the libraries, but for the large ones; `run.sh --rehearse` has them all."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--noconftest", "-p", "no:cacheprovider"]
+    command += ["-k", "not 24576 and (product or experts or 16- or 64-1)", str(ROOT / "tests/gpu/test_hopper_gpu.py")]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["GPU_TESTS"] = "rehearse"
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "11 passed" in done.stdout
 
 
 # ---- products
