@@ -243,5 +243,5 @@ class NormalDispatcher(SlotDispatcher):
 
 def _rows_to_send(x_TD: torch.Tensor, use_fp8: bool) -> Rows:
     if use_fp8:
-        return registry.select("quantize_fp8_block")(x_TD, (1, SCALE_VALUES))
+        return registry.select("quantize_fp8_block", device=x_TD.device)(x_TD, (1, SCALE_VALUES))
     return x_TD.to(torch.bfloat16).contiguous()
