@@ -16,10 +16,12 @@ from importlib import metadata
 
 import torch
 
-_FLUSH_BYTES = 2**30  # some ten times the L2 cache, and long enough for the host to start what comes next
+_FLUSH_BYTES = 2**30  # some ten times the L2 cache
+_HEAD_START_CYCLES = 2_000_000  # of the GPU's clock, about a millisecond: the host starts what comes next meanwhile
 _HOPPER = (9, 0)
 _MATRIX = 8192
 _COPY_BYTES = 4 * 2**30
+_STEP_BYTES = 4 * 2**30  # a decode step of 256 requests takes less than half of it
 _VERSIONS = ("torch", "triton", "deep_gemm", "sgl-deep-gemm", "flash_mla", "sgl-flash-mla", "apache-tvm-ffi")
 
 
@@ -63,6 +65,7 @@ class Accelerator:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.runs)]
         for start, end in pairs:
             flush.zero_()
+            torch.cuda._sleep(_HEAD_START_CYCLES)
             start.record()
             run()
             end.record()
@@ -83,11 +86,12 @@ class Accelerator:
         return True
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether the card has room for this much and a tenth of its memory besides."""
+        """Whether the card has room for this much and for what a step takes besides."""
         if self.is_rehearsal:
             return True
-        free, total = torch.cuda.mem_get_info()
-        return num_bytes < free - total // 10
+        self.release()
+        free, _ = torch.cuda.mem_get_info()
+        return num_bytes < free - _STEP_BYTES
 
     def release(self) -> None:
         """Give memory that nothing uses any more back to the card."""

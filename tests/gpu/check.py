@@ -163,7 +163,7 @@ def work(options: argparse.Namespace, jobs: dict[str, tuple[Case, str]]) -> int:
         if result.get("row", {}).get("failure") and not accelerator.works():
             sys.exit(RESTART)
 
-    left = {key: job for key, job in jobs.items() if key not in record.done}
+    left = {key: jobs[key] for key in record.left(jobs)}
     run_jobs(left, accelerator, limits, lambda key: write_line(path, begun=key), end)
     return OK
 

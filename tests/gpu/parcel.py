@@ -20,6 +20,7 @@ from pathlib import Path
 
 # Triton's steps on the way to a kernel: larger than all else together, and nothing reads them again.
 _LEFT_OUT = {".ttir", ".ttgir", ".llir", ".ptx", ".source"}
+_WHEELS = Path("caches") / "wheels"  # unpacked; they travel packed
 _TRITON = Path("caches") / "triton"
 MOST_BYTES = 16 * 2**20  # what may be carried away as one file in some places
 
@@ -34,7 +35,11 @@ def pack(results: Path, archive: Path) -> int:
         raise ParcelError(f"there is no folder {results}")
     archive.parent.mkdir(parents=True, exist_ok=True)
     partial = archive.with_name(archive.name + ".partial")
-    with tarfile.open(partial, "w:xz", preset=3) as file:
+    try:
+        file = tarfile.open(partial, "w:xz", preset=3)  # noqa: SIM115
+    except tarfile.CompressionError:  # a Python without lzma
+        file = tarfile.open(partial, "w:gz")  # noqa: SIM115
+    with file:
         for path in _contents(results):
             file.add(path, path.relative_to(results), recursive=False)
     os.replace(partial, archive)
@@ -43,8 +48,9 @@ def pack(results: Path, archive: Path) -> int:
 
 def _contents(results: Path) -> Iterator[Path]:
     for path in sorted(results.rglob("*")):
-        is_step = path.suffix in _LEFT_OUT and "caches" in path.relative_to(results).parts
-        if path.is_file() and not path.is_symlink() and not is_step:
+        inside = path.relative_to(results)
+        is_step = path.suffix in _LEFT_OUT and "caches" in inside.parts
+        if path.is_file() and not path.is_symlink() and not is_step and not inside.is_relative_to(_WHEELS):
             yield path
 
 
@@ -54,7 +60,7 @@ def unpack(archive: Path, results: Path) -> None:
         raise ParcelError(f"{results} is there already; rename it or leave the archive packed")
     partial = results.with_name(results.name + ".partial")
     try:
-        with tarfile.open(archive, "r:xz") as file:
+        with tarfile.open(archive, "r:*") as file:
             file.extractall(partial, filter="data")
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ParcelError(f"{archive} cannot be unpacked ({error})") from error

@@ -6,13 +6,14 @@
 #
 # RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: tests-operations, slice, check, tests-engine,
 # profile, counters; each is a process of its own, and what goes wrong in one leaves the others alone. --minutes ends
-# after so many (570 seconds: 9.5); the same command goes on with what is not done. --call: a third of all that, in 9.5
-# minutes: 1 tests of operations, decode of 128 requests, quick checks; 2 the other figures of the slice, all checks; 3
-# tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU, no times. PYTHON names the interpreter
-# (python3).
+# after so many (510 seconds: 8.5); the same command goes on with what is not done. --call: a third of all that, in 8.5
+# minutes unless --minutes says otherwise: 1 tests of operations, decode of 128 requests, quick checks; 2 the other
+# figures of the slice, all checks; 3 tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU, no
+# times. PYTHON names the interpreter (python3).
 #
-# RESULTS has a folder per GPU model, and caches, what kernels were compiled to. All of it is packed into one archive at
-# the end (--archive; RESULTS.tar.xz). Where RESULTS is missing and RESULTS.tar.xz is not, that is unpacked first.
+# RESULTS has a folder per GPU model, and caches, what kernels were compiled to. All of it is packed into one archive
+# (--archive; RESULTS.tar.xz) after each section: what was done is there even if the machine goes away. Where RESULTS is
+# missing and RESULTS.tar.xz is not, that is unpacked first.
 #
 # Exit code: 0 all is well; 1 something failed; 2 it cannot be run here; 3 not all was run.
 set -uo pipefail
@@ -62,7 +63,7 @@ while [[ "${1:-}" == --* ]]; do
 done
 results=${1:-gpu-results}
 wheels=${2:-}
-if ((call && !end)); then end=570; fi
+if ((call && !end)); then end=510; fi
 python=${PYTHON:-python3}
 here=$root/tests/gpu
 # has NAME: whether the interpreter has this package
@@ -72,12 +73,6 @@ if ! has torch 2>/dev/null; then
   exit 2
 fi
 
-unpacked=$(mktemp -d)
-trap 'rm -rf "$unpacked"' EXIT
-if [[ -n "$wheels" ]]; then
-  "$python" "$here/wheels.py" "$wheels" "$unpacked" || exit 2
-  export PYTHONPATH="$unpacked${PYTHONPATH:+:$PYTHONPATH}"
-fi
 model=$("$python" "$here/accelerator.py" "${rehearse[@]}") || exit 2 # no such GPU
 if [[ ! -e "$results" && -e "$results.tar.xz" ]]; then
   "$python" "$here/parcel.py" unpack "$results.tar.xz" "$results" || exit 2
@@ -85,18 +80,32 @@ fi
 folder=$results/$model
 mkdir -p "$folder" "$results/caches" || exit 2
 caches=$(cd "$results/caches" && pwd)
+if [[ -n "$wheels" ]]; then
+  unpacked=$caches/wheels # always the same place: DeepGEMM's cache goes by the path of its headers, too
+  rm -rf "$unpacked"
+  "$python" "$here/wheels.py" "$wheels" "$unpacked" || exit 2
+  export PYTHONPATH="$unpacked${PYTHONPATH:+:$PYTHONPATH}"
+fi
 export TRITON_CACHE_DIR=$caches/triton DG_JIT_CACHE_DIR=$caches/deep_gemm
 nvidia-smi >"$folder/machine.txt" 2>&1
 code=0
+packed=
 
 # note CODE: failures stand before what was not run
 note() {
   if [[ $1 -ne 0 && ($code -eq 0 || $1 -ne 3) && $code -ne 1 ]]; then code=$1; fi
 }
 
-# left LIMIT: seconds for a section of at most so many minutes (0: any number), 0: without end
+# pack: all that there is so far
+pack() {
+  "$python" "$here/summary.py" "$folder" >"$folder/summary.md"
+  "$python" "$here/parcel.py" pack "$results" "${archive:-$results.tar.xz}" || note 1
+  packed=yes
+}
+
+# left LIMIT: seconds for a section of at most so many (0: any number), 0: without end
 left() {
-  local most=$(($1 * 60)) rest=$((end - SECONDS))
+  local most=$1 rest=$((end - SECONDS))
   if ((!end)); then rest=0; fi
   if ((most && (!rest || most < rest))); then rest=$most; fi
   echo "$rest"
@@ -114,7 +123,8 @@ run() {
   fi
   seconds=$(left "$limit")
   echo "== $name$( ((seconds)) && echo ", at most $seconds s")"
-  timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$folder/$name.txt"
+  # the signal is that of Ctrl-C, at which pytest still says what has failed
+  timeout --signal=INT --kill-after=15 "$seconds" "$@" 2>&1 | tee "$folder/$name.txt"
   own=${PIPESTATUS[0]}
   if [[ $own -eq 124 || $own -eq 137 ]]; then
     echo "== $name: time was up after $seconds s" | tee -a "$folder/$name.txt"
@@ -123,8 +133,8 @@ run() {
     echo "== $name: NOT RUN, see the reasons above" | tee -a "$folder/$name.txt"
     own=3
   fi
-  note "$own"
-  "$python" "$here/summary.py" "$folder" >"$folder/summary.md"
+  if [[ $name != counters ]]; then note "$own"; fi # not every machine lets them be read
+  pack
 }
 
 # script NAME LIMIT FILE ARGUMENT…: one that ends by itself, a little before it would be ended
@@ -155,22 +165,22 @@ counters() {
 
 if ((${#rehearse[@]})); then export GPU_TESTS=rehearse; fi
 pytest=(env "PYTHONPATH=$root/kernels:$root${PYTHONPATH:+:$PYTHONPATH}"
-  "$python" -m pytest -rs -m gpu --noconftest -p no:cacheprovider)
+  "$python" -m pytest -v --tb=short -rs -m gpu --noconftest -p no:cacheprovider)
 if ! has pytest; then pytest=(sh -c 'echo "no pytest here: tests of the GPU were not run"; exit 5'); fi
 case $call in
   1)
-    operations 2
-    slices 4 --decode --requests 128
+    operations 120
+    slices 240 --decode --requests 128
     checks 0 "${size[@]:---quick}"
     ;;
   2)
-    slices 6 --requests 64 192 256
+    slices 360 --requests 64 128 192 256
     checks 0 "${size[@]}"
     ;;
   3)
-    engine 4
-    profile 3
-    counters 1
+    engine 200
+    profile 150
+    counters 120
     checks 0 "${size[@]}" --only mla_prefill mla_decode
     ;;
   *)
@@ -182,7 +192,6 @@ case $call in
     counters 0
     ;;
 esac
-"$python" "$here/summary.py" "$folder" >"$folder/summary.md"
-"$python" "$here/parcel.py" pack "$results" "${archive:-$results.tar.xz}" || note 1
+if [[ ! $packed ]]; then pack; fi
 echo "results so far: $folder/summary.md, exit code $code after $SECONDS s"
 exit "$code"

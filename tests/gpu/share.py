@@ -12,7 +12,7 @@ import functools
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,11 @@ def config_of(values: dict[str, Any]) -> ModelConfig:
         return load_model_config(Path(folder))
 
 
-def usable_ops() -> tuple[Ops, str]:
-    """Per operation the first of hopper and triton that can run here, and which ones come from where."""
+def usable_ops(names: Sequence[str] = NAMES) -> tuple[Ops, str]:
+    """Per operation the first of `names` that can run here, and which ones come from where."""
     chosen, origin = {}, {}
     for op in op_names():
-        usable = (name for name in NAMES if has(name, op) and why_not(name, op) is None)
+        usable = (name for name in names if has(name, op) and why_not(name, op) is None)
         name = "plain" if op in PLAIN else next(usable)
         chosen[op], origin[op] = function(name, op), name
     from_hopper = [op for op, name in origin.items() if name == "hopper"]
@@ -126,14 +126,16 @@ class Share:
         unit: whose rank it is.
         config: of the model.
         device: where the weights are made.
+        names: of implementations, the preferred one first.
     """
 
-    def __init__(self, unit: Unit, config: ModelConfig, device: torch.device):
+    def __init__(self, unit: Unit, config: ModelConfig, device: torch.device, names: Sequence[str] = NAMES):
         self.unit = unit
         self.config = config
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
-        self.ops, self.origin = usable_ops()
+        self.ops, self.origin = usable_ops(names)
+        self.title = unit.name if names == NAMES else f"{unit.name}, {' and '.join(names).title()} alone"
         layers = tuple(self._layer(layer) for layer in range(config.num_hidden_layers))
         self.weights = ModelWeights(
             embedding=self._normal(config.vocab_size, config.hidden_size, size=1.0),

@@ -8,10 +8,11 @@ copies of the same bytes (copies.py). Added to the measured times are published 
 and once under the published schedules (schedule.py). docs/hopper.md explains the lines.
 
     python tests/gpu/slice.py [--wheels FOLDER] [--decode | --prefill] [--requests 64 128 256]
-                              [--out FILE] [--minutes M] [--json]
+                              [--triton-alone] [--out FILE] [--minutes M] [--json]
     python tests/gpu/slice.py --rehearse       on the CPU, a tiny model, Triton's interpreter, no times
 
-Each batch size is a piece of work of a child process (supervised.py): one that brings it down costs that one alone.
+Each batch size is a piece of work of a child process (supervised.py): one that brings it down costs that one alone, and
+is tried once more without deep_gemm and flash_mla (--triton-alone).
 
 Exit codes: 0 done, 1 a result was not finite or a batch size failed, 2 no such GPU or a wrong option, 3 time was up.
 """
@@ -49,6 +50,7 @@ OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3
 _RUNS = 10
 _SILENT_S = 400.0  # weights, compiling and two batches take less
 _PREFILL = "prefill"
+_ALONE = ", Triton alone"  # behind what a piece of work is called
 _KV_TOKENS, _PROMPT_TOKENS, _BATCH_TOKENS = 4989, 4096, 16384
 
 
@@ -59,7 +61,7 @@ def run_decode(
     step = decode_step(share, table[: len(table) // 2], kv_tokens)
     half = Stepper(share, step, pages, accelerator)
     logits = half.output.logits.clone()
-    figures = Figures(share.unit.name, len(table), dict(half.stages.names()), half.is_finite)
+    figures = Figures(share.title, len(table), dict(half.stages.names()), half.is_finite)
     if not accelerator.is_rehearsal:
         figures.half_s, _ = half.seconds()
     del half
@@ -94,7 +96,7 @@ def run_prefill(share: Any, num_prompts: int, prompt_tokens: int, accelerator: A
     step = prefill_step(share, half_prompts, prompt_tokens)
     half = Stepper(share, step, pages, accelerator)
     is_finite = half.is_finite and bool(torch.isfinite(pages).all())
-    figures = Figures(share.unit.name, num_prompts * prompt_tokens, dict(half.stages.names()), is_finite)
+    figures = Figures(share.title, num_prompts * prompt_tokens, dict(half.stages.names()), is_finite)
     if accelerator.is_rehearsal:
         return figures
     figures.half_s, _ = half.seconds()
@@ -114,7 +116,7 @@ def _hold(share: Any) -> str:
     held = share.gigabytes()
     parts = ", ".join(f"{part} {size:.3g}" for part, size in held.items())
     layers = share.config.num_hidden_layers
-    return f"{share.unit.name}: {layers} layers, all distinct; {sum(held.values()):.3g} GB of weights ({parts})"
+    return f"{share.title}: {layers} layers, all distinct; {sum(held.values()):.3g} GB of weights ({parts})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     only.add_argument("--decode", action="store_true", help="decode alone")
     only.add_argument("--prefill", action="store_true", help="prefill alone")
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 128, 192, 256], help="per GPU, even numbers")
+    parser.add_argument("--triton-alone", action="store_true", help="without deep_gemm and flash_mla")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in Triton's interpreter, a tiny model")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
@@ -154,7 +157,9 @@ def jobs_of(options: argparse.Namespace) -> dict[str, int]:
     """The pieces of work, by what they are called in files: requests of decode, 0 for prefill."""
     requests = [4] if options.rehearse else sorted(set(options.requests))
     jobs = {} if options.prefill else {f"decode {count}": count for count in requests}
-    return jobs if options.decode else jobs | {_PREFILL: 0}
+    if not options.decode:
+        jobs[_PREFILL] = 0
+    return {key + _ALONE: count for key, count in jobs.items()} if options.triton_alone else jobs
 
 
 def measure(
@@ -165,14 +170,16 @@ def measure(
     note: Callable[[str], object],
 ) -> None:
     """Run these pieces of work, telling before each and after it; `note` takes what else there is to say."""
+    from candidates import NAMES
     from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
 
-    is_tiny = accelerator.is_rehearsal
+    is_tiny, key_of = accelerator.is_rehearsal, {count: key for key, count in jobs.items()}
+    names = ("triton",) if any(key.endswith(_ALONE) for key in jobs) else NAMES
     config, kv_tokens = config_of(TINY if is_tiny else DEEPSEEK_V3), 70 if is_tiny else _KV_TOKENS
-    requests = [count for key, count in jobs.items() if key != _PREFILL]
+    requests = [count for count in jobs.values() if count]
     if requests:
-        begin(f"decode {requests[0]}")
-        share = Share(DECODE, config, accelerator.device)
+        begin(key_of[requests[0]])
+        share = Share(DECODE, config, accelerator.device, names)
         note(_hold(share))
         note(f"operations: {share.origin}")
         per_request = -(-kv_tokens // PAGE_TOKENS)
@@ -185,19 +192,19 @@ def measure(
             table = torch.arange(fitting[-1] * per_request).view(-1, per_request)
             note(f"KV of {fitting[-1]} requests of {kv_tokens} tokens: {pages.nbytes / 1e9:.3g} GB")
             for count in fitting:
-                begin(f"decode {count}")
-                end(f"decode {count}", figures=run_decode(share, pages, table[:count], kv_tokens, accelerator))
+                begin(key_of[count])
+                end(key_of[count], figures=run_decode(share, pages, table[:count], kv_tokens, accelerator))
             del pages, layer_pages
         for count in requests[len(fitting) :]:
-            end(f"decode {count}", not_run=f"{count} requests of {kv_tokens} tokens do not fit this card")
+            end(key_of[count], not_run=f"{count} requests of {kv_tokens} tokens do not fit this card")
         del share
         accelerator.release()
-    if _PREFILL in jobs:
-        begin(_PREFILL)
-        share = Share(PREFILL, config, accelerator.device)
+    if 0 in key_of:
+        begin(key_of[0])
+        share = Share(PREFILL, config, accelerator.device, names)
         note(_hold(share))
         prompt_tokens, num_prompts = (20, 4) if is_tiny else (_PROMPT_TOKENS, _BATCH_TOKENS // _PROMPT_TOKENS)
-        end(_PREFILL, figures=run_prefill(share, num_prompts, prompt_tokens, accelerator))
+        end(key_of[0], figures=run_prefill(share, num_prompts, prompt_tokens, accelerator))
 
 
 def work(options: argparse.Namespace, jobs: dict[str, int]) -> int:
@@ -218,10 +225,28 @@ def work(options: argparse.Namespace, jobs: dict[str, int]) -> int:
         write_line(path, note=words)
         print(words, file=sys.stderr, flush=True)
 
-    left = {key: count for key, count in jobs.items() if key not in record.done}
+    left = {key: jobs[key] for key in record.left(jobs)}
     with torch.inference_mode():
         measure(left, accelerator, lambda key: write_line(path, begun=key), end, note)
     return OK
+
+
+def _once_more(options: argparse.Namespace, died: dict[str, int]) -> argparse.Namespace:
+    """Options for these pieces of work without deep_gemm and flash_mla."""
+    requests = [count for count in died.values() if count]
+    return argparse.Namespace(
+        **vars(options)
+        | {"triton_alone": True, "decode": 0 not in died.values(), "prefill": not requests, "requests": requests}
+    )
+
+
+def _arguments(options: argparse.Namespace, path: Path) -> list[str]:
+    """Of the child that does this work."""
+    arguments = ["--requests", *map(str, options.requests)] if options.requests else []
+    for name in ("decode", "prefill", "triton_alone", "rehearse"):
+        if getattr(options, name):
+            arguments.append("--" + name.replace("_", "-"))
+    return [*arguments, *(["--wheels", str(options.wheels)] if options.wheels else []), "--work", str(path)]
 
 
 def _in_this_process(
@@ -268,9 +293,19 @@ def main(arguments: list[str] | None = None) -> int:
         end_s = None if options.minutes is None else start_s + 60 * options.minutes
         with tempfile.TemporaryDirectory() as folder:
             path = options.out or Path(folder) / "slice.jsonl"
-            command = [sys.executable, __file__, *arguments, "--work", str(path)]
-            why_not = supervise(command, list(jobs), path, silent_s=_SILENT_S, end_s=end_s)
+            command = [sys.executable, __file__]
+            why_not = supervise(
+                [*command, *_arguments(options, path)], list(jobs), path, silent_s=_SILENT_S, end_s=end_s
+            )
             record = read_record(path)
+            died = {key: count for key, count in jobs.items() if "died" in record.done.get(key, {})}
+            if died and why_not is None and not options.triton_alone:
+                print(f"{', '.join(died)}: once more without deep_gemm and flash_mla", file=sys.stderr, flush=True)
+                more = _once_more(options, died)
+                why_not = supervise(
+                    [*command, *_arguments(more, path)], list(jobs_of(more)), path, silent_s=_SILENT_S, end_s=end_s
+                )
+                jobs, record = jobs | jobs_of(more), read_record(path)
         described, notes, results = (record.header or {"machine": {}})["machine"], record.notes, record.done
     figures = {key: Figures(**results[key]["figures"]) for key in jobs if "figures" in results.get(key, {})}
     failed = {key: results[key]["died"] for key in jobs if "died" in results.get(key, {})}

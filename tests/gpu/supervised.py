@@ -4,24 +4,28 @@ check.py and slice.py start themselves as the child. The file has one JSON docum
 
     {"machine": {…}, …}      the child's first line
     {"begun": KEY}           a piece of work, before it is done
-    {"done": KEY, …}         and its result
+    {"done": KEY, …}         and its result, with a digest of the sources that gave it
     {"note": TEXT}           what else is to be told
 
 A child that ends before its work is done is started again, without the piece that it was at. A file that is there
-already is gone on with.
+already is gone on with: what it has is not done again, but for what failed with other sources than these.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("batchinfer", "kernels", "tests/gpu")
 RESTART = 17  # exit code of a child that asks to be started again: its GPU cannot be used any more
 _LOOK_EVERY_S = 0.2
 
@@ -34,6 +38,29 @@ class Record:
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     begun: str | None = None  # and neither done nor followed by another one
     notes: list[str] = field(default_factory=list)
+
+    def left(self, keys: Iterable[str]) -> list[str]:
+        """Those of `keys` that are not done, or failed or were left out with other sources than these."""
+        return [key for key in keys if key not in self.done or _may_be_mended(self.done[key])]
+
+
+def _may_be_mended(result: dict[str, Any]) -> bool:
+    has_failed = (
+        "died" in result
+        or "not_run" in result
+        or bool(result.get("row", {}).get("failure"))
+        or not result.get("figures", {}).get("is_finite", True)
+    )
+    return has_failed and result.get("sources") != sources()
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of all that can change what a piece of work gives."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in _SOURCES for path in (ROOT / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def read_record(path: Path) -> Record:
@@ -58,6 +85,8 @@ def read_record(path: Path) -> Record:
 
 def write_line(path: Path, **line: Any) -> None:
     """Add a line, behind the end of one that was cut off."""
+    if "done" in line:
+        line["sources"] = sources()
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, 2)
@@ -81,7 +110,7 @@ def supervise(
     Returns:
         None when all is done, else why not.
     """
-    while left := [key for key in keys if key not in read_record(path).done]:
+    while left := read_record(path).left(keys):
         num_lines = _num_lines(path)
         process = subprocess.Popen(command)
         try:
@@ -91,9 +120,7 @@ def supervise(
                 process.kill()
                 process.wait()
         if why == _TIME_IS_UP:
-            return (
-                f"{why}: {len([key for key in left if key not in read_record(path).done])} of {len(keys)} are not done"
-            )
+            return f"{why}: {len(read_record(path).left(left))} of {len(keys)} are not done"
         begun = read_record(path).begun
         if begun is not None:
             write_line(path, done=begun, died=why or _how_it_ended(process.returncode))

@@ -22,10 +22,11 @@ import accelerator
 import candidates
 import check
 import exact
+import supervised as supervised_module
 from accelerator import Limits
 from cases import TINY, Case, Dims, Work, normal
 from summary import summary
-from supervised import read_record, supervise
+from supervised import read_record, supervise, write_line
 from wheels import WheelError, unpack_wheels
 
 CPU = torch.device("cpu")
@@ -160,7 +161,7 @@ for word in plan:
         os._exit(3)
     if what == "hangs":
         time.sleep(60)
-    write_line(path, done=key, row=what)
+    write_line(path, done=key, row={"failure": "", "word": what})
     if what == "asks":
         sys.exit(17)
 """.replace("GPU", repr(str(Path(check.__file__).parent)))
@@ -176,7 +177,7 @@ def supervised(path, *plan, silent_s=20.0, minutes=None):
 def test_work_goes_on_behind_a_piece_that_kills_or_stops_it(tmp_path):
     why_not, record = supervised(tmp_path / "a", "a:fine", "b:dies", "c:asks", "d:hangs", "e:fine", silent_s=1.5)
     assert why_not is None
-    assert [line.get("row") or line["died"] for line in record.done.values()] == [
+    assert [line["row"]["word"] if "row" in line else line["died"] for line in record.done.values()] == [
         "fine",
         "exit code 3",
         "asks",
@@ -199,6 +200,22 @@ def test_work_stops_when_time_is_up_and_goes_on_later(tmp_path):
     why_not, record = supervised(tmp_path / "a", "a:fine", "b:fine", "c:fine")
     assert why_not is None
     assert list(record.done) == ["a", "b", "c"]
+
+
+def test_what_failed_is_done_again_once_the_sources_are_others(tmp_path, monkeypatch):
+    file = tmp_path / "a"
+    write_line(file, machine={})
+    write_line(file, done="fine", row={"failure": ""})
+    write_line(file, done="wrong", row={"failure": "error 1"})
+    write_line(file, done="dies", died="exit code 3")
+    write_line(file, done="lacks", not_run="no deep_gemm")
+    write_line(file, done="no number", figures={"is_finite": False})
+    keys = ["fine", "wrong", "dies", "lacks", "no number", "new"]
+    assert read_record(file).left(keys) == ["new"]
+    monkeypatch.setattr(supervised_module, "sources", lambda: "others")
+    assert read_record(file).left(keys) == keys[1:]
+    write_line(file, done="dies", row={"failure": ""})
+    assert read_record(file).left(keys) == ["wrong", "lacks", "no number", "new"]
 
 
 def test_all_checks_have_names_of_their_own():

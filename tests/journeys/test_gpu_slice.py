@@ -25,7 +25,8 @@ import slice as slice_script
 from copies import CopyDispatcher
 from schedule import decode_tasks, finish_s, prefill_tasks
 from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
-from supervised import read_record
+from summary import summary
+from supervised import read_record, supervise, write_line
 
 DECODE_STAGES = {"ATTN-0": 1.0, "ATTN-1": 2.0, "SHARED": 1.0, "MLP": 2.0}
 PREFILL_STAGES = {"ATTN": 2.0, "SHARED": 1.0, "MLP": 2.0}
@@ -168,6 +169,25 @@ def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_pat
 
 
 @needs_interpreter
+def test_what_dies_is_tried_once_more_without_the_libraries(tmp_path, monkeypatch):
+    """A library whose kernel fails when it is called must not cost the figures."""
+
+    def dies_first(command, keys, path, **options):
+        if "--triton-alone" in command:
+            return supervise(command, keys, path, **options)
+        write_line(path, machine=slice_script.Accelerator(torch.device("cpu")).describe())
+        return write_line(path, done=keys[0], died="killed by SIGSEGV")
+
+    monkeypatch.setattr(slice_script, "supervise", dies_first)
+    arguments = ["--rehearse", "--decode", "--out", str(tmp_path / "slice.jsonl")]
+    assert slice_script.main(arguments) == slice_script.FAILED
+    done = read_record(tmp_path / "slice.jsonl").done
+    assert list(done) == ["decode 4", "decode 4, Triton alone"]
+    assert done["decode 4, Triton alone"]["figures"]["unit"] == "decode EP144, Triton alone"
+    assert "| decode EP144, Triton alone | 4 |" in summary(tmp_path)
+
+
+@needs_interpreter
 def test_a_decode_step_gives_deep_gemm_the_layouts_that_it_takes(monkeypatch):
     """The same model with and without deep_gemm's products (stand-ins that check operands)."""
     results = []
@@ -186,7 +206,7 @@ def test_all_figures_of_a_card_come_together(monkeypatch):
     """What a rehearsal leaves out: capture, events, figures; on stand-ins for CUDA and plain operations."""
     events_on_the_cpu(monkeypatch)
     ops = Ops.select("reference", torch.bfloat16, eight_bit=True)
-    monkeypatch.setattr(shares, "usable_ops", lambda: (ops, "all from the reference"))
+    monkeypatch.setattr(shares, "usable_ops", lambda names: (ops, "all from the reference"))
     plain = {"quantize_fp8_block": reference.quantize_fp8_block, "sum_per_token": reference_rows.sum_per_token}
     monkeypatch.setattr(shares, "function", lambda name, op: plain[op])
     card = CpuAsCard(torch.device("cpu"), runs=2)

@@ -76,6 +76,7 @@ def events_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
 
 
