@@ -92,7 +92,7 @@ class Count:
         self.total += count
 
     def set(self, count: int, total: int) -> None:
-        """So many are done now, of so many."""
+        """This number is done now, of this total."""
         self.count, self.total = count, total
         if time.monotonic() - self._told >= TOLD_SECONDS:
             self.tell()

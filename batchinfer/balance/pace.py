@@ -128,7 +128,7 @@ def preview(work_s: float, stretches: Sequence[Stretch], terms: Terms, has: int 
         lost_s = terms.startup_s * max(0, tasks - has)  # at their start
         end = min(now + step_s, ahead[0].end_s) if ahead else inf
         does_s = tasks * (end - now) - lost_s
-        if does_s >= work_s:  # the rest, whatever times of so many seconds are rounded to
+        if does_s >= work_s:  # the rest, however the times are rounded
             end, does_s = now + (work_s + lost_s) / tasks, work_s
         work_s -= does_s
         cost += tasks * (end - now) / 3600 * price

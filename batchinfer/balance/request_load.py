@@ -15,7 +15,7 @@ class RequestLoad:
     scored_key: float = 0.0  # each key of a query that sees more, of which the best are chosen
 
     def of(self, kv_tokens: np.ndarray) -> np.ndarray:
-        """[N] float64 loads of requests with so many KV tokens."""
+        """[N] float64 loads of requests, by their KV tokens."""
         scored_N = np.where(kv_tokens > self.most_keys, kv_tokens * self.scored_key, 0.0)
         return self.row + np.minimum(kv_tokens, self.most_keys) + scored_N
 

@@ -221,7 +221,7 @@ class ClusterConfig(Part):
     )
     speculate: Literal["auto", "off"] = Field(
         "off",
-        description="draft tokens with the model's own layer for multi-token prediction and run them beside those that "
+        description="draft tokens with the model's own layer for multi-token prediction and run them with those that "
         "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
     )
     backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
@@ -288,7 +288,7 @@ class ClusterConfig(Part):
         return {phase: num_ranks for phase, num_ranks in groups.items() if num_ranks > 1}
 
     def hosts_of(self, phase: str, nodes: int) -> list[str]:
-        """The host of each rank of an expert group, if all ranks are spread over so many hosts, evenly and in order."""
+        """The host of each rank of an expert group, if all ranks are spread over `nodes` hosts, evenly and in order."""
         first = self.num_prefill_ranks if phase == "decode" else 0
         return [str(rank * nodes // self.num_ranks) for rank in range(first, first + self.expert_groups[phase])]
 

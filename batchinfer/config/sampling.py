@@ -44,7 +44,7 @@ class SamplingConfig(Part):
     seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
     stop: list[Text] = Field(default=[], description="strings (or one) that end the text, not part of it")
     stop_token_ids: list[TokenId] = Field(
-        default=[], description="token ids that end the output, beside the model's own"
+        default=[], description="token ids that end the output, in addition to the model's own"
     )
     include_stop_str_in_output: bool = Field(False, description="what ended the text is part of it")
     ignore_eos: bool = Field(False, description="go on after the model's end token")

@@ -15,7 +15,7 @@ MOST_UNITS = 16  # to read
 
 
 def num_calibration_tokens(job_tokens: int) -> int:
-    """Tokens to run, of a job that computes so many prompt tokens."""
+    """Tokens to run, of a job that computes this number of prompt tokens."""
     wanted = min(max(LEAST_TOKENS, int(SHARE * job_tokens)), MOST_TOKENS)
     return min(wanted, int(LARGEST_SHARE * job_tokens))
 

@@ -47,7 +47,7 @@ class ExpertHistory:
         """How often experts of a group were placed in this session."""
         return sum(len(history) - 1 for history in self.of_role.values())
 
-    def standing(self, role: str) -> ExpertTables:
+    def current(self, role: str) -> ExpertTables:
         """The placement in force."""
         return self.of_role[role][-1].tables
 
@@ -70,7 +70,7 @@ class ExpertHistory:
         """Better placements by role, where there are; known: the load [L, E] of each, and what chance makes of it."""
         found = {
             role: propose(
-                self.standing(role),
+                self.current(role),
                 load,
                 chance=chance,
                 num_nodes=self._nodes[role],
@@ -85,7 +85,7 @@ class ExpertHistory:
         for role, tables in placed.items():
             self.of_role[role].append(InForce(made_by, tables))
         if placed and self._may_keep:
-            write_expert_tables(self._run.experts, [self.standing(role) for role in self.of_role])
+            write_expert_tables(self._run.experts, [self.current(role) for role in self.of_role])
 
     def _first(self, role: str, stored: ExpertTables | None) -> InForce:
         """What the group begins with; a table for another number of ranks or slots than there are fits none of them."""

@@ -22,7 +22,7 @@ class ExpertLoads:
 
     Args:
         groups: what a group runs ('both', 'prefill' or 'decode') -> its ranks.
-        tokens: after so many, the share of a phase counts half; after MEMORY times as many of a phase, its counts do.
+        tokens: after these, the share of a phase counts half; after MEMORY times as many of a phase, its counts do.
         topk: experts per token.
     """
 

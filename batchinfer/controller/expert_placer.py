@@ -27,7 +27,7 @@ from batchinfer.protocol.messages import ExpertCounts, ExpertSlots
 
 LOOKS = 32  # at the ranks' counts in a job, about; but no more often than every
 LEAST_TOKENS, MOST_TOKENS = 512, 65536  # tokens of a rank, and no less often
-TRUST = 10.0  # loads are expected to stay as they are for so many times as long as since the latest placement
+TRUST = 10.0  # loads are expected to stay as they are for this multiple of the time since the latest placement
 
 
 class ExpertPlacer:
@@ -81,7 +81,7 @@ class ExpertPlacer:
             self._place(self.history.propose(known), "calibration", math.inf)
 
     def step(self, num_tokens: int) -> None:
-        """A rank has ended a step of so many tokens."""
+        """A rank has ended a step of this number of tokens."""
         self._first_step_s = self._first_step_s or time.monotonic()
         self._num_tokens += num_tokens
 
@@ -137,7 +137,7 @@ class ExpertPlacer:
         for role, load in self._loads.window().items():
             proposal = self._unproved.get(role)
             if proposal is not None:
-                before, after = self.history.standing(role).under(load), proposal.tables.under(load)
+                before, after = self.history.current(role).under(load), proposal.tables.under(load)
                 gain = before.max_over_mean - after.max_over_mean
                 if gain >= START:
                     proved[role] = replace(proposal, before=before.max_over_mean, gain=gain)
@@ -151,12 +151,12 @@ class ExpertPlacer:
 
     def _place(self, proposals: dict[str, Proposal], made_by: str, left_s: float) -> None:
         """Let the ranks move their experts, where it pays for the time for which loads are to stay as they are."""
-        standing = {role: self.history.standing(role) for role in proposals}
-        placed = {role: one for role, one in proposals.items() if self._costs.pays(standing[role], one, left_s)}
+        current = {role: self.history.current(role) for role in proposals}
+        placed = {role: one for role, one in proposals.items() if self._costs.pays(current[role], one, left_s)}
         if proposals and not placed:
             self._interval *= 2  # the next look would say the same
         for role, proposal in placed.items():
-            self._costs.start(standing[role], proposal.tables)
+            self._costs.start(current[role], proposal.tables)
             note(_told(role, made_by, proposal))
         self.history.add({role: proposal.tables for role, proposal in placed.items()}, made_by)
         self._moving += placed

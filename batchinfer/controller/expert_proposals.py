@@ -20,7 +20,7 @@ MUST_PAY_TIMES = 2.0  # what moving costs
 class Proposal:
     """Where the experts of a group should be.
 
-    before: busiest rank of the standing placement by the mean, under the same loads.
+    before: busiest rank of the current placement by the mean, under the same loads.
     gain: of the mean, what the busiest rank gets less, beyond chance.
     """
 
@@ -37,33 +37,31 @@ def load_balancer() -> None:
 
 
 def propose(
-    standing: ExpertTables, load: np.ndarray, *, chance: float, num_nodes: int, num_router_groups: int
+    current: ExpertTables, load: np.ndarray, *, chance: float, num_nodes: int, num_router_groups: int
 ) -> Proposal | None:
-    """A placement for a load [L, E]; None: the standing one is about as good as it promised, or as any.
+    """A placement for a load [L, E]; None: the current one is about as good as it promised, or as any.
 
     Args:
         chance: see ExpertLoads.chance.
         num_nodes: hosts that the group is spread over.
         num_router_groups: of the model; 1: its router knows no groups.
     """
-    before = standing.under(load).max_over_mean
-    if before - standing.max_over_mean - chance < START:
+    before = current.under(load).max_over_mean
+    if before - current.max_over_mean - chance < START:
         return None
     from batchinfer.balance.expert_groups import node_limits
     from batchinfer.balance.experts import ExpertPlacement, place_robustly
 
-    num_nodes, num_router_groups = node_limits(standing.num_ranks, num_nodes, num_router_groups)
+    num_nodes, num_router_groups = node_limits(current.num_ranks, num_nodes, num_router_groups)
     placement = place_robustly(
         load,
-        num_slots=standing.expert_of_slot.shape[1],
-        num_gpus=standing.num_ranks,
+        num_slots=current.expert_of_slot.shape[1],
+        num_gpus=current.num_ranks,
         num_nodes=num_nodes,
         num_groups=num_router_groups,
-        previous=ExpertPlacement(
-            standing.expert_of_slot, standing.share_of_slot, standing.load_of_rank, standing.bound
-        ),
+        previous=ExpertPlacement(current.expert_of_slot, current.share_of_slot, current.load_of_rank, current.bound),
     )
-    tables = standing.moved_to(placement.expert_of_slot, placement.share_of_slot, num_nodes=num_nodes)
+    tables = current.moved_to(placement.expert_of_slot, placement.share_of_slot, num_nodes=num_nodes)
     tables = tables.under(load, placement.bound)
     gain = before - tables.max_over_mean - chance
     return Proposal(tables, before, gain) if gain >= START else None
@@ -82,14 +80,14 @@ class MoveCosts:
         self._moving_bytes = 0
         self._slowest_s = 0.0
 
-    def pays(self, standing: ExpertTables, proposal: Proposal, left_s: float) -> bool:
+    def pays(self, current: ExpertTables, proposal: Proposal, left_s: float) -> bool:
         """Whether the gain over the time that is left is more than moving costs."""
-        cost_s = self._bytes(standing, proposal.tables) / self._bytes_per_s
+        cost_s = self._bytes(current, proposal.tables) / self._bytes_per_s
         return proposal.gain * EXPERT_TIME * left_s > MUST_PAY_TIMES * cost_s
 
-    def start(self, standing: ExpertTables, tables: ExpertTables) -> None:
+    def start(self, current: ExpertTables, tables: ExpertTables) -> None:
         """The ranks begin to move."""
-        self._moving_bytes, self._slowest_s = self._bytes(standing, tables), 0.0
+        self._moving_bytes, self._slowest_s = self._bytes(current, tables), 0.0
 
     def moved(self, seconds: float) -> None:
         """A rank is done; the slowest says how long it takes."""

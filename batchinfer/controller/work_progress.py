@@ -51,7 +51,7 @@ class WorkProgress(Meter):
         return bool(self._ran.any() or self._kept.any())
 
     def done_elsewhere(self, unit: int, num_requests: int | None = None) -> None:
-        """Others have completed a unit; or had done so many requests of one that is worked on here now."""
+        """Others have completed a unit; or had done this number of requests of one that is worked on here now."""
         count = int(self._requests_U[unit]) if num_requests is None else num_requests
         tokens = self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
         self._elsewhere += tokens

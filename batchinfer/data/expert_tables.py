@@ -32,7 +32,7 @@ class ExpertTables:
         load_of_slot: [L, R] float64, tokens that were expected there when this was made.
         bound: [L] float64, tokens that the busiest rank cannot go below.
         num_ranks: of the group.
-        num_nodes: all copies of an expert are on one of so many equal parts of the ranks; 1: anywhere.
+        num_nodes: all copies of an expert are on one of this number of equal parts of the ranks; 1: anywhere.
     """
 
     phase: str

@@ -327,7 +327,7 @@ STATS_EXPERTS = _table(
 )
 STATS_EXPERT_ROWS = _table(
     "expert_rows",
-    "(token, expert) rows that the ranks' experts computed, beside what the placement gives them of the tokens counted",
+    "(token, expert) rows that the ranks' experts computed, and what the placement gives them of the tokens counted",
     ("session", pa.string(), "session (see nodes)"),
     ("rank", pa.int32(), "rank whose experts computed them"),
     ("placement", pa.int32(), "where the experts were meanwhile (see placements)"),

@@ -302,7 +302,7 @@ def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:
         if config.get("tokenizer_class") == tiktoken_model.TOKENIZER_CLASS:
             return other
         raise ModelError(
-            f"{other} says nothing of how texts are split, and tokenizer_class beside it is "
+            f"{other} says nothing of how texts are split, and tokenizer_class in tokenizer_config.json is "
             f"{config.get('tokenizer_class')!r}, not {tiktoken_model.TOKENIZER_CLASS!r}, whose rule is known here; "
             "add a tokenizer.json"
         )

@@ -149,7 +149,7 @@ class _RowChecker:
             progress(batch.num_rows)
 
     def _started(self) -> Iterator[_Started]:
-        """The batches in order, with so many being encoded already that no worker waits for work."""
+        """The batches in order, with enough of them being encoded ahead that no worker waits."""
         ahead: deque[_Started] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
             batch = RowBatch(columns, columns.num_rows, bad_lines(columns))

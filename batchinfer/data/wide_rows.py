@@ -87,7 +87,7 @@ def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
 
 
 def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Cut rows into runs [first, end) of so many bytes and rows at most; a row of more bytes stands alone."""
+    """Cut rows into runs [first, end) of limited bytes and rows; a row of more bytes is a run of its own."""
     ends, first = np.cumsum(row_bytes), 0
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0

@@ -61,7 +61,7 @@ def write_dataset(
     if not links:
         if earlier and _is_edited(card_of(run)):
             shutil.rmtree(run.dataset / "data", ignore_errors=True)
-            note(f"{card_of(run)} was edited and stays; the data beside it is gone")
+            note(f"{card_of(run)} was edited and stays; the data folder next to it is removed")
         elif earlier:
             shutil.rmtree(run.dataset, ignore_errors=True)
         return

@@ -148,7 +148,7 @@ class StepTensors:
 
 
 class RowsByReach(NamedTuple):
-    """Rows of a prefill step that see at most so many keys (near), and the others; [N] int64, ascending."""
+    """Rows of a prefill step that see at most this number of keys (near), and the others; [N] int64, ascending."""
 
     near_rows: torch.Tensor
     near: AttentionStep  # these alone, for core attention
@@ -203,7 +203,7 @@ class AttentionStep(StepTensors):
         )
 
     def rows_by_reach(self, num_keys: int) -> RowsByReach:
-        """The rows of a prefill step by whether they see more than so many keys, found once for all layers."""
+        """The rows of a prefill step by whether they see more than this number of keys, found once for all layers."""
         kept = f"rows by reach {num_keys}"
         if kept not in self.schedule:
             self.schedule[kept] = self._cut_by_reach(num_keys)

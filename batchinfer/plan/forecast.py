@@ -18,7 +18,7 @@ from batchinfer.config import ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
 
 MAX_UNITS = 32  # dealt out to look at their balance, spread over the job
-FILLINGS = 2  # of these, units are decoded that fill all slots so many times
+FILLINGS = 2  # of these, units are decoded that fill all slots this many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,5 +168,5 @@ def _some_units(unit_starts: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _spread(num: int, most: int) -> list[int]:
-    """At most so many of the numbers below `num`, evenly spread."""
+    """At most `most` of the numbers below `num`, evenly spread."""
     return [] if num == 0 else np.unique(np.linspace(0, num - 1, min(num, most)).astype(np.int64)).tolist()

@@ -96,7 +96,7 @@ def _result(
     num_drafted: int,
     num_accepted: int | None = None,
 ) -> StepResult:
-    """Of a step that has just ended; each request had this KV length before it and has taken so many tokens."""
+    """Of a step that has just ended; each request had this KV length before it and has taken this number of tokens."""
     count, num_new = len(taken), int(taken.sum())
     return StepResult(
         expert_counts,

@@ -114,7 +114,7 @@ class DraftRule:
         self._last_trial = 0  # the step
 
     def choose(self, num_requests: int) -> int:
-        """Guesses for each of so many requests in the coming step, 0 .. MOST_GUESSES; asked once for each step."""
+        """Guesses for each of `num_requests` in the coming step, 0 .. MOST_GUESSES; asked once for each step."""
         num_guesses = self._decision(num_requests).num_guesses
         self._step += 1
         return num_guesses
@@ -129,11 +129,11 @@ class DraftRule:
         self._plain.note(num_requests, seconds, self._step)
 
     def note_drafted_step(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows, guesses among them, took this long with all around it but the drafting."""
+        """A step of this number of rows, guesses among them, took this long with all around it but the drafting."""
         self._drafted.note(num_rows, seconds, self._step)
 
     def note_drafts(self, num_requests: int, num_guesses: int, seconds: float) -> None:
-        """Drafting so many tokens for each of these requests took this long."""
+        """Drafting this number of tokens for each of these requests took this long."""
         self._drafts[num_guesses - 1].note(num_requests, seconds, self._step)
 
     def note_right(self, tried: Sequence[int], right: Sequence[int]) -> None:

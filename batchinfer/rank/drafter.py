@@ -52,11 +52,11 @@ class Drafter:
         return cls(context.model, context.draft, rule, context.stack)
 
     def wants_prompts(self, num_requests: int) -> bool:
-        """Whether prompts are to leave the states of their last tokens when so many requests run, start and wait."""
+        """Whether prompts are to leave their last tokens' states when these numbers of requests run, start and wait."""
         return 0 < num_requests <= _MOST_PROMPTS and self._rule.may_pay(num_requests)
 
     def choose(self, num_requests: int) -> int:
-        """Guesses for each of so many requests in the coming step; 0: a plain one is better."""
+        """Guesses for each of this number of requests in the coming step; 0: a plain one is better."""
         self._drafted_s = 0.0
         if not 0 < num_requests <= MOST_REQUESTS:
             self._keeps, self._ended_s = False, None

@@ -38,7 +38,7 @@ class Drafts:
         return np.arange(self.tokens.shape[1]) < self.counts[:, None]
 
     def rows_of(self, taken: np.ndarray) -> np.ndarray:
-        """The first rows of each request, [S] so many."""
+        """The first `taken` [S] rows of each request."""
         return np.repeat(self.first_rows, taken) + depths_of(taken)
 
 

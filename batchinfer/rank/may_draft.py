@@ -42,5 +42,5 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
     needed = sum(math.prod(shape) for _, shape in mtp_tensors(config)) * VALUE_BYTES[dtype]
     free = free_memory_bytes() - weight_bytes(config, dtype)
     if needed > _MEMORY_SHARE * free:
-        return f"the layer takes {needed / 1e9:.1f} GB, and beside the weights {max(0, free) / 1e9:.1f} GB are free"
+        return f"the layer takes {needed / 1e9:.1f} GB, and {max(0, free) / 1e9:.1f} GB are free after the weights"
     return None

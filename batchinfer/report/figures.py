@@ -180,7 +180,7 @@ SPEED = Group(
                "accepted_tokens / drafted_tokens; null when nothing was drafted",
                note=lambda values: f"of {forms.count(values['drafted_tokens'])}", why_empty=""),
         Figure("drafted_tokens", "", forms.count, "tokens",
-               "guesses of the model's layer for multi-token prediction, run beside the tokens that were due"),
+               "guesses of the model's layer for multi-token prediction, run together with the tokens that were due"),
         Figure("accepted_tokens", "", forms.count, "tokens", "of these, right ones, which needed no step of their own"),
         Figure("speculation_gain", "  decode is quicker by", forms.ratio, "",
                "seconds that decode steps with guesses would have taken at the pace of this run's steps without, as "

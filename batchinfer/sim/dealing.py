@@ -16,7 +16,7 @@ from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.sim.workload import Workload, parts_of_prompts
 
 SAMPLED_BATCHES = 4
-FILLINGS = 3  # a decode unit's slots are filled so many times
+FILLINGS = 3  # a decode unit's slots are filled this many times
 SAMPLED_RANKS = 32  # larger units are dealt out as to this number: that is about as even, and much sooner known
 
 

@@ -16,7 +16,7 @@ from batchinfer.slurm.status import Status, StatusReader
 
 # A speed counts when it was measured for this long, or for this share of the time that a goal leaves
 MEASURE_S, MEASURE_SHARE = 600.0, 0.05
-FLIGHTS = 4  # but not before a task could compute so many requests one after the other
+FLIGHTS = 4  # but not before a task could compute this number of requests one after the other
 LEAST_S = 1.0  # is left while a unit is
 WINDOW_S = 3600.0  # older speeds do not count when enough is measured since
 

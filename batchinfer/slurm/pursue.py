@@ -99,7 +99,7 @@ class _Sender:
         return replace(outlook, tasks=has) if outlook.tasks < has <= seen.units_open and is_new else outlook
 
     def set_tasks(self, wanted: int, has: int, seen: Measured, now_s: float) -> None:
-        """Have so many tasks.
+        """Have this number of tasks.
 
         Raises:
             IncompleteRunError: tasks were sent again and again, and no result came.

@@ -226,7 +226,7 @@ def test_copies_stay_on_a_node_where_router_groups_divide_by_nodes(tmp_path):
         placer.history.ranks_loaded({"both": hosts})
         placer.look(COUNTS)
         placer.look(COUNTS)
-        table = placer.history.standing("both")
+        table = placer.history.current("both")
         assert table.num_nodes == 2
         groups = [set(of_host // 3) for of_host in table.expert_of_slot.reshape(2, -1)]
         assert sorted(map(len, groups)) == [1, 1]

@@ -156,7 +156,7 @@ def test_a_damaged_file_is_a_sentence(folder, tmp_path, text, told):
 def test_a_folder_that_splits_by_another_rule_is_refused(folder, tmp_path):
     model = shutil.copytree(folder, tmp_path / "model")
     (model / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="tokenizer_class beside it is None, not 'TikTokenTokenizer'"):
+    with pytest.raises(ModelError, match=r"tokenizer_class in tokenizer_config\.json is None, not 'TikTokenTokenizer'"):
         load_tokenizer(model)
 
 

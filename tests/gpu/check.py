@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
     parser.add_argument("--only", nargs="+", metavar="OPERATION", help="these operations alone")
     parser.add_argument("--out", type=Path, help="JSON lines as checks are done; what the file has is not run again")
-    parser.add_argument("--minutes", type=float, help="stop after so many; the same command with --out goes on")
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same command with --out goes on")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # this is the child; its file
     return parser
 

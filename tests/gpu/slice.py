@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, help="JSON lines as batch sizes are done; those in the file are not run again"
     )
-    parser.add_argument("--minutes", type=float, help="stop after so many; the same command with --out goes on")
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same command with --out goes on")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # this is the child; its file
     return parser
 

@@ -1,6 +1,6 @@
 """A new placement close to the existing one: few weights to move.
 
-The pools of the standing placement are a start for the search, GPUs are matched to the pools whose experts they hold,
+The pools of the current placement are a start for the search, GPUs are matched to the pools whose experts they hold,
 and shares.py keeps on each GPU what it can.
 """
 
@@ -23,7 +23,7 @@ def pools_near(
 ) -> tuple[Pools, np.ndarray]:
     """The pools to use when GPUs hold experts already, and the pool of each GPU.
 
-    The standing pools, or what becomes of them when only too full ones are changed, provided that this is as good as
+    The current pools, or what becomes of them when only too full ones are changed, provided that this is as good as
     a search from nothing; otherwise that.
 
     Args:
@@ -32,14 +32,14 @@ def pools_near(
     """
     num_gpus, slots_per_gpu = held_GS.shape
     pools = search_pools(load_E, num_gpus, slots_per_gpu, effort, bound)
-    standing = pools_of_slots(load_E, np.where(used_GS, held_GS, EMPTY))
+    current = pools_of_slots(load_E, np.where(used_GS, held_GS, EMPTY))
     for seed in range(WARM_RUNS):
-        if standing is not None and standing.load > pools.load * (1.0 + ROUNDING):
-            standing = improve(
-                load_E, slots_per_gpu, standing, effort.num_trials, pools.load, seed, hot=WARM_HOT, focus_odds=WARM_ODDS
+        if current is not None and current.load > pools.load * (1.0 + ROUNDING):
+            current = improve(
+                load_E, slots_per_gpu, current, effort.num_trials, pools.load, seed, hot=WARM_HOT, focus_odds=WARM_ODDS
             )
-    if standing is not None and standing.load <= pools.load * (1.0 + ROUNDING):
-        pools = standing
+    if current is not None and current.load <= pools.load * (1.0 + ROUNDING):
+        pools = current
     return pools, match_gpus(pools, held_GS)
 
 

@@ -165,15 +165,15 @@ def _node_packings(load_E: np.ndarray, shape: _Shape, held_GS: np.ndarray) -> It
         node_slots = held_GS.size // shape.num_nodes
         packings = [exchange_groups(load_KE, node_of_K, node_slots, shape.gpus_per_node) for node_of_K in packings]
         packings += [lightest, published_packing(load_K, shape.num_nodes)]
-    standing = _standing_packing(shape, load_KE.shape[1], held_GS)
-    if standing is not None:
-        packings.insert(0, standing)
+    current = _current_packing(shape, load_KE.shape[1], held_GS)
+    if current is not None:
+        packings.insert(0, current)
     for i, node_of_K in enumerate(packings):
         if not any(np.array_equal(node_of_K, other) for other in packings[:i]):
             yield np.repeat(node_of_K, load_KE.shape[1]), bound
 
 
-def _standing_packing(shape: _Shape, experts_per_group: int, held_GS: np.ndarray) -> np.ndarray | None:
+def _current_packing(shape: _Shape, experts_per_group: int, held_GS: np.ndarray) -> np.ndarray | None:
     """[K] the node of each group in an existing placement, or None where it has no such packing."""
     held_NR = held_GS.reshape(shape.num_nodes, -1)
     if (held_NR == EMPTY).any():

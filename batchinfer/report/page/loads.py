@@ -91,7 +91,7 @@ def _decode_loads(key: str, data: PageData) -> list[Card]:
         [("time (UTC)", "name"), *((header, "number") for header in headers.values())],
         [[axis.names[bin_], *(forms.number(row[field]) for field in headers)] for bin_, row in by_bin.items()],
     )
-    title = "KV tokens of the busiest decode rank divided by the mean, beside what it cannot be below"
+    title = "KV tokens of the busiest decode rank divided by the mean, with its lower bound"
     picture = charts.columns(f"{key}-balance", title, axis, shown, lambda value: f"{value:.3f}", stacked=False)
     legend = [(one.name, one.colour) for one in shown]
     note = f"KV tokens of the busiest decode rank by the mean, {each}; 1 is even"

@@ -1,5 +1,5 @@
 -- speculation: one row, tokens that the model's layer for multi-token prediction has drafted in decode steps.
---   drafted_tokens    guesses run beside the tokens that were due
+--   drafted_tokens    guesses run together with the tokens that were due
 --   accepted_tokens   of these, right ones: tokens that needed no step of their own
 --   acceptance_rate   the one by the other
 --   speculation_gain  seconds that steps with guesses would have taken for their tokens at the pace of this run's steps

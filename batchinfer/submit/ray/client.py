@@ -70,7 +70,7 @@ def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
 
 
 def resize(storage: Storage, tasks: int) -> int:
-    """Have so many tasks from now on; returns how many there were to be. The driver adds some, or has some leave.
+    """Have this number of tasks from now on; returns the number before. The driver adds some, or has some leave.
 
     Raises:
         ConfigError: the run is not in Ray; no cluster answers.

@@ -65,7 +65,7 @@ def where_they_lie(rows: ExpertRows, index_M: torch.Tensor) -> tuple[torch.Tenso
 def expert_places(
     num_rows_E: torch.Tensor, num_rows: int, tile_rows: int, tokens_M: torch.Tensor | None = None
 ) -> ExpertPlaces:
-    """Room for the most tiles that so many rows may need, since only the device knows how many it is.
+    """Room for the most tiles that this number of rows may need, since only the device knows how many it is.
 
     Args:
         num_rows_E: [E] integer, rows of each expert.

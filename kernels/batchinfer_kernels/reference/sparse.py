@@ -103,7 +103,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
         num_pages = -(-num_keys // PAGE_TOKENS)
         if num_pages > keys.page_table_BP.shape[1]:
             start += count
-            continue  # none of them sees so many keys
+            continue  # none of them sees that number of keys
         pages_P = keys.page_table_BP[request, :num_pages]
         keys_XI = keys.pages[pages_P].flatten(0, 1).float()
         piece = max(1, MAX_SCORES // (len(keys_XI) * q_THI.shape[1]))

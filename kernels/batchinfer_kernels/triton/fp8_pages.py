@@ -65,7 +65,7 @@ def _widen_rows(
 
 @triton.constexpr_function
 def tile_of(LATENT_TILE):
-    """How many values of a latent in a tile of so many share a scale."""
+    """How many values of a latent in a tile of this width share a scale."""
     return min(TILE, LATENT_TILE)
 
 

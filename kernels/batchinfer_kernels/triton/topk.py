@@ -81,7 +81,7 @@ def _best_slots(
 
 @triton.jit
 def _nth_largest(scores_at, num_keys, nth, TILE: tl.constexpr):
-    """The number of the `nth` largest of so many scores, and how many of those that equal it are among the `nth`."""
+    """The number of the `nth` largest of some scores, and how many of those that equal it are among the `nth`."""
     found, left = tl.zeros((1,), tl.uint32), nth
     for step in tl.static_range(4):
         found, left = _next_digit(scores_at, num_keys, found, left, 24 - 8 * step, TILE)
