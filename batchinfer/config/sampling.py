@@ -39,7 +39,7 @@ class SamplingConfig(Part):
     temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
     top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the top probability")
+    min_p: float = Field(0.0, ge=0, le=1, description="then drop tokens below this share of the top probability")
     n: int = Field(1, ge=1, le=16384, description="samples per row")
     seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
     stop: list[Text] = Field(default=[], description="strings (or one) that end the text, not part of it")

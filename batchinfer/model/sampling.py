@@ -92,8 +92,8 @@ def sample(
     """Pick one token per row.
 
     Greedy rows take the largest logit, the lowest token id among equals. Other rows are filtered in the order
-    temperature, top_k, top_p, min_p (as in Hugging Face generation) and drawn by inverting the cumulative distribution
-    in vocabulary order at a uniform number made from (key, position) only.
+    temperature, top_k, top_p, min_p (as in transformers; vLLM has min_p before top_k), and drawn by inverting the
+    cumulative distribution in vocabulary order at a uniform number made from (key, position) only.
 
     Args:
         logits_SV: [S, V] float32; rows with changes are changed in place unless log-probabilities are wanted.
