@@ -24,6 +24,21 @@ def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int)
     return to_host(content)[0].view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
+def finite_blocks(blocks: np.ndarray, dtype: torch.dtype) -> int:
+    """How many of the first blocks hold finite numbers alone; rows in FP8 (uint8) are not looked into.
+
+    Args:
+        blocks: [num_blocks, block_bytes] uint8, as `blocks_from_pages` gives them.
+        dtype: of the pages.
+    """
+    if not dtype.is_floating_point:
+        return len(blocks)
+    # a sum that is finite has finite terms, and needs one pass
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+    is_finite = torch.from_numpy(blocks).view(dtype).sum(dim=1, dtype=wide).isfinite()
+    return int(is_finite.to(torch.int8).cumprod(0).sum())
+
+
 def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int], *, skip_pages: int = 0) -> None:
     """Copy blocks into the pool.
 

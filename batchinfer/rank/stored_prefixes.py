@@ -2,7 +2,7 @@
 
 The plan's order says which blocks are needed next. Of a prompt that is waiting, the blocks that memory is not expected
 to hold are read while earlier prompts run; when it is admitted they are copied into its pages, in place of computing
-them. After a step the blocks that it has completed go to the writer.
+them. After a step the blocks that it has completed go to the writer, but for what is not finite: it is of no use.
 """
 
 # B blocks of one prompt
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
+from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages, finite_blocks
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.reader import BlockRead, Reader, pageable
 from batchinfer.kv_store.reuse import ReuseRule
@@ -170,7 +170,10 @@ class StoredPrefixes:
             first += 1
         if first < len(names):
             page_ids = chunk.sequence.pages[first * self._pages_per_block : len(names) * self._pages_per_block]
-            self._writer.put(names, first, blocks_from_pages(self._pages, page_ids, len(names) - first))
+            blocks = blocks_from_pages(self._pages, page_ids, len(names) - first)
+            num_finite = finite_blocks(blocks, self._pages.dtype)
+            if num_finite:
+                self._writer.put(names[: first + num_finite], first, blocks[:num_finite])
 
 
 class _LaterUses:

@@ -343,6 +343,30 @@ def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_th
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("functions", [ops, reference_mla], ids=["C++", "reference"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [70, 75, 100, 127])
+@pytest.mark.parametrize("heads", [3, 16])
+def test_a_token_that_is_not_finite_changes_no_bit_of_those_before_it(random, functions, heads, bad, number):
+    """Others share them: a prompt's first pages are those of the next one, too. Nothing times infinity is no number."""
+    pages, table, _ = paged(random, [140], 48 + 16)
+    q, kv_b = random(140, heads, 32 + 16, seed=1), random(heads, 32 + 32, 48, seed=2) / 7
+    absorbed = random(140, heads, 48 + 16, seed=3)
+
+    def attend(start, stop):
+        keys = PagedKeys(pages, table[:1], torch.tensor([stop]), torch.arange(start, stop))
+        options = {"v_dim": 32, "scale": 0.1}
+        prefilled = functions.mla_prefill(q[start:stop], keys, kv_b, torch.tensor([stop - start]), **options)
+        return prefilled, functions.mla_decode(absorbed[start:stop], keys, latent_dim=48, scale=0.1)
+
+    before = attend(60, 140)
+    pages[table[0, bad // 64], bad % 64] = number
+    for result, expected in zip(attend(60, 140), before, strict=True):
+        assert torch.equal(result[: bad - 60], expected[: bad - 60])
+        assert not torch.isfinite(result[bad - 60 :]).any()
+
+
+@pytest.mark.usefixtures("cpp")
 def test_a_request_without_tokens_gives_zeros(random):
     pages, table, _ = paged(random, [5], 32)
     nothing = torch.tensor([0])

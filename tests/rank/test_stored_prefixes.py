@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.block_pages import blocks_from_pages, finite_blocks
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.rank.batch import Chunk
@@ -108,6 +109,23 @@ def test_what_is_written(tmp_path, persist, expected):
     store = DiskStore(tmp_path / "store", identity())
     assert store.find(store.identity.chain(asked.token_ids)) == expected
     store.close()
+
+
+def test_what_is_not_finite_is_not_written(tmp_path):
+    asked, pages = request(list(range(300))), pool()
+    _, prefixes = open_prefixes(tmp_path / "store", pages)
+    prefixes.read_ahead([asked])
+    prefixes.fill(asked, 0, list(range(20)))
+    pages[:, :2] = 1
+    pages[1, 2, 5, 0] = torch.inf
+    prefixes.note_step([Chunk(Sequence(asked, list(range(20)), 300, RequestTimes(), None), 0, 300)], compute_s=1e-6)
+    prefixes.close()
+    store = DiskStore(tmp_path / "store", identity())
+    assert store.find(store.identity.chain(asked.token_ids)) == 2
+    store.close()
+    narrow = blocks_from_pages(pages.bfloat16(), [0, 2, 1], 3)
+    assert finite_blocks(narrow, torch.bfloat16) == 1
+    assert finite_blocks(narrow, torch.uint8) == 3
 
 
 def test_blocks_that_later_units_need_are_claimed_until_then(tmp_path):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
@@ -245,6 +246,40 @@ def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sa
     assert read_report(changed).values["disk_tokens"] == 0
     plain = run_job(job_folder.path, "afresh", store=None, model=model)[1]
     assert answers(changed) == answers(plain) != answers(run)
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [("bfloat16", "auto"), ("float32", "reference")])
+def test_a_prompt_that_is_not_finite_harms_no_prompt_that_begins_like_it(tmp_path, dtype, backend):
+    """It comes first, and a page that it shares holds numbers only in part; a later job reads what it leaves."""
+    shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    shared = [10 + place % 40 for place in range(100)]
+    good = [[*shared, 60 + row, *range(20, 60)] for row in range(4)]
+    bad = [*shared, 3, *range(20, 60)]
+
+    def run(name, prompts, **kv):
+        write_shard(tmp_path / name / "a.parquet", {"prompt": prompts})
+        job = write_job(
+            tmp_path,
+            name=f"{name}.toml",
+            input={"files": [f"{name}/*.parquet"], "prompt": None, "token_ids": "prompt"},
+            output={"dir": f"runs/{name}"},
+            model={"path": "model", "dtype": dtype},
+            cluster={"backend": backend},
+            sampling={"max_tokens": 4},
+            kv=kv,
+        )
+        return batchinfer("run", job).code, answers(tmp_path / "runs" / name)
+
+    store = {"dir": str(tmp_path / "store"), "persist": "all", "reuse": "always"}
+    _, alone = run("alone", good)
+    code, beside = run("beside", [*good, bad], **store)
+    assert code == 3
+    assert beside[:-1] == alone
+    assert "not finite" in str(beside[-1])
+    assert run("later", good, **store) == (0, alone)
 
 
 # ---- trouble with the disk

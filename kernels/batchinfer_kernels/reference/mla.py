@@ -153,8 +153,14 @@ def attend_pages(
 ) -> torch.Tensor:
     """softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries.
 
-    Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]; returns [B, L, V].
+    Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]; returns [B, L, V]. What a row does not see
+    changes nothing of it, values that are not finite included, which nothing times them would be neither; what it sees
+    of these makes it NaN.
     """
+    is_finite_BPSV = torch.isfinite(v_BPSV)
+    is_odd_BX = ~is_finite_BPSV.all(-1).flatten(1)
+    sees_odd_BL = (seen_LX & is_odd_BX[:, None]).any(-1)
+    v_BPSV = torch.where(is_finite_BPSV, v_BPSV, 0.0)
     num_pages = v_BPSV.shape[1]
     scores_BLX = batched_matmul(q_BLA, k_BXA.transpose(1, 2)) * scale
     scores_BLX.masked_fill_(~seen_LX, -torch.inf)
@@ -169,7 +175,7 @@ def attend_pages(
     for page in range(num_pages):
         total_BL += totals_BLP[:, :, page]
         out_BLV += batched_matmul(weights_PBLS[page], v_BPSV[:, page])
-    return (out_BLV / total_BL[..., None]).float()
+    return (out_BLV / total_BL[..., None]).masked_fill_(sees_odd_BL[..., None], torch.nan).float()
 
 
 def _query_tile(scores_per_query: int) -> int:

@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 
@@ -64,6 +65,23 @@ __attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, con
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) store(sums_at + r * sums_stride + 16 * n, sums[r][n]);
   }
+}
+
+// Whether all values of these keys are finite; a key has values in whole vectors, with zeros behind the last column.
+template <class Value>
+bool are_finite(PageValues<Value> values, int64_t num_keys, int64_t value_room) {
+  using Bits = std::conditional_t<std::is_same_v<Value, float>, uint32_t, uint16_t>;
+  constexpr Bits kExponent = std::is_same_v<Value, float> ? 0x7f800000 : 0x7f80;
+  const int64_t num_steps = (num_keys + kWordValues<Value> - 1) / kWordValues<Value>;
+  for (int64_t step = 0; step < num_steps; ++step) {
+    const Value* const row = values.data + step * values.stride;
+    Bits most = 0;
+    for (int64_t value = 0; value < kWordValues<Value> * value_room; ++value) {
+      most = std::max<Bits>(most, std::bit_cast<Bits>(row[value]) & kExponent);
+    }
+    if (most == kExponent) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -387,6 +405,33 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
   }
 }
 
+// sum of a page, of which some rows may not see all keys.
+template <class Value>
+void Attention<Value>::sum_of_page(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start,
+                                   int64_t num_keys) {
+  const int32_t first = *std::min_element(positions_ + row_begin, positions_ + row_end);
+  if (first >= start + num_keys - 1 || are_finite(values, num_keys, value_room_)) {
+    return sum(row_begin, row_end, values, num_keys);
+  }
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const int64_t num_seen = std::min<int64_t>(num_keys, positions_[row] - start + 1);
+    if (num_seen > 0) sum(row, row + 1, first_values(values, num_seen), num_seen);
+  }
+}
+
+// The values of a page's first keys, with zeros for the other key of the last pair.
+template <class Value>
+PageValues<Value> Attention<Value>::first_values(PageValues<Value> values, int64_t num_keys) {
+  if (num_keys % kWordValues<Value> == 0) return values;
+  first_values_.grow(kPageTokens * value_room_);
+  for (int64_t step = 0; step <= num_keys / 2; ++step) {
+    std::copy_n(values.data + step * values.stride, 2 * value_room_, first_values_.data() + step * 2 * value_room_);
+  }
+  Value* const last = first_values_.data() + num_keys / 2 * 2 * value_room_;
+  for (int64_t value = 0; value < value_room_; ++value) last[2 * value + 1] = 0;
+  return {first_values_.data(), 2 * value_room_};
+}
+
 template <class Value>
 PageValues<Value> Attention<Value>::values_of(Rows<Value> values, int64_t num_keys) {
   if constexpr (kWordValues<Value> == 2) {
@@ -430,12 +475,12 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
       });
     });
     for (int64_t row = row_begin; row < row_end; ++row) weigh_row(row, start, num_keys);
-    sum(row_begin, row_end, values, num_keys);
+    sum_of_page(row_begin, row_end, values, start, num_keys);
     return;
   }
   score_rows(row_begin, row_end, keys, num_keys, next);
   for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
-  sum(row_begin, row_end, values, num_keys);
+  sum_of_page(row_begin, row_end, values, start, num_keys);
 }
 
 template <class Value>

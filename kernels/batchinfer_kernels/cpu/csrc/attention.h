@@ -8,8 +8,9 @@
 //
 // A step of a product takes two bfloat16 values side by side or one float32: a word of 32 bits. Scratch memory holds words.
 //
-// A row meets its pages in ascending order. Keys it may not see weigh nothing: adding them changes no bit. So a row has
-// the same bits whatever rows are beside it, and may share some pages with them and go on alone.
+// A row meets its pages in ascending order. Keys it may not see weigh nothing: adding them changes no bit, and where values
+// are not finite, which nothing times them would be neither, they are left out. So a row has the same bits whatever rows
+// are beside it, and may share some pages with them and go on alone.
 
 #pragma once
 
@@ -71,6 +72,8 @@ class Attention {
   void turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh_row(int64_t row, int64_t start, int64_t num_keys);
   void sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys);
+  void sum_of_page(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start, int64_t num_keys);
+  PageValues<Value> first_values(PageValues<Value> values, int64_t num_keys);
   void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void sum_in_tiles(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_steps);
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
@@ -94,6 +97,7 @@ class Attention {
   const Value* query_rows_[kAttentionRows];
   Scratch<float> sums_;        // [kAttentionRows, value_room_]
   Scratch<Value> values_;      // [kPageTokens, value_room_], in words
+  Scratch<Value> first_values_;  // the same, of some keys alone
   Scratch<Value> padded_keys_, padded_queries_;
   Scratch<float> wide_rows_;   // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
