@@ -8,7 +8,6 @@ those before. lm-eval is no dependency: nothing else imports this module.
 
 import hashlib
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from batchinfer import own_process
 from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
 from batchinfer.model.config import load_model_config
@@ -225,7 +225,7 @@ class Jobs:
         folder = self._written(pa.table({"id": pa.array(range(len(columns["prompt"]))), **columns}), keys)
         job = folder / "job.toml"
         # apart from lm-eval's process, whose libraries and memory are nobody's here
-        command = [sys.executable, "-m", "batchinfer", "run", str(job)]
+        command = own_process.command("batchinfer", "run", str(job))
         code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
             raise BatchinferError(f"batchinfer run {job} ended with exit code {code}; its words are above")

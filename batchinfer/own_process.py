@@ -1,4 +1,4 @@
-"""What a process of batchinfer's own leaves out at its start; never for a caller's process."""
+"""Processes of batchinfer's own: how they are started, and what they leave out; never for a caller's process."""
 
 import gc
 import os
@@ -12,6 +12,14 @@ class _NoPandas(MetaPathFinder):
     def find_spec(self, name: str, *_: object) -> None:
         if name == "pandas":
             raise ModuleNotFoundError(name=name)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What starts a module of batchinfer as a process: this interpreter, which imports nothing of the working folder.
+
+    That is wherever somebody keeps data: a file there may have the name of any module.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def settle() -> None:

@@ -259,6 +259,17 @@ def test_nothing_unpickles_or_runs_foreign_code():
             assert not any(keyword.arg == "shell" for keyword in call.keywords), name
 
 
+def test_python_is_started_without_the_working_folder():
+    """Files there may have the names of modules; -P comes first in every command that begins with the interpreter."""
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "kernels" / "batchinfer_kernels").rglob("*.py")]:
+        commands = [node.elts for node in ast.walk(tree_of(path)) if isinstance(node, ast.List | ast.Tuple)]
+        safe = [items[0] for items in commands if list(map(ast.unparse, items[:2])) == ["sys.executable", "'-P'"]]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                assert node in safe or path == PACKAGE / "submit" / "ray" / "client.py", f"{path}:{node.lineno}"
+    assert '"$BATCHINFER_PYTHON" -P ' in MODULES["submit.ray.client"].read_text()
+
+
 def runs_without(modules, unwanted):
     code = f"import sys, {modules}; sys.exit(bool({unwanted!r} & set(sys.modules)))"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

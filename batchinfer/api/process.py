@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from batchinfer import records
+from batchinfer import own_process, records
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
@@ -40,9 +40,8 @@ class OwnProcess:
         self._events = os.fdopen(ours, "rb", buffering=0)
         # the same modules as here, also in ranks: nothing of the working folder unless this process looks there, too
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        environment["PYTHONSAFEPATH"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "batchinfer.api.command", str(theirs), *arguments],
+            own_process.command("batchinfer.api.command", str(theirs), *arguments),
             env=environment,
             pass_fds=[theirs],
             stdin=subprocess.PIPE,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from batchinfer import own_process
 from batchinfer.records import ExitCode
 from batchinfer.sanitize import sanitize
 
@@ -65,7 +66,7 @@ def ask(question: str, model: Path, max_tokens: int) -> None:
 
     with tempfile.TemporaryDirectory(prefix="batchinfer-ask-") as folder:
         job = write_question(Path(folder), question, model, max_tokens)
-        command = [sys.executable, "-m", "batchinfer", "run", str(job)]
+        command = own_process.command("batchinfer", "run", str(job))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
             try:
                 _, told = running.communicate()

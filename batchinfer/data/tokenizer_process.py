@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from batchinfer import own_process
 from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.records import BatchinferError, ModelError
 from batchinfer.sanitize import clip
@@ -237,7 +237,7 @@ def _why(ended: Ended) -> str:
 
 def start_process(control: int, stderr: int) -> subprocess.Popen[bytes]:
     """Start it with its control channel (a descriptor) and a file for what it writes to stderr."""
-    command = [sys.executable, "-m", "batchinfer.data.tokenizer_worker", str(control)]
+    command = own_process.command("batchinfer.data.tokenizer_worker", str(control))
     environment = {**os.environ, **ENVIRONMENT}
     # a session of its own: Ctrl-C is for the command, which ends this process when it stops
     return subprocess.Popen(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchinfer import own_process
 from batchinfer.launch.rank_process import thread_settings
 from batchinfer_kernels import registry
 
@@ -51,7 +52,7 @@ def _bytes_per_s(cores_of_process: list[list[int]]) -> float:
     """Bytes per second of all processes together, each on its own cores with as many threads."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, str(len(cores_of_process)), ",".join(map(str, cores))],
+            own_process.command(__name__, str(len(cores_of_process)), ",".join(map(str, cores))),
             env={**os.environ, **thread_settings(len(cores))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

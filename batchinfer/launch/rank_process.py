@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from batchinfer import own_process
 from batchinfer.host_info import matrix_library_settings
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
@@ -117,7 +118,7 @@ def start_rank(
     Args:
         end: of a socket pair, for the rank; None: it calls its controller.
     """
-    command = [sys.executable, "-m", "batchinfer.rank.main"]
+    command = own_process.command("batchinfer.rank.main")
     inherited = [] if end is None else [end.fileno()]
     if end is not None:
         variables = {**variables, _SOCKET: str(end.fileno())}

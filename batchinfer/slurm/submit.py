@@ -10,13 +10,13 @@ Of a run folder in an object store logs are written where `submit` was called: n
 Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
 """
 
-import sys
 import time
 from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchinfer import own_process
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
@@ -274,9 +274,8 @@ def _given(shape: Shape, *names: str) -> list[str]:
 
 def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> list[str]:
     path = find_template(template, None if own is None else Path(own))
-    # -P: the run folder, where the job starts, is no place to import from
-    command = [sys.executable, "-P", "-m", "batchinfer"]
     folder = run.root if run.uri is None else Path.cwd()
+    command = own_process.command("batchinfer")
     return ["sbatch", "--parsable", f"--chdir={folder}", *options, str(path), run.shown, *command]
 
 

@@ -15,6 +15,7 @@ from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
 from support.jobs import batchinfer, start, write_job, write_questions, write_shard
+from support.paths import RANDOM_MODEL
 
 COMMANDS = (
     "init", "ask", "peek", "plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv"
@@ -246,6 +247,33 @@ def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     _, err = process.communicate()
     assert process.returncode == 0, err
     assert not list(seen.iterdir())
+
+
+@pytest.mark.parametrize("command", ["run", "ask"])
+def test_nothing_in_the_working_folder_is_executed(tmp_path, monkeypatch, command):
+    """Whoever sends data may put files into it that have the names of modules."""
+    write_questions(tmp_path / "prompts", (3,))
+    job, folder = write_job(tmp_path), tmp_path / "data"
+    folder.mkdir()
+    for name in (
+        "torch",
+        "tokenizers",
+        "queue",
+        "pyarrow",
+        "numpy",
+        "json",
+        "click",
+        "batchinfer",
+        "batchinfer_kernels",
+    ):
+        (folder / f"{name}.py").write_text("open(__file__ + '.executed', 'w').close()\n")
+    monkeypatch.chdir(folder)
+    arguments = ["run", job] if command == "run" else ["ask", "What?", "--model", RANDOM_MODEL, "--max-tokens", "2"]
+    # as the console script, which does not look there either
+    program = [sys.executable, "-P", "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
+    ended = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert not list(folder.glob("*.executed"))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_an_interrupt_before_the_command_has_begun_is_one_sentence():

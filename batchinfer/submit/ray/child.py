@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 
+from batchinfer import own_process
 from batchinfer.records import ExitCode
 
 _PR_SET_PDEATHSIG = 1
@@ -15,7 +16,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # stays with the process
     if os.getppid() != int(sys.argv[1]):  # it was gone before
         sys.exit(ExitCode.INTERRUPTED)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "batchinfer", *sys.argv[2:]])
+    command = own_process.command("batchinfer", *sys.argv[2:])
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ray
 
+from batchinfer import own_process
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ExitCode, StoreError
 from batchinfer.run.open_storage import storage_of
@@ -102,7 +103,7 @@ class Driver:
 
     def _finish(self) -> int:
         """Check and write the outputs, here: one process that needs no accelerator."""
-        command = [sys.executable, "-P", "-m", "batchinfer", "finish", self._run.shown]
+        command = own_process.command("batchinfer", "finish", self._run.shown)
         return subprocess.run(command, check=False).returncode
 
 

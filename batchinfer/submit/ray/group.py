@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from batchinfer import own_process
 from batchinfer.records import ExitCode
 from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.ray.client import LEAVE_S
@@ -62,7 +62,7 @@ class Node:
         """
         # Ray sets it for processes of its own; ranks know better, and their bits do not depend on it
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-        command = [sys.executable, "-P", "-m", "batchinfer.submit.ray.child", str(os.getpid()), "work", folder]
+        command = own_process.command("batchinfer.submit.ray.child", str(os.getpid()), "work", folder)
         with nullcontext() if log is None else open(log, "ab") as file:
             self._process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
             if self._is_stopped:

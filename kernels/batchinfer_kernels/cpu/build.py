@@ -289,7 +289,7 @@ def _said_against_tiles(built: Path) -> str | None:
     """What such a process says last where it does not end well and in time, or None."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TILES, str(built)],
+            [sys.executable, "-P", "-c", _ASK_TILES, str(built)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
