@@ -55,7 +55,7 @@ class SamplingOverrides:
     def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
         try:
             sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
-            check_biased_tokens(sampling, self._vocab_size)
+            check_token_ids(sampling, self._vocab_size)
             if not sampling.max_tokens and sampling.prompt_logprobs is None and not self._has_choices:
                 return f"{self._column}.max_tokens {NOTHING_SCORED}"
         except ValidationError as error:
@@ -75,12 +75,19 @@ class SamplingOverrides:
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
 
 
-def check_biased_tokens(sampling: Sampling, vocab_size: int) -> None:
-    """Refuse a bias on a token that the model does not have.
+def check_token_ids(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse keys that name a token that the model does not have.
+
+    Args:
+        vocab_size: the model's, which counts logits; the tokenizer may have other ids.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: names the key and the token.
     """
-    for token, _ in sampling.logit_bias:
-        if token >= vocab_size:
-            raise ConfigError(f"logit_bias names token {token}, but the model has ids 0 to {vocab_size - 1} only")
+    biased = [token for token, _ in sampling.logit_bias]
+    for key, tokens in (("logit_bias", biased), ("stop_token_ids", sampling.stop_token_ids)):
+        for token in tokens:
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{key} names token {token}, but the model has ids 0 to {vocab_size - 1} only; leave it out"
+                )

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from batchinfer.config import ClusterConfig, JobConfig
-from batchinfer.data.overrides import check_biased_tokens
+from batchinfer.data.overrides import check_token_ids
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
@@ -31,7 +31,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
             cannot be held as asked for, or sampling names tokens that the model does not have.
     """
     try:
-        check_biased_tokens(job.sampling.to_sampling(), model.vocab_size)
+        check_token_ids(job.sampling.to_sampling(), model.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"sampling.{error}") from None
     folder = Path(job.model.path)

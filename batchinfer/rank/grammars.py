@@ -36,7 +36,7 @@ class Grammars:
 
     Args:
         tokenizer_json: the tokenizer as tokenizer.json has it, added tokens included.
-        vocab_size: the model's, which may be larger than the tokenizer's.
+        vocab_size: the model's or the tokenizer's, whichever is larger.
         eos_token_ids: tokens that may come when the answer is whole.
         num_threads: that look for the next tokens of many answers at once.
     """

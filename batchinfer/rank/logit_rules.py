@@ -130,11 +130,12 @@ class RuleMaker:
     """Makes the rules of a rank's requests.
 
     Args:
-        vocab_size: the model's.
+        vocab_size: the model's; tokens beyond it, which tokenizer and generation_config.json may name, never come.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._ends = frozenset(token for token in tokenizer.eos_token_ids if token < vocab_size)
         self._bad_words = functools.lru_cache(1024)(functools.partial(bad_word_tokens, tokenizer=tokenizer))
 
     def make(self, request: Request, thinking: Thinking | None) -> LogitRules | None:
@@ -143,9 +144,10 @@ class RuleMaker:
         if not sampling.changes_logits:
             return None
         grammar = None if sampling.structured is None else self.grammars.matcher(*sampling.structured)
-        bad_words = self._bad_words(sampling.bad_words)
-        ends = self._tokenizer.eos_token_ids
-        return LogitRules(sampling, request.token_ids, ends, bad_words, grammar, thinking)
+        bad_words = [tokens for tokens in self._bad_words(sampling.bad_words) if tokens[-1] < self._vocab_size]
+        if thinking is not None and thinking.end_token >= self._vocab_size:
+            thinking = None
+        return LogitRules(sampling, request.token_ids, self._ends, bad_words, grammar, thinking)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -154,8 +156,8 @@ class RuleMaker:
         from batchinfer.rank.grammars import Grammars
 
         threads = min(MOST_MASK_THREADS, torch.get_num_threads())
-        ends = self._tokenizer.eos_token_ids
-        return Grammars(self._tokenizer.to_json(), self._vocab_size, ends, num_threads=threads)
+        vocab_size = max(self._vocab_size, self._tokenizer.vocab_size)
+        return Grammars(self._tokenizer.to_json(), vocab_size, self._ends, num_threads=threads)
 
     def begin(self, rows: list[tuple[int, LogitRules]]) -> StepRules:
         """The rules of some rows of a step; what grammars allow is found while the model computes."""

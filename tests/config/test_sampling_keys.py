@@ -23,6 +23,10 @@ WRONG: list[tuple[dict, str]] = [
     ({"logit_bias": {"x": 1.0}}, "logit_bias 'x' is not a token id"),
     ({"logit_bias": {"7": 101.0}}, "logit_bias the bias of token 7 is 101; it may be -100 to 100"),
     ({"logit_bias": {"999999": 1.0}}, "logit_bias names token 999999, but the model has ids 0 to"),
+    (
+        {"stop_token_ids": [5, 999999], "min_tokens": 2},
+        "stop_token_ids names token 999999, but the model has ids 0 to 1023 only; leave it out",
+    ),
     ({"structured_outputs": {}}, "must be set, not none"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "must be set, not regex and choice"),
     ({"structured_outputs": {"jsn": "{}"}}, "structured_outputs.jsn is not a known key; did you mean json?"),

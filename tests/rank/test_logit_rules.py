@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ from transformers import (
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.sampling import SamplingRows, sample
-from batchinfer.rank.logit_rules import NEVER, LogitRules, bad_word_tokens
+from batchinfer.rank.logit_rules import NEVER, LogitRules, RuleMaker, bad_word_tokens
+from batchinfer.rank.thinking import Thinking, ThinkingTokens
+from batchinfer.records import Request, RequestKey
 from support.paths import SAMPLE_MODEL
 
 VOCABULARY, EOS = 257, 3
@@ -100,6 +104,26 @@ def test_words_are_found_at_the_start_of_a_text_and_behind_a_space():
     texts = [tokenizer.decode(tokens) for tokens in found]
     assert {text.strip() for text in texts} == {"the", "and", "a long phrase of words"}
     assert {"the", " the"} & set(texts)
+
+
+@pytest.mark.parametrize("asked", [{"bad_words": ["parsnips"]}, {"structured_outputs": {"regex": "[a-z]+"}}])
+def test_tokens_beyond_the_models_vocabulary_change_nothing(asked):
+    """Tokenizer, generation_config.json and a plan may name ids for which the model has no logits."""
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    tokenizer.eos_token_ids = frozenset([EOS, 5000])
+    vocab_size = tokenizer.vocab_size - 24
+    assert max(tokens[-1] for tokens in bad_word_tokens(("parsnips",), tokenizer)) >= vocab_size
+    how = SamplingConfig(max_tokens=9, min_tokens=2, thinking_budget=0, **asked).to_sampling()
+    thinking = Thinking(ThinkingTokens(None, vocab_size), [], "deepseek_r1")
+    maker = RuleMaker(tokenizer, vocab_size)
+    rules = maker.make(Request(RequestKey(0, 0, 0), 0, [5], how, 0), thinking)
+    logits = torch.zeros(vocab_size)
+    ((_, change),) = maker.begin([(0, rules)]).changes()
+    change(logits)
+    assert logits[EOS] == NEVER
+    allowed = [tokenizer.decode([token]) for token in (logits == 0).nonzero().flatten().tolist()]
+    assert 0 < len(allowed) < vocab_size
+    assert "structured_outputs" not in asked or all(re.fullmatch("[a-z]+", text) for text in allowed)
 
 
 def test_other_rows_and_log_probabilities_do_not_notice(case):
