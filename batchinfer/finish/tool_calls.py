@@ -83,9 +83,25 @@ def _form_of(text: str) -> _Form | None:
     return min(found, key=lambda place: place[0])[1] if found else None
 
 
-def _whole(matches: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-    """The matches that a text consists of, with blanks between them; None: something else is there."""
-    return None if matches.sub("", text).strip() else [*matches.finditer(text)]
+def _pieces(text: str, head: re.Pattern[str], end: str) -> list[tuple[re.Match[str], str]] | None:
+    """The pieces that a text consists of: the head of each, and what is between it and the next `end`.
+
+    The time is linear in the text: nothing is looked for again behind a piece that has no end.
+
+    Args:
+        head: begins with the blanks before a piece.
+
+    Returns:
+        None where something else is in the text.
+    """
+    found, place = [], 0
+    while (begin := head.match(text, place)) is not None:
+        stop = text.find(end, begin.end())
+        if stop < 0:
+            return None
+        found.append((begin, text[begin.end() : stop]))
+        place = stop + len(end)
+    return None if text[place:].strip() else found
 
 
 # ---- DeepSeek V3, R1 and V3.1
@@ -113,19 +129,17 @@ def _call_of_v3(body: str) -> Call | None:
 
 # ---- DeepSeek V3.2
 
-_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
-_PARAMETER = re.compile(
-    r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
-)
+_INVOKE = re.compile(r'\s*<｜DSML｜invoke name="([^"\n]+)">')
+_PARAMETER = re.compile(r'\s*<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">')
 
 
 def _calls_of_v32(block: str) -> list[Call] | None:
     calls = []
-    for invoke in _whole(_INVOKE, block) or []:
-        parameters = _whole(_PARAMETER, invoke[2])
+    for invoke, inside in _pieces(block, _INVOKE, "</｜DSML｜invoke>") or []:
+        parameters = _pieces(inside, _PARAMETER, "</｜DSML｜parameter>")
         if parameters is None:
             return None
-        pairs = [(one[1], one[3] if one[2] == "true" else _json(one[3])) for one in parameters]
+        pairs = [(one[1], value if one[2] == "true" else _json(value)) for one, value in parameters]
         if not (arguments := _object(pairs)):
             return None
         calls.append({"name": invoke[1], "arguments": arguments})
@@ -135,28 +149,28 @@ def _calls_of_v32(block: str) -> list[Call] | None:
 # ---- Kimi-K2
 
 _KIMI_CALL = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([^<\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
-    re.DOTALL,
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^<\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
 )
 
 
 def _calls_of_kimi(block: str) -> list[Call] | None:
-    calls = [{"name": one[1], "arguments": one[2].strip()} for one in _whole(_KIMI_CALL, block) or []]
+    found = _pieces(block, _KIMI_CALL, "<|tool_call_end|>") or []
+    calls = [{"name": one[1], "arguments": arguments.strip()} for one, arguments in found]
     return calls if all(isinstance(_json(call["arguments"]), dict) for call in calls) else None
 
 
 # ---- GLM
 
-_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM_KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 
 
 def _calls_of_glm(block: str) -> list[Call] | None:
     name, mark, pairs = block.partition("<arg_key>")
-    found = _whole(_GLM_PAIR, mark + pairs)
+    found = _pieces(mark + pairs, _GLM_KEY, "</arg_value>")
     if found is None or not name.strip() or "<" in name:
         return None
     # texts are written as they are, other values as JSON
-    values = [(one[1].strip(), one[2] if (value := _json(one[2])) is _NO_JSON else value) for one in found]
+    values = [(one[1].strip(), text if (value := _json(text)) is _NO_JSON else value) for one, text in found]
     arguments = _object(values)
     return [{"name": name.strip(), "arguments": arguments}] if arguments else None
 

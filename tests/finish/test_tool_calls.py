@@ -166,6 +166,32 @@ def test_any_pieces_in_any_order_give_calls_or_none(seed):
     assert found is None or all(set(call) == {"name", "arguments"} for call in found)
 
 
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        ("<tool_call>x", "<arg_key>a</arg_key><arg_value>"),
+        ("<tool_call>x", "<arg_key>a</arg_key>"),
+        ("<tool_call>x<arg_key>a", "</arg_key> "),
+        ("<tool_call>x<arg_key>a</arg_key>", " "),
+        ("", "<tool_call>x<arg_key>a</arg_key><arg_value>"),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>f<|tool_call_argument_begin|>"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", ":1"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>f", " "),
+        ("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">'),
+        ('<｜DSML｜function_calls><｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="true">'),
+        (f"{BEGIN}{CALL}function{SEP}f\n```json\n", "```"),
+        (BEGIN, f"{CALL}function{SEP}"),
+        ("", "[TOOL_CALLS]f[ARGS]"),
+        ("[TOOL_CALLS]f", "[ARGS]"),
+    ],
+)
+def test_an_answer_that_repeats_itself_is_read_in_time_linear_in_its_length(begin, repeated):
+    """Each piece might begin a call that a later one ends: by trying them all, this would take hours to years."""
+    ends = ("", "</tool_call>", "<|tool_call_end|>", "</｜DSML｜invoke>", CALLED)
+    answer = begin + repeated * (2_000_000 // len(repeated))
+    assert {parse_tool_calls(answer + end) for end in ends} == {None}
+
+
 def test_outputs_have_tool_calls_where_the_job_has_tools_and_keep_the_text(tmp_path):
     chat = [{"role": "user", "content": "Hello"}]
     write_shard(tmp_path / "prompts" / "a.parquet", {"m": [chat, []], "tool_calls": ["kept", "too"]})
