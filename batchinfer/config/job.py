@@ -59,11 +59,14 @@ class InputConfig(Part):
     )
     system: Text | None = Field(None, description="text of the system message of chats that have none")
     chat_template_kwargs: dict[str, JsonValue] | Text | None = Field(
-        None, description="variables for the chat template, such as enable_thinking; or a column: structs or JSON text"
+        None,
+        description="variables for the chat template, such as enable_thinking, or JSON text of them ({...}); or a "
+        "column: structs or JSON text",
     )
     tools: list[dict[str, JsonValue]] | dict[str, JsonValue] | Text | None = Field(
         None,
-        description="tools for the chat template, or a column with them: structs or JSON text; outputs get tool_calls",
+        description="tools for the chat template, or JSON text of them ([...]), or a column with them: structs or JSON "
+        "text; outputs get tool_calls",
     )
     continue_final_message: bool = Field(
         False, description="the answer goes on where the last message ends, as with transformers"
@@ -92,9 +95,21 @@ class InputConfig(Part):
         for name in ("id", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
             if table.get(name, OPENAI_COLUMNS.get(name)) != OPENAI_COLUMNS.get(name):
                 raise ValueError(f"{name} does not go with format = 'openai', whose lines say all that; leave it out")
-        if isinstance(table.get("chat_template_kwargs"), str):
+        kwargs = table.get("chat_template_kwargs")
+        if isinstance(kwargs, str) and not _is_json(kwargs):
             raise ValueError("chat_template_kwargs names a column, which format = 'openai' has not; write a table")
         return {**table, **OPENAI_COLUMNS}
+
+    @field_validator("chat_template_kwargs", "tools", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        """Values that are null, which TOML has not, are written as JSON text."""
+        if not isinstance(value, str) or not _is_json(value):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"begins as JSON does, but is not valid JSON: {_first_line(error)}") from None
 
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
@@ -531,7 +546,9 @@ def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
     lines = []
     for part, values in parts.items():
         lines.append(f"[{part}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        for key, value in values.items():
+            text = json.dumps(value, ensure_ascii=False) if _has_null(value) else value
+            lines.append(f"{key} = {_toml_value(text)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -630,6 +647,16 @@ def _override_value(raw: str, text: str) -> Any:
     if list(parsed) != ["value"]:
         raise ConfigError(f"--set {text!r} sets more than one key; give each key a --set of its own")
     return parsed["value"]
+
+
+def _is_json(text: str) -> bool:
+    """Whether the value of a key that may also name a column is JSON."""
+    return text.lstrip()[:1] in ("[", "{")
+
+
+def _has_null(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, items))
 
 
 def _toml_value(value: Any) -> str:

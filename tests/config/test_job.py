@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.config import JobConfig, dump_job, load_job
+from batchinfer.config import JobConfig, dump_job, job_of_table, load_job
 from batchinfer.records import ConfigError, sampling_from_json, sampling_to_json
 
 VALID = {
@@ -95,6 +95,28 @@ def test_a_dumped_job_reads_back_the_same(tmp_path):
     job = load_job(write_job(tmp_path, table))
     (tmp_path / "again.toml").write_text(dump_job(job), encoding="utf-8")
     assert load_job(tmp_path / "again.toml") == job
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None, "enum": ["\x7f", None]}}}
+
+
+@pytest.mark.parametrize("form", [None, "openai"])
+def test_null_in_variables_and_tools_is_written_as_json_text(tmp_path, form):
+    keys = {"chat_template_kwargs": {"date": None, "levels": [1, None]}}
+    keys |= {"format": "openai"} if form else {"messages": "m", "tools": [TOOL]}
+    table = {**VALID, "input": {"files": ["a.jsonl"], **keys}}
+    job = job_of_table(table, Path("Job"), tmp_path)
+    (tmp_path / "again.toml").write_text(dump_job(job), encoding="utf-8")
+    again = load_job(tmp_path / "again.toml")
+    assert again == job
+    assert again.input.model_dump(include=set(keys)) == keys
+
+
+@pytest.mark.parametrize("text", ["[{]", '{"a": 1', "[" * 100_000, "\n [1"])
+def test_json_text_that_is_none_is_no_column(tmp_path, text):
+    table = {**VALID, "input": {"files": ["a.parquet"], "messages": "m", "tools": text}}
+    with pytest.raises(ConfigError, match=r"input\.tools begins as JSON does, but is not valid JSON: "):
+        load_job(write_job(tmp_path, table))
 
 
 def test_set_takes_toml_values_and_bare_words(tmp_path):
