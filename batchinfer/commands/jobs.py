@@ -232,9 +232,12 @@ def plan_here(
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
-    """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report."""
+    """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report.
+
+    What will keep the run from exit code 0 is said on stderr.
+    """
     from batchinfer.plan.planner import plan_job
-    from batchinfer.plan.summary import format_summary, read_summary
+    from batchinfer.plan.summary import foreseen_end, format_summary, read_summary
     from batchinfer.progress import note
 
     with tracer.span("plan", "controller"):
@@ -254,6 +257,9 @@ def plan_here(
         note(summary)  # ranks that load may have a bar
     else:
         click.echo(summary)
+    warning = foreseen_end(run_dir)
+    if warning is not None:
+        note(warning)
     return run_dir
 
 

@@ -145,6 +145,7 @@ PLAN_SUMMARY = _table(
     ("input_rows", pa.int64(), "rows in readable shards"),
     ("rows", pa.int64(), "output rows (input rows x n)"),
     ("bad_rows", pa.int64(), "output rows that are error rows already"),
+    ("unreadable_shards", pa.int64(), "shards that have no outputs"),
     ("control_rows", pa.int64(), "input rows whose text holds control tokens"),
     ("requests", pa.int64(), "requests to compute"),
     ("duplicates", pa.int64(), "greedy requests answered by another one"),

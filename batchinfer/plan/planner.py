@@ -251,7 +251,7 @@ def _plan(
     plan_s = time.monotonic() - started
     held_before_s = plan_s if session.command == "run" else 0.0
     summary = {
-        **count_plan(rows, requests, work, plan_s),
+        **count_plan(shards, rows, requests, work, plan_s),
         **predict(
             job,
             work,

@@ -11,16 +11,20 @@ from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, work_seconds
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
+from batchinfer.records import ExitCode, Shard
 from batchinfer.rundir import RunDir, read_state
 
 
-def count_plan(rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float) -> dict[str, Any]:
+def count_plan(
+    shards: list[Shard], rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float
+) -> dict[str, Any]:
     """The counts of schemas.PLAN_SUMMARY."""
     lengths = rows.num_tokens
     return {
         "input_rows": rows.num_input_rows,
         "rows": int(rows.n[rows.choice == 0].sum()) + rows.num_bad,
         "bad_rows": rows.num_bad,
+        "unreadable_shards": sum(shard.problem is not None for shard in shards),
         "control_rows": rows.num_control,
         "requests": len(requests.row_index),
         "duplicates": len(requests.duplicate_row),
@@ -86,6 +90,19 @@ def predict(
 def read_summary(run: RunDir) -> dict[str, Any]:
     """The plan's counts and predictions by name (schemas.PLAN_SUMMARY)."""
     return dict(read_state(run)["counts"])
+
+
+def foreseen_end(run: RunDir) -> str | None:
+    """What the plan knows already of a run that will not end with exit code 0; None: nothing."""
+    state = read_state(run)
+    num_bad = state["counts"]["bad_rows"]
+    num_unreadable = sum(shard["problem"] is not None for shard in state["shards"])
+    if not num_bad and not num_unreadable:
+        return None
+    return (
+        f"warning: the run will end with exit code {ExitCode.ROW_ERRORS:d}: error rows: {num_bad:,}, shards without "
+        f"outputs: {num_unreadable:,}; correct the input, or take them as they are"
+    )
 
 
 def format_summary(summary: dict[str, Any], num_ranks: int) -> str:

@@ -149,6 +149,30 @@ def test_the_plan_of_a_job_merges_equal_greedy_rows_and_predicts_the_rest(tmp_pa
     assert sum(unit["num_requests"] for unit in units) == 7
 
 
+def test_a_plan_says_what_keeps_the_run_from_exit_code_0(tmp_path):
+    prompts = [None, "", *(question(row) for row in range(6)), "far too long " * 2000]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": prompts * 400})
+    job = write_job(tmp_path, sampling={"n": 2, "max_tokens": 1})
+    said = (
+        "warning: the run will end with exit code 3: error rows: 2,400, shards without outputs: {}; correct the input"
+    )
+    for unreadable in (0, 1):
+        for _ in range(2):  # also when it is planned already
+            ended = batchinfer("plan", job, "--set", f"output.dir=run{unreadable}")
+            assert (ended.code, said.format(unreadable) in ended.err) == (0, True), ended.err
+        counts = json.loads((tmp_path / f"run{unreadable}" / "run.json").read_text())["counts"]
+        assert (counts["bad_rows"], counts["unreadable_shards"]) == (2400, unreadable)
+        (tmp_path / "prompts" / "b.parquet").write_bytes(b"PAR1")
+    ended = batchinfer("run", job, "--set", "output.dir=run1")
+    assert ended.code == 3
+    assert "2,400 of them error rows" in ended.err
+
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0)]})
+    (tmp_path / "prompts" / "b.parquet").unlink()
+    ended = batchinfer("plan", job, "--set", "output.dir=good")
+    assert (ended.code, "exit code" in ended.err) == (0, False)
+
+
 def test_the_same_inputs_give_the_same_plan(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(i % 7) for i in range(20)]})
     for name in ("one", "two"):
